@@ -41,6 +41,7 @@ TABLES = {
     "hybrids_best": ("model.recomputed", "h200/hybrid_best_*.json"),
     "head": ("head.tables", "h200/head.json"),
     "sparse": ("sparse.tables", "h200/sparse.json"),
+    "sparse_chains": ("sparse.tables", "h200/sparse_chains.json"),
     "distill": ("distill.tables", "h200/distill.json"),
     "distill_models": ("distill_models.tables", "h200/distill_models.json"),
     "low": ("model.low_precision", "h200/low_*.json"),
@@ -144,13 +145,14 @@ def speed() -> Parts:
 
 def megatron() -> Parts:
     """The tables of the page on Megatron-Core: errors on two GPUs, and times."""
-    data, context, states = read(
+    # the last is absent until measured
+    data, context, *states = read(
         "h200/megatron_2gpu.json",
         "h200/megatron_2gpu_context.json",
         "h200/megatron_2gpu_states.json",
     )
     runs: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"] + context["rows"] + states["rows"]:
+    for row in [row for found in (data, context, *states) for row in found["rows"]]:
         runs.setdefault(row["run"], []).append(row)
 
     def worst(some: list[dict[str, Any]], key: str) -> str:
@@ -224,29 +226,8 @@ def megatron() -> Parts:
         ],
         list(sides),
     )
-    layers = runs["state_times"]
-
-    def slower(name: str, side: str, key: str = "ms") -> str:
-        found = [rank[name][side][key] for rank in layers if side in rank[name]]
-        return f"{max(found):.{0 if key == 'ms' else 1}f}" if found else ""
-
-    yield (
-        "Four layers with a state, the same way, of Qwen3-Next's shape (dense MLPs) and of "
-        f"Nemotron-H 8B's (two are MLPs); {machine(states['environment'], 'megatron-core')}:"
-    )
-    yield Table(
-        [
-            Column("", str),
-            Column("tokens", lambda name: f"{layers[0][name]['tokens']:,}"),
-            Column("distinct", lambda name: f"{layers[0][name]['distinct']:,}"),
-            Column("Megatron's own, ms", lambda name: slower(name, "megatron")),
-            Column("a forest of chains", lambda name: slower(name, "chains")),
-            Column("`pack_batches`", lambda name: slower(name, "pack_batches")),
-            Column("`tree_logprobs`", lambda name: slower(name, "tree_logprobs")),
-            Column("GiB per GPU", lambda name: slower(name, "tree_logprobs", "GiB")),
-        ],
-        [name for name, row in layers[0].items() if isinstance(row, dict)],
-    )
+    if states:
+        yield from _layers_with_states(runs["state_times"], states[0])
     divided = runs["context_times"]
     sizes = [int(name.split()[0]) for name in divided[0] if name.endswith("CP 1")]
 
@@ -265,6 +246,32 @@ def megatron() -> Parts:
             ),
         ],
         sizes,
+    )
+
+
+def _layers_with_states(layers: list[dict[str, Any]], data: dict[str, Any]) -> Parts:
+    """The table of layers with a state under tensor parallelism."""
+
+    def slower(name: str, side: str, key: str = "ms") -> str:
+        found = [rank[name][side][key] for rank in layers if side in rank[name]]
+        return f"{max(found):.{0 if key == 'ms' else 1}f}" if found else ""
+
+    yield (
+        "Four layers with a state, the same way, of Qwen3-Next's shape (dense MLPs) and of "
+        f"Nemotron-H 8B's (two are MLPs); {machine(data['environment'], 'megatron-core')}:"
+    )
+    yield Table(
+        [
+            Column("", str),
+            Column("tokens", lambda name: f"{layers[0][name]['tokens']:,}"),
+            Column("distinct", lambda name: f"{layers[0][name]['distinct']:,}"),
+            Column("Megatron's own, ms", lambda name: slower(name, "megatron")),
+            Column("a forest of chains", lambda name: slower(name, "chains")),
+            Column("`pack_batches`", lambda name: slower(name, "pack_batches")),
+            Column("`tree_logprobs`", lambda name: slower(name, "tree_logprobs")),
+            Column("GiB per GPU", lambda name: slower(name, "tree_logprobs", "GiB")),
+        ],
+        [name for name, row in layers[0].items() if isinstance(row, dict)],
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,19 +154,22 @@ class Chain:
             with torch.no_grad():
                 return self.gather(*inputs)
 
-        out = self.gather(*inputs)
+        q, latents, w = inputs
+        # a projection that is not asked for is computed all the same, unless it is frozen
+        outs = {"backward": self.gather(q, latents, w)}
+        outs["backward_frozen"] = self.gather(q, latents, w.detach())
 
-        def backward(some: list[torch.Tensor]) -> Any:
-            return torch.autograd.grad(out, some, dout, retain_graph=True)
+        def backward(name: str) -> Any:
+            some = inputs if name == "backward" else inputs[:2]
+            return torch.autograd.grad(outs[name], some, dout, retain_graph=True)
 
         row: Row = {}
         row["forward_ms"], row["forward_all_ms"] = median_ms(forward, device, repeats, 1)
-        backward_of = {"backward": inputs, "backward_frozen": inputs[:2]}
-        for name, some in backward_of.items():
-            timed = median_ms(lambda some=some: backward(some), device, repeats, 1)
+        for name in outs:
+            timed = median_ms(partial(backward, name), device, repeats, 1)
             row[f"{name}_ms"], row[f"{name}_all_ms"] = timed
         if device.type == "cuda":
-            row["peak_bytes"] = peak_bytes(lambda: backward(inputs))
+            row["peak_bytes"] = peak_bytes(lambda: backward("backward"))
         chosen = self.mask.host.visible_pairs(self.options.topk)
         wide, flops = inputs[1].shape[1], 2.0 * self.heads * chosen
         row["forward_tflops"] = flops * (wide + self.rank) / row["forward_ms"] / 1e9

@@ -29,8 +29,9 @@ from prefixtree.packing.host_mask import HostMask
 # numbers of a chunk's absorbed queries: 128 MiB in half precision; of lists of keys, made for
 # several chunks, as it takes many queries to fill a GPU: 64 MiB
 _CHUNK, _LISTED = 1 << 26, 1 << 24
-# TFLOP/s forward and backward of tiles of all keys, and of gathered ones (predicted, H200)
-TILES, GATHERED = (350, 250), (450, 200)
+# TFLOP/s forward and backward of tiles of all keys, and of gathered ones, whose backward has their
+# forward once more for a projection that trains: chains of 32K and 128K on an H200
+TILES, GATHERED = (440, 330), (290, 150)
 
 
 def pays(mask: HostMask, most: int, dims: tuple[int, int], latent: tuple[int, int]) -> bool:
