@@ -25,6 +25,7 @@ from prefixtree.kernels.latents.gathered import (
     kernels_for,
     pays,
 )
+from prefixtree.models.changes import changing
 from prefixtree.packing.mask import TreeMask
 
 # where an attention keeps its latents during a forward: an empty list before they are there
@@ -68,11 +69,9 @@ def held_back(attention: Any, mask: Any) -> Iterator[None]:
     if not _gathers(attention, mask):
         yield
         return
-    setattr(attention, _HELD, [])
-    try:
+    with changing(attention) as changes:
+        changes.set(attention, **{_HELD: []})
         yield
-    finally:
-        delattr(attention, _HELD)
 
 
 def _gathers(attention: Any, mask: Any) -> bool:
