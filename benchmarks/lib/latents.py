@@ -70,11 +70,14 @@ class Chain:
 
     def expand(self, q: torch.Tensor, latents: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """[T, H, Dv], of as many heads as q has."""
-        made = torch.einsum("tr,rhd->thd", latents[:, : self.rank], w)
-        rope = latents[:, None, self.rank :].expand(-1, q.shape[1], -1)
-        k = torch.cat([made[..., : self.nope], rope], -1)
-        out: torch.Tensor = tree_attention(q, k, made[..., self.nope :], **self.tile_options)
+        out: torch.Tensor = tree_attention(q, *self.keys(latents, w), **self.tile_options)
         return out
+
+    def keys(self, latents: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [T, H, D] and values [T, H, Dv] of the heads of w."""
+        made = torch.einsum("tr,rhd->thd", latents[:, : self.rank], w)
+        rope = latents[:, None, self.rank :].expand(-1, w.shape[1], -1)
+        return torch.cat([made[..., : self.nope], rope], -1), made[..., self.nope :]
 
     @property
     def tile_options(self) -> dict[str, Any]:
@@ -129,10 +132,8 @@ class Chain:
         q, latents, w = self.inputs(heads)
         dout = self.dout[:, :heads].contiguous()
         if side == TILES:
-            made = torch.einsum("tr,rhd->thd", latents[:, : self.rank], w).detach()
-            rope = latents[:, None, self.rank :].expand(-1, heads, -1).detach()
-            k = torch.cat([made[..., : self.nope], rope], -1).requires_grad_()
-            given = [q, k, made[..., self.nope :].contiguous().requires_grad_()]
+            made = (x.detach().contiguous() for x in self.keys(latents, w))
+            given = [q, *(x.requires_grad_() for x in made)]
             pairs = self.mask.host.visible_pairs(0)
             row |= times_of(
                 lambda *x: tree_attention(*x, **self.tile_options),

@@ -84,10 +84,12 @@ def _gathers(attention: Any, mask: Any) -> bool:
     # sinks join the softmax, which the kernels do not know
     if hasattr(attention, "sinks") or not all(hasattr(attention, name) for name in _SIZES):
         return False
-    if kernels_for(mask.backend, mask.device) is None or not _is_linear(attention.kv_b_proj):
+    if kernels_for(mask.backend, mask.device) is None:
         return False
     rank, rope, nope, dv = (getattr(attention, name) for name in _SIZES)
-    return pays(mask.host, config.index_topk, (nope + rope, dv), (rank, rope))
+    # known of the mask: most layers need no look at their modules
+    is_worth_it = pays(mask.host, config.index_topk, (nope + rope, dv), (rank, rope))
+    return is_worth_it and _is_linear(attention.kv_b_proj)
 
 
 def _is_linear(projection: nn.Module) -> bool:

@@ -64,10 +64,12 @@ def groups_of(model: nn.Module) -> list[Any]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model computes. Parameters that FSDP offloads are on the CPU between its calls."""
+    parameter = next(model.parameters())
+    if parameter.device.type not in ("cpu", "meta"):
+        return parameter.device
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and (at := module.compute_device):
             return at
-    parameter = next(model.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.device_type == parameter.device.type:
         return parameter.device

@@ -120,29 +120,29 @@ def ends_at_attention() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("backend", "model_type", "recompute"),
+    ("model_type", "recompute"),
     [
-        ("aot_eager", "qwen3_vl", "all"),
-        ("aot_eager", "qwen2_5_vl", None),
+        ("qwen3_vl", "all"),
+        ("qwen2_5_vl", None),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("eager", "qwen3_vl", None),
-                ("aot_eager", "qwen3_vl", "all_but_attention"),
-                ("eager", "qwen3_vl", "auto"),
-                ("eager", "qwen3_vl_moe", "all"),
-                ("aot_eager", "qwen3_5", "all_but_attention"),
-                ("eager", "qwen3_5_moe", "all"),
-                ("eager", "glm4v", "all"),
-                ("aot_eager", "gemma4", None),
+                ("qwen3_vl", None),
+                ("qwen3_vl", "all_but_attention"),
+                ("qwen3_vl", "auto"),
+                ("qwen3_vl_moe", "all"),
+                ("qwen3_5", "all_but_attention"),
+                ("qwen3_5_moe", "all"),
+                ("glm4v", "all"),
+                ("gemma4", None),
             )
         ),
     ],
 )
-def test_pictures(backend, model_type, recompute):
+def test_pictures(model_type, recompute):
     """The tower too, but Gemma 4's: parts of four kinds, whatever the number of pictures."""
     model, made = picture_cases.build(model_type), picture_cases.batch(model_type)
-    compile_layers(model, backend=backend)
+    compile_layers(model, backend="aot_eager")
     run = picture_cases.run_packed(model, made, recompute=recompute)
     found = picture_cases.errors(run, picture_cases.reference(model_type))
     assert found.largest < picture_cases.tolerance(model_type)
@@ -177,7 +177,7 @@ def test_a_compiled_tower_without_gradient_is_seen(monkeypatch):
         tower_attention, "picture_attention", lambda *given: (_cut(attend(*given)[0]), None)
     )
     model = picture_cases.build("qwen3_vl")
-    compile_layers(model, backend="eager")
+    compile_layers(model, backend="aot_eager")
     wrong = picture_cases.errors(
         picture_cases.run_packed(model, picture_cases.batch("qwen3_vl")),
         picture_cases.reference("qwen3_vl"),
@@ -199,7 +199,7 @@ def test_a_hook_inside_a_compiled_tower_is_run():
     for compiled in (False, True):
         model = picture_cases.build("qwen3_vl")
         if compiled:
-            compile_layers(model, backend="eager")
+            compile_layers(model, backend="aot_eager")
             picture_cases.run_packed(model, made)
         tower_of(model).blocks[1].attn.qkv.register_forward_hook(doubles)
         outcomes.append(picture_cases.run_packed(model, made))
@@ -217,7 +217,7 @@ def test_towers_that_run_uncompiled(runs):
         model.set_attn_implementation(names)
     else:
         enable_checkpointing(model, use_reentrant=False)
-    compile_layers(model, backend="eager")
+    compile_layers(model, backend="aot_eager")
     # by recompute=None transformers' checkpoints are one per run
     recompute = "nothing" if runs == "checkpointed by block" else None
     run = picture_cases.run_packed(model, made, recompute=recompute)
@@ -228,17 +228,17 @@ def test_towers_that_run_uncompiled(runs):
 @pytest.mark.full
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_sharded_tower(when):
-    """A blank run for other ranks is one more size. It is Dynamo that has to see what changed."""
+    """A blank run for other ranks is one more size."""
     model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         if when == "after":
-            compile_layers(model, backend="eager")
+            compile_layers(model, backend="aot_eager")
         for part in (*tower_of(model).blocks, *layers_of(model), model):
             fully_shard(part, mesh=mesh)
         if when == "before":
-            compile_layers(model, backend="eager")
+            compile_layers(model, backend="aot_eager")
         for _ in range(2):
             # behind a forward, parameters of the root are not those that are sharded
             model.zero_grad()

@@ -7,6 +7,8 @@ its first steps. Legend: R rows, D head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -47,23 +49,20 @@ def normed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [.., D] -> x / sqrt(sum of squares + 1e-6) in its dtype, and the factors, fp32 [..]."""
     x = x.contiguous()
     y, factors = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _forward[_grid(x)](x, y, factors, *_sizes(x))
+    _launch(_forward, x, y, factors)
     return y, factors
 
 
 def through(y: torch.Tensor, factors: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """The gradient of what `normed` was given, in the dtype of y: y, dy [.., D]; factors [..]."""
-    dy, dx = dy.contiguous(), torch.empty_like(y)
-    _backward[_grid(y)](y, factors, dy, dx, *_sizes(y))
+    dx = torch.empty_like(y)
+    _launch(_backward, y, factors, dy.contiguous(), dx)
     return dx
 
 
-def _sizes(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Rows, head dim, rows of a program, and its columns."""
-    columns = triton.next_power_of_2(x.shape[-1])
-    return x.numel() // x.shape[-1], x.shape[-1], max(1, _SIZE // columns), columns
-
-
-def _grid(x: torch.Tensor) -> tuple[int]:
-    rows, _, per_program, _ = _sizes(x)
-    return (triton.cdiv(rows, per_program),)
+def _launch(kernel: Any, x: torch.Tensor, *others: torch.Tensor) -> None:
+    """Over the rows of x [.., D]."""
+    dim = x.shape[-1]
+    rows, columns = x.numel() // dim, triton.next_power_of_2(dim)
+    size = max(1, _SIZE // columns)
+    kernel[(triton.cdiv(rows, size),)](x, *others, rows, dim, ROWS=size, COLS=columns)

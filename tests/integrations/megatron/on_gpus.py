@@ -117,12 +117,14 @@ def half() -> dict[str, Any]:
     return results
 
 
+def _drawn(seed: int) -> Callable[[int], list[int]]:
+    """A function that draws so many tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda length: torch.randint(0, _VOCABULARY, (length,), generator=generator).tolist()
+
+
 def _rollouts(prompt: int = 4096, count: int = 8, response: int = 512) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def new(length: int) -> list[int]:
-        return torch.randint(0, _VOCABULARY, (length,), generator=generator).tolist()
-
+    new = _drawn(0)
     shared = new(prompt)
     return [shared + new(response) for _ in range(count)]
 
@@ -206,11 +208,7 @@ def state_times() -> dict[str, Any]:
     are off. The gated delta rule is beside Megatron's own on the replicated batch; mamba-ssm,
     which Megatron's Mamba needs, is not there, so a forest without sharing stands for it."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    generator = torch.Generator().manual_seed(2)
-
-    def new(length: int) -> list[int]:
-        return torch.randint(0, _VOCABULARY, (length,), generator=generator).tolist()
-
+    new = _drawn(2)
     system = new(2048)
     agents = [system + new(4096) for _ in range(2)]
     batches = {

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -91,9 +92,13 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     for name in ("tilelang", "tilelang.jit"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["tilelang.jit"], "JITImpl", Factory, raising=False)
-    name = f"{flash_qla.__package__}.flash_qla_rules"
-    monkeypatch.setitem(sys.modules, name, found)  # type: ignore[arg-type]
-    monkeypatch.setattr(sys.modules[flash_qla.__package__], "flash_qla_rules", found, raising=False)
+    module = ModuleType(f"{flash_qla.__package__}.flash_qla_rules")
+    # functions that a module has by looking them up
+    vars(module)["__getattr__"] = partial(getattr, found)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(
+        sys.modules[flash_qla.__package__], "flash_qla_rules", module, raising=False
+    )
     monkeypatch.setattr(flash_qla, "LEAST_TOKENS", 0)
     monkeypatch.setattr(flash_qla, "refusal", lambda _: None)
     monkeypatch.setattr(flash_qla_ahead, "_known", set())
