@@ -23,6 +23,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.along_tree import AlongTree, along_tree, check_own_code
 from prefixtree.models.checks import attention_modules, set_attention, transformer_of
 from prefixtree.models.copied_forwards import with_globals
+from prefixtree.models.experts import prepare_experts
 from prefixtree.models.families import (
     PACKING_KEYWORDS,
     check_config,
@@ -83,11 +84,12 @@ def prepare(model: _Model) -> _Model:
 
 
 def prepare_states(transformer: Any) -> None:
-    """Gives recurrent layers and indexers their forward along the tree; nothing to the others.
+    """Gives recurrent layers and indexers their forward along the tree, and experts theirs.
 
     Raises:
         UnsupportedError: a recurrent layer or an indexer that is not as the family's proof had it.
     """
+    prepare_experts(transformer)
     config = transformer.config.get_text_config()
     family = family_of(config)
     mixers = [(n, m) for n, m in transformer.named_modules() if _rules(_kind(m))]

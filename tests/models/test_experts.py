@@ -1,0 +1,136 @@
+"""Experts by grouped products: transformers' results, gradients without adding row by row."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from packaging import version
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers.integrations import moe
+
+from prefixtree.models.along_tree import AlongTree
+from prefixtree.models.experts import prepare_experts
+from tests.support.models import TRANSFORMERS, build, cases
+
+# gated; with biases, transposed and gated by their own code; without a gate
+_TYPES = ["qwen3_moe", "gpt_oss", "nemotron_h"]
+TOKENS, CHOSEN = 13, 3
+_MARKS_ABSENT = pytest.mark.skipif(
+    "sentinel" not in inspect.getsource(moe.grouped_mm_experts_forward),
+    reason="this transformers marks no absent experts",
+)
+
+
+def experts_of(model_type: str, dtype: torch.dtype) -> Any:
+    """The first experts of a tiny model, with weights that are not zero."""
+    model = build(model_type).to(dtype)
+    found = next(m for m in model.modules() if hasattr(m, "has_gate"))
+    assert found.config._experts_implementation == "grouped_mm"
+    for parameter in found.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return found
+
+
+def inputs(experts: Any, dtype: torch.dtype, absent: int = 0) -> list[torch.Tensor]:
+    """Hidden states, chosen experts and weights; the last `absent` choices are of other ranks."""
+    size = experts.down_proj.shape[1 if experts.is_transposed is False else 2]
+    x = torch.randn(TOKENS, size, dtype=dtype).requires_grad_()
+    chosen = torch.rand(TOKENS, experts.num_experts).topk(CHOSEN).indices
+    weights = torch.rand(TOKENS, CHOSEN, dtype=dtype)
+    if absent:
+        chosen[-absent:, 1] = experts.num_experts
+        weights[-absent:, 1] = 0
+    return [x, chosen, weights.requires_grad_()]
+
+
+def run(experts: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Its result, and gradients of hidden states, weights and parameters."""
+    out = experts(*given)
+    draw = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(out.shape, generator=draw).to(out.dtype)
+    leaves = [given[0], given[2], *experts.parameters()]
+    return [out, *torch.autograd.grad(out, leaves, cotangent)]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.mark.parametrize("absent", [0, pytest.param(3, marks=_MARKS_ABSENT)])
+@pytest.mark.parametrize("model_type", cases(_TYPES))
+def test_gradients_are_those_of_transformers(
+    model_type: str, absent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch has grouped products in float64 on no device
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    theirs = experts_of(model_type, torch.float64)
+    if absent and "_is_expert_parallel" in vars(theirs):
+        theirs._is_expert_parallel = True
+    ours = copy.deepcopy(theirs)
+    prepare_experts(ours)
+    given = inputs(theirs, torch.float64, absent)
+    wanted, found = run(theirs, given), run(ours, given)
+    assert isinstance(ours, AlongTree) and torch.equal(found[0], wanted[0])
+    for x, y in zip(found, wanted, strict=True):
+        assert y.abs().max() > 1e-3
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.skipif(version.parse("5.17") > TRANSFORMERS, reason="torch cannot trace its function")
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_compiled_gradient_adds_no_row_to_another(is_ours: bool) -> None:
+    """Where transformers' does so: then this test would see ours."""
+    experts = experts_of("qwen3_moe", torch.bfloat16)
+    if is_ours:
+        prepare_experts(experts)
+    adds = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if n.target is torch.ops.aten.index_put.default]
+        adds.extend(n for n in nodes if len(n.args) > 3 and n.args[3])
+        return make_boxed_func(graph)
+
+    given = inputs(experts, torch.bfloat16)
+    wanted = run(experts, given)
+    compiled = torch.compile(experts, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+    found = torch.autograd.grad(compiled(*given).float().sum(), [given[0], *experts.parameters()])
+    assert all(grad.abs().max() > 1e-3 for grad in found) and len(found) == len(wanted) - 2
+    assert bool(adds) != is_ours
+
+
+def test_copies_of_a_token_are_added_up_in_float32() -> None:
+    theirs = experts_of("qwen3_moe", torch.bfloat16)
+    ours, exact = copy.deepcopy(theirs), copy.deepcopy(theirs).float()
+    prepare_experts(ours)
+    x, chosen, weights = inputs(theirs, torch.bfloat16)
+    wanted = run(exact, [x.detach().float().requires_grad_(), chosen, weights.float()])[1]
+    errors = [(run(e, [x, chosen, weights])[1] - wanted).norm() for e in (ours, theirs)]
+    assert errors[0] < errors[1]
+
+
+def test_what_runs_otherwise_still_does() -> None:
+    experts = experts_of("qwen3_moe", torch.float32)
+    kind = type(experts)
+    prepare_experts(experts)
+    given = inputs(experts, torch.float32)
+    wanted = run(experts, given)
+    for implementation in ("eager", "batched_mm"):
+        experts.config._experts_implementation = implementation
+        alone = kind.forward(experts, *given)
+        assert torch.equal(experts(*given), alone)
+        torch.testing.assert_close(alone, wanted[0])
+    experts.config._experts_implementation = "grouped_mm"
+    again = pickle.loads(pickle.dumps(experts))
+    prepare_experts(again)
+    assert type(again) is type(experts)
+    assert all(map(torch.equal, run(again, given), wanted))
