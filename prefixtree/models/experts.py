@@ -28,6 +28,8 @@ try:
 except ImportError:
     ALL_EXPERTS_FUNCTIONS = None
 
+_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 def prepare_experts(transformer: nn.Module) -> None:
     """Gives this way to experts that may run grouped products; others stay as they are."""
@@ -63,7 +65,8 @@ def _runs_grouped(experts: Any) -> bool:
     """Whether transformers would run what `grouped_experts` runs."""
     if getattr(experts, "has_post_expert_norm", False):
         return False
-    if getattr(experts, "_is_expert_parallel", False):
+    # ranks with a part of them mark tokens of the others' with a number that they do not have
+    if experts.num_experts not in [getattr(experts.config, name, None) for name in _NUMBERS]:
         return False
     chosen = ALL_EXPERTS_FUNCTIONS.get(getattr(experts.config, "_experts_implementation", None))
     return chosen is grouped_mm_experts_forward
@@ -84,7 +87,7 @@ def grouped_experts(
     Returns:
         [T, D], in the dtype of hidden_states.
     """
-    num_tokens, copies = top_k_index.shape
+    copies = top_k_index.shape[1]
     of_copies, order = torch.sort(top_k_index.reshape(-1))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -92,50 +95,57 @@ def grouped_experts(
     counted = of_copies.float() if of_copies.device.type in ("cpu", "mps") else of_copies.int()
     counts = torch.histc(counted, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
     offsets = torch.cumsum(counts, 0, dtype=torch.int32)
-    # copies for another rank's experts are last; no product reads or writes them
-    absent = None
-    if not hasattr(experts, "_is_expert_parallel"):
-        absent = (of_copies >= experts.num_experts)[:, None]
-        of_copies = of_copies.clamp(max=experts.num_experts - 1)
 
     def linear(weight: str, bias: str, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _grouped_linear(
-            x,
-            getattr(experts, weight),
-            offsets,
-            bias=getattr(experts, bias)[of_copies] if experts.has_bias else None,
-            is_transposed=experts.is_transposed,
-        )
-        return out if absent is None else out.masked_fill(absent, 0.0)
+        rows = getattr(experts, bias)[of_copies] if experts.has_bias else None
+        return _grouped_linear(x, getattr(experts, weight), offsets, rows, experts.is_transposed)
 
-    x = _Gathered.apply(hidden_states, order // copies, back, copies)
-    if absent is not None:
-        x = x.masked_fill(absent, 0.0)
+    x = _Spread.apply(hidden_states, order, back, copies)
     if experts.has_gate:
         x = experts._apply_gate(linear("gate_up_proj", "gate_up_proj_bias", x))
     else:
         x = experts.act_fn(linear("up_proj", "up_proj_bias", x))
-    out = _Gathered.apply(linear("down_proj", "down_proj_bias", x), back, order, 1)
-    out = out.view(num_tokens, copies, -1) * top_k_weights[..., None]
-    return out.sum(1).to(hidden_states.dtype)
+    out = _Combined.apply(linear("down_proj", "down_proj_bias", x), top_k_weights, order, back)
+    return out.to(hidden_states.dtype)
 
 
-class _Gathered(torch.autograd.Function):
-    """x[rows]; its gradient too is gathered, from the places `back` of each row's copies."""
+class _Spread(torch.autograd.Function):
+    """Each token's copies [T * k, D], in the order of experts."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, rows: torch.Tensor, back: torch.Tensor, copies: int
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor, copies: int
     ) -> torch.Tensor:
         ctx.save_for_backward(back)
         ctx.copies = copies
-        return x[rows]
+        return x[order // copies]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        grad = grad[back]
-        if ctx.copies > 1:
-            # torch adds up in float32
-            grad = grad.view(-1, ctx.copies, grad.shape[1]).sum(1)
-        return grad, None, None, None
+        # torch adds up in float32
+        return grad[back].view(-1, ctx.copies, grad.shape[1]).sum(1), None, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Each token's sum [T, D] of its copies, weighted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, back: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weights, order, back)
+        return (x[back].view(*weights.shape, -1) * weights[..., None]).sum(1)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        x, weights, order, back = ctx.saved_tensors
+        # in the order of experts, so that neither x nor its gradient has to be permuted
+        rows = grad[order // weights.shape[1]]
+        dx = rows * weights.reshape(-1)[order, None]
+        dweights = None
+        if ctx.needs_input_grad[1]:
+            dweights = (x * rows).sum(-1)[back].view(weights.shape).to(weights.dtype)
+        return dx.to(x.dtype), dweights, None, None

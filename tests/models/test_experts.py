@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -16,16 +15,12 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers.integrations import moe
 
 from prefixtree.models.along_tree import AlongTree
-from prefixtree.models.experts import prepare_experts
+from prefixtree.models.experts import _runs_grouped, prepare_experts
 from tests.support.models import TRANSFORMERS, build, cases
 
 # gated; with biases, transposed and gated by their own code; without a gate
 _TYPES = ["qwen3_moe", "gpt_oss", "nemotron_h"]
 TOKENS, CHOSEN = 13, 3
-_MARKS_ABSENT = pytest.mark.skipif(
-    "sentinel" not in inspect.getsource(moe.grouped_mm_experts_forward),
-    reason="this transformers marks no absent experts",
-)
 
 
 def experts_of(model_type: str, dtype: torch.dtype) -> Any:
@@ -38,15 +33,12 @@ def experts_of(model_type: str, dtype: torch.dtype) -> Any:
     return found
 
 
-def inputs(experts: Any, dtype: torch.dtype, absent: int = 0) -> list[torch.Tensor]:
-    """Hidden states, chosen experts and weights; the last `absent` choices are of other ranks."""
+def inputs(experts: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Hidden states, chosen experts and weights."""
     size = experts.down_proj.shape[1 if experts.is_transposed is False else 2]
     x = torch.randn(TOKENS, size, dtype=dtype).requires_grad_()
     chosen = torch.rand(TOKENS, experts.num_experts).topk(CHOSEN).indices
     weights = torch.rand(TOKENS, CHOSEN, dtype=dtype)
-    if absent:
-        chosen[-absent:, 1] = experts.num_experts
-        weights[-absent:, 1] = 0
     return [x, chosen, weights.requires_grad_()]
 
 
@@ -65,19 +57,16 @@ def _seeded() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("absent", [0, pytest.param(3, marks=_MARKS_ABSENT)])
 @pytest.mark.parametrize("model_type", cases(_TYPES))
 def test_gradients_are_those_of_transformers(
-    model_type: str, absent: int, monkeypatch: pytest.MonkeyPatch
+    model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch has grouped products in float64 on no device
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
     theirs = experts_of(model_type, torch.float64)
-    if absent and "_is_expert_parallel" in vars(theirs):
-        theirs._is_expert_parallel = True
     ours = copy.deepcopy(theirs)
     prepare_experts(ours)
-    given = inputs(theirs, torch.float64, absent)
+    given = inputs(theirs, torch.float64)
     wanted, found = run(theirs, given), run(ours, given)
     assert isinstance(ours, AlongTree) and torch.equal(found[0], wanted[0])
     for x, y in zip(found, wanted, strict=True):
@@ -130,6 +119,10 @@ def test_what_runs_otherwise_still_does() -> None:
         assert torch.equal(experts(*given), alone)
         torch.testing.assert_close(alone, wanted[0])
     experts.config._experts_implementation = "grouped_mm"
+    # a rank's part of them
+    experts.num_experts -= 1
+    assert not _runs_grouped(experts)
+    experts.num_experts += 1
     again = pickle.loads(pickle.dumps(experts))
     prepare_experts(again)
     assert type(again) is type(experts)
