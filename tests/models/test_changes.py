@@ -141,6 +141,7 @@ ELSEWHERE = {
     "integrations/verl/metered.py": "of a configuration",
     "models/encodings.py": "the output of a tower, which is no module",
     "models/indexers.py": "prepare: stays",
+    "models/experts.py": "prepare: stays",
     "sampling/whole_copy.py": "a copy of its own, which is thrown away",
     "sampling/graphs.py": "torch's synchronisation warnings, within try",
     "demo/depot.py": "models of its own",
