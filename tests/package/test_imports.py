@@ -160,7 +160,7 @@ RECURRENCE_PARTS = {
     "triton": ("conv_triton", "conv_kernels"),
     # flash_qla serves a part of what fla serves, with its norms and its refusals
     "fla": (
-        *("fla_rules", "states", "state_kernels"),
+        *("fla_rules", "fla_tuning", "states", "state_kernels"),
         *(
             "flash_qla",
             "flash_qla_ahead",

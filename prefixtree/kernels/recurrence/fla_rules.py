@@ -12,6 +12,7 @@ Legend: T packed tokens, H key heads, HV value heads, K and V head dims.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fla.ops.kda.wy_fast import recompute_w_u_fwd as recompute_kda
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 
+from prefixtree.kernels.recurrence.fla_tuning import compile_side_by_side
 from prefixtree.kernels.recurrence.states import CHUNK, carry_gradients, carry_states
 from prefixtree.packing.state_schedule import StateSchedule
 
@@ -215,3 +217,6 @@ def linear_attention_backward(
 def _segments(schedule: StateSchedule) -> dict[str, Any]:
     """Arguments of fla's kernels: int32 [N + 1], and int32 [NC, 2] (segment, chunk in it)."""
     return {"cu_seqlens": schedule.start, "chunk_indices": schedule.chunk_indices}
+
+
+compile_side_by_side(sys.modules[__name__])
