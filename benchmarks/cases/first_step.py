@@ -119,9 +119,10 @@ def run_cold_and_warm(name: str, options: argparse.Namespace) -> list[Row]:
         command += [] if options.compiled else ["--no-compiled"]
         for state in ("cold", "warm"):
             environment = os.environ | kept | {CHILD: repr(time.time())}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            # what it waits for is seen at once, also of a run that is cut off
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode:
-                raise RuntimeError(done.stderr[-800:])
+                raise RuntimeError(f"the {state} process ended with {done.returncode}; see stderr")
             rows.append({"caches": state, **json.loads(done.stdout.splitlines()[-1])})
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,19 @@ def test_cold_and_warm(tmp_path: Path) -> None:
         # on a CPU nothing of ours compiles
         assert row["operators"] == {} and row["torch_compile"] == 0
         assert row["losses"][1] < row["losses"][0]
+
+
+def test_what_a_process_says_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho compiling, please wait >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    options = Namespace(device="cpu", dtype="float32", scale=1.0, compiled=True)
+    with pytest.raises(RuntimeError, match="the cold process ended with 3"):
+        first_step.run_cold_and_warm("qwen3-0.6b", options)
+    assert capfd.readouterr().err == "compiling, please wait\n"
 
 
 def test_losses_that_differ_are_red() -> None:
