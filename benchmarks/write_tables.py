@@ -80,7 +80,7 @@ TABLES = {
     "replaced_class": ("decode_peers.tables", "h200/replaced_class.json"),
     "replaced_class_padded": ("decode_peers.tables", "h200/replaced_class_padded.json"),
     "generate_256": ("decode_peers.tables", "h200/decode_peers_256*.json"),
-    "generate_hybrids": ("decode_peers.tables", "h*/decode_hybrid*.json"),
+    "generate_hybrids": ("decode_peers.tables", "h200/decode_hybrid.json"),
     "histories": ("decode_peers.tables", "h200/histories.json"),
     "head_shapes": ("attention.head_shapes", "h200/shapes_*.json"),
     "pack_gqa": ("pack_gqa.tables", "h200/pack_gqa.json"),
@@ -234,7 +234,7 @@ def megatron() -> Parts:
     def of(size: int, ranks: int) -> Any:
         return max((rank[f"{size} tokens, CP {ranks}"] for rank in divided), key=_ms)
 
-    yield f"One tree under context parallelism; {machine(context['environment'], 'megatron-core')}:"
+    yield f"One tree under context parallelism ({context['environment']['commit']}):"
     yield Table(
         [
             Column("packed tokens", lambda size: f"{size:,}"),
@@ -256,22 +256,23 @@ def _layers_with_states(layers: list[dict[str, Any]], data: dict[str, Any]) -> P
         found = [rank[name][side][key] for rank in layers if side in rank[name]]
         return f"{max(found):.{0 if key == 'ms' else 1}f}" if found else ""
 
+    names = [name for name, row in layers[0].items() if isinstance(row, dict)]
+    sizes = {layers[0][n]["tokens"]: layers[0][n]["distinct"] for n in names}
+    counts = "; ".join(f"{a:,} tokens, {b:,} distinct" for a, b in sizes.items())
     yield (
-        "Four layers with a state, the same way, of Qwen3-Next's shape (dense MLPs) and of "
-        f"Nemotron-H 8B's (two are MLPs); {machine(data['environment'], 'megatron-core')}:"
+        "Four layers with a state, of Qwen3-Next's shape (dense MLPs) and of Nemotron-H 8B's (two "
+        f"are MLPs); {counts} ({data['environment']['commit']}):"
     )
     yield Table(
         [
             Column("", str),
-            Column("tokens", lambda name: f"{layers[0][name]['tokens']:,}"),
-            Column("distinct", lambda name: f"{layers[0][name]['distinct']:,}"),
             Column("Megatron's own, ms", lambda name: slower(name, "megatron")),
             Column("a forest of chains", lambda name: slower(name, "chains")),
             Column("`pack_batches`", lambda name: slower(name, "pack_batches")),
             Column("`tree_logprobs`", lambda name: slower(name, "tree_logprobs")),
             Column("GiB per GPU", lambda name: slower(name, "tree_logprobs", "GiB")),
         ],
-        [name for name, row in layers[0].items() if isinstance(row, dict)],
+        names,
     )
 
 
