@@ -3,8 +3,8 @@
 Grouped products want the tokens of an expert side by side. transformers brings them there and back
 by indexing, whose gradient adds to one row after another: atomically and rounded each time, or by a
 sort. Both ways are permutations of a token's copies, so their gradients are gathers too, and a
-token's copies are added up once, in float32. The results of the forward are transformers' to the
-bit.
+token's copies are added up once, in float32. Where nothing is compiled, the results of the forward
+are transformers' to the bit.
 
 Legend: T packed tokens, k experts per token, D hidden size.
 """
@@ -123,8 +123,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        # torch adds up in float32
-        return grad[back].view(-1, ctx.copies, grad.shape[1]).sum(1), None, None, None
+        return _summed(grad, back.view(-1, ctx.copies), None).to(grad.dtype), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -135,7 +134,7 @@ class _Combined(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, back: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weights, order, back)
-        return (x[back].view(*weights.shape, -1) * weights[..., None]).sum(1)
+        return _summed(x, back.view(weights.shape), weights)
 
     @staticmethod
     def backward(
@@ -149,3 +148,17 @@ class _Combined(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweights = (x * rows).sum(-1)[back].view(weights.shape).to(weights.dtype)
         return dx.to(x.dtype), dweights, None, None
+
+
+def _summed(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """The sums [T, D], in float32, of x[rows], weighted; rows and weights are [T, k]."""
+    if not torch.compiler.is_compiling():
+        chosen = x[rows]
+        return (chosen if weights is None else chosen * weights[..., None]).sum(1)
+    # of one sum inductor makes a kernel that does not read along D, and takes four times as long
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.new_zeros(len(rows), x.shape[1], dtype=wide)
+    for i in range(rows.shape[1]):
+        term = x[rows[:, i]].to(wide)
+        total = total + (term if weights is None else term * weights[:, i, None].to(wide))
+    return total.to(x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype))

@@ -91,9 +91,11 @@ def test_a_compiled_gradient_adds_no_row_to_another(is_ours: bool) -> None:
 
     given = inputs(experts, torch.bfloat16)
     wanted = run(experts, given)
-    compiled = torch.compile(experts, backend=aot_autograd(fw_compiler=note), fullgraph=True)
-    found = torch.autograd.grad(compiled(*given).float().sum(), [given[0], *experts.parameters()])
-    assert all(grad.abs().max() > 1e-3 for grad in found) and len(found) == len(wanted) - 2
+    found = run(
+        torch.compile(experts, backend=aot_autograd(fw_compiler=note), fullgraph=True), given
+    )
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).norm() < 1e-2 * y.norm()
     assert bool(adds) != is_ours
 
 
