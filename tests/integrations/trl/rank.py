@@ -262,17 +262,19 @@ CASES: dict[str, tuple[Ask, Case]] = {
     "unequal ranks": (compare, Case({}, {}, rollout=longer_on_rank_1)),
     # trunks of a step are kept, in other numbers on each rank
     "cut groups": (compare, Case({**CUT}, rollout=longer_on_rank_1)),
-    "cut groups, sharded": (compare, Case({**CUT}, {}, rollout=longer_on_rank_1)),
     # several generations in a step: trunks end within no_sync
     "cut groups, generations": (compare, Case({**CUT, **HALVES})),
-    "cut groups, generations, sharded": (compare, Case({**CUT, **HALVES}, {})),
-    "kept whole, loaded by rank 0": (
+    "cut groups, sharded": (compare, Case({**CUT, **HALVES}, {}, rollout=longer_on_rank_1)),
+    "FSDP's checkpointing, kept whole, loaded by rank 0": (
         compare,
-        Case({}, {"reshard_after_forward": False, "cpu_ram_efficient_loading": True}),
-    ),
-    "FSDP's checkpointing": (
-        compare,
-        Case({"gradient_checkpointing": False}, {"activation_checkpointing": True}),
+        Case(
+            {"gradient_checkpointing": False},
+            {
+                "activation_checkpointing": True,
+                "reshard_after_forward": False,
+                "cpu_ram_efficient_loading": True,
+            },
+        ),
     ),
     "tied, reference follows": (
         compare,
@@ -307,18 +309,16 @@ CASES: dict[str, tuple[Ask, Case]] = {
             options={"eval_dataset": prompts()},
         ),
     ),
-    "tree, tied": (sampled, Case({}, {}, "tied")),
     "tree, hybrid": (
         sampled,
         Case({}, {"transformer_layer_cls_to_wrap": "Qwen3_5DecoderLayer"}, "hybrid"),
     ),
     "tree, experts": (sampled, Case({}, {}, "experts")),
     "tree, lora": (sampled, Case({"learning_rate": 1.0}, {}, lora=True)),
-    "tree, FSDP's checkpointing": (
+    "tree, tied, FSDP's checkpointing": (
         sampled,
-        Case({"gradient_checkpointing": False}, {"activation_checkpointing": True}),
+        Case({"gradient_checkpointing": False}, {"activation_checkpointing": True}, "tied"),
     ),
-    "tree, bfloat16": (sampled, Case({"bf16": True}, {})),
     "tree, lora, bfloat16": (sampled, Case({"bf16": True, "learning_rate": 1.0}, {}, lora=True)),
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),

@@ -49,11 +49,12 @@ class CpuTrainingWorker(TrainingWorker):
 
 
 class CpuActorWorker(ActorRolloutRefWorker):
-    """verl's worker of actor or reference, as its trainers make them."""
+    """verl's worker of actor and reference, as its trainers make them, which have rollouts too."""
 
-    def __init__(self, config: Any, role: str) -> None:
+    def __init__(self, config: Any) -> None:
         _join_group()
-        super().__init__(config, role)
+        super().__init__(config, "actor")
+        self.role, self._is_ref = "actor_ref", True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def parameter_sums(self) -> dict[str, float]:

@@ -38,7 +38,6 @@ from tests.support.full import asked_for, mostly
 from tests.support.lost_gradients import lose_keys
 from tests.support.spawn import ROOT
 
-# every time
 ONE = (
     "qwen2_5_vl, text",
     "qwen3_vl, text, decay",
@@ -46,6 +45,7 @@ ONE = (
     "qwen3_vl_moe, pictures",
 )
 TOGETHER = ("qwen3_vl, text, two ranks a forest", "qwen3_vl, pictures, two ranks a forest")
+# every time; the others with --full
 TWO = ("qwen3_vl, one rank sees", "qwen3_vl, lora", *TOGETHER)
 ALONE = [name for name in VISION_CASES if name not in TOGETHER]
 RED = "qwen3_vl, pictures"
@@ -56,7 +56,7 @@ def two_ranks(sees: Path) -> list[dict[Any, Any]]:
     return run_ranks(sees, asked_for(VISION_CASES, TWO))
 
 
-@pytest.mark.parametrize("name", mostly(ALONE, ONE))
+@pytest.mark.parametrize("name", ONE)
 def test_one_rank(name: str, sees: Path, record_property: Callable[..., None]) -> None:
     settings = VISION_CASES[name]
     packed = run("prefixtree", sees, settings)

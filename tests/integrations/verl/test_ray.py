@@ -170,7 +170,7 @@ def samples(count: int) -> tuple[list[str], list[dict[str, Any]], list[dict[str,
 
 
 def trainer_step(mode: str, vendor: str, models: Path, flags: list[str], count: int) -> Any:
-    """`_step_once` of a trainer of verl's over two workers of actor and reference each.
+    """`_step_once` of a trainer of verl's over two workers of actor and reference.
 
     What makes rollouts is left out: the transfer queue holds what they would have put there.
     """
@@ -201,28 +201,22 @@ def trainer_step(mode: str, vendor: str, models: Path, flags: list[str], count: 
     trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: None)
     batch = tq.KVBatchMeta(keys=keys, tags=tags, partition_id=partition)
     trainer.replay_buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
-    groups = []
-    for role in ("actor", "ref"):
-        group = RayWorkerGroup(
-            RayResourcePool(process_on_nodes=[2], use_gpu=False, max_colocate_count=1),
-            RayClassWithInitArgs(
-                ray.remote(CpuActorWorker), config=config.actor_rollout_ref, role=role
-            ),
-            use_gpu=False,
-            name_prefix=f"{mode}{role}",
-            device_name="cpu",
-            worker_env={"VERL_ENGINE_VENDOR": vendor},
-        )
-        group.init_model()
-        groups.append(group)
-    trainer.actor_rollout_wg, trainer.ref_policy_wg = groups
+    group = RayWorkerGroup(
+        RayResourcePool(process_on_nodes=[2], use_gpu=False, max_colocate_count=1),
+        RayClassWithInitArgs(ray.remote(CpuActorWorker), config=config.actor_rollout_ref),
+        use_gpu=False,
+        name_prefix=mode,
+        device_name="cpu",
+        worker_env={"VERL_ENGINE_VENDOR": vendor},
+    )
+    group.init_model()
+    trainer.actor_rollout_wg = trainer.ref_policy_wg = group
     metrics: dict[str, Any] = {}
     after = trainer._step_once(metrics, {}, sample_batch_size=4)
-    parameters = groups[0].parameter_sums()[0]
+    parameters = group.parameter_sums()[0]
     tq.kv_clear(keys=after.keys, partition_id=partition)
-    for group in groups:
-        for worker in group.workers:
-            ray.kill(worker)
+    for worker in group.workers:
+        ray.kill(worker)
     return {"metrics": metrics, "parameters": parameters, "batch": after}
 
 

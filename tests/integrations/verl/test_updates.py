@@ -16,8 +16,9 @@ from tests.integrations.verl.compare import check_same
 from tests.integrations.verl.runs import run, run_ranks
 from tests.support.full import asked_for, mostly
 
-# every time: each algorithm, model and strategy, on one rank or on two
+# each algorithm, model and strategy, on one rank or on two
 ONE = ("grpo, a temperature a sample", "grpo, one micro-batch", "grpo, AdamW", "ppo", "ppo, fsdp1")
+# every time; the others with --full
 TWO = (
     *("grpo, ranks unlike", "grpo, fixed size", "grpo, padded to buckets", "grpo, lora"),
     *("grpo, offloaded", "ppo, tied", "ppo, experts", "ppo, fsdp1, original parameters"),
@@ -37,7 +38,7 @@ def four_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
     return run_ranks(models, asked_for(SEQUENCE_PARALLEL_CASES, FOUR), 4)
 
 
-@pytest.mark.parametrize("name", mostly(CASES, ONE))
+@pytest.mark.parametrize("name", ONE)
 def test_one_rank(name: str, models: Path, record_property: Callable[..., None]) -> None:
     stock = run("stock", models, CASES[name])
     packed = run("prefixtree", models, CASES[name])
