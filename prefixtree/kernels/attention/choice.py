@@ -20,21 +20,22 @@ from prefixtree.packing.host_mask import HostMask
 _NAMED = {backend.name: backend for backend in BACKENDS}
 NAMES = ("auto", *reversed(_NAMED))
 
-# Up to how much work (`flash_work` and `with_tail`) flash is the faster one, with any grouping, by
-# head dim; None's is that of all others. One H200, bf16; tests hold this to backends.json and
-# shapes_*.json in benchmarks/results/h200. Milliseconds of triton over those of flash, forward +
-# backward, by work, at 32 / 8 heads of 128, and of fewer heads, whose tails are long:
+# Up to how much work (`flash_work` and `with_tail`) flash is the faster one, by head dim and
+# whether query heads share kv heads; None's is that of all others. One H200, bf16; tests hold this
+# to backends.json and shapes_*.json in benchmarks/results/h200. Milliseconds of triton over those
+# of flash, forward + backward, by work, at 32 / 8 heads of 128, and of fewer, whose tails are long:
 #   1.02 prompt 32K x 16 x 2K   1.42    1.46 prompt 512 x 64 x 1K            1.32
-#   1.06 prompt 8K x 16 x 2K    1.42    1.70 prompt 512 x 64 x 1K, 12 / 2    1.18
-#   1.08 4K then 4-2-2-1 x 1K   1.38    2.03 caterpillar 24, 4 / 1           1.05
+#   1.06 prompt 8K x 16 x 2K    1.42    1.70 prompt 512 x 64 x 1K, 12 / 2    1.13
+#   1.08 4K then 4-2-2-1 x 1K   1.38    2.03 caterpillar 24, 4 / 1           1.08
 #   1.20 8 x (2K, 8 x 512, ..)  1.34    2.28 prompt 256 x 1024 x 256         0.94
-#   1.22 airline per turn       1.32    2.33 prompt 512 x 64 x 1K, 8 / 2     0.97
-#   1.23 documents 32 x 4K      1.37    4.64 prompt 512 x 64 x 1K, 4 / 1     0.54
+#   1.22 airline per turn       1.32    2.33 prompt 512 x 64 x 1K, 8 / 2     0.93
+#   1.23 documents 32 x 4K      1.37    4.22 prompt 512 x 64 x 1K, 4 / 1     0.55
 #   1.30 caterpillar 12         1.27
 #   1.34 caterpillar 24         1.24
-# Heads of 64 break even earlier: 0.99 to 1.03 at 1.46, 1.00 at 1.52, 0.83 at 2.12. At works up to
-# 1.5 the others gain 1.42 to 1.86 (96), 1.11 to 1.67 (128), 1.55 to 2.41 (192), 1.06 to 1.38 (256).
-MOST_WORK: dict[int | None, float] = {64: 1.5, None: 2.1}
+# Heads of 64 break even earlier: 1.02 to 1.17 at 1.34; at 1.46 0.90 to 0.99 with several per kv
+# head, 1.25 with one; 0.78 at 2.12. At works up to 1.5 the others gain 1.35 to 1.95 (96), 1.11 to
+# 1.67 (128), 1.67 to 2.08 (192), 0.96 to 1.38 (256).
+MOST_WORK: dict[tuple[int, bool] | None, float] = {(64, True): 1.4, (64, False): 1.5, None: 2.1}
 
 # the tiles that flash-attn-4 works in, and what it spends on a query tile besides them (starting,
 # storing), in full tiles: 16.5 us beside 6.15, forward + backward, in a model fitted to one H200
@@ -121,7 +122,7 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     work = flash_work(mask, window)
     share = longest_key_tile_share(mask, window)
     work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
-    most = most_work(q.shape[2])
+    most = most_work(q.shape[2], q.shape[1] // call.k.shape[1])
     is_faster = work <= most
     from prefixtree.kernels.attention.flash import chains
 
@@ -132,9 +133,10 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     )
 
 
-def most_work(d: int) -> float:
-    """The work up to which flash was measured to be the faster one, for a head dim of q and k."""
-    return MOST_WORK.get(d, MOST_WORK[None])
+def most_work(d: int, group: int) -> float:
+    """The work up to which flash was measured to be the faster one, for a head dim of q and k, and
+    query heads per kv head."""
+    return MOST_WORK.get((d, group > 1), MOST_WORK[None])
 
 
 def flash_work(mask: HostMask, window: int) -> float:
