@@ -37,11 +37,11 @@ from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.models.state_calls import KeepsStates, WholeForest
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.state_heads import StatesByHeads
+from prefixtree.parallel.state_heads import StatesOfRanks
 from prefixtree.parallel.states import LayerStates
 
 # in the place of the mask where a forest is divided, among steps or ranks
-_DividedStates = LayerStates | StatesByHeads
+_DividedStates = LayerStates | StatesOfRanks
 _MARK = "_prefixtree_prepared"
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -168,12 +168,16 @@ def _delta_rule(
     beta: torch.Tensor,
     tree_mask: TreeMask | _DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
+    key_copies: int = 1,
     **kwargs: Any,
 ) -> Any:
     """Gated delta rule, its decay a number per head (g [1, T, H]) or per channel ([1, T, H, K])."""
     if tree_mask is None and forest_cache is None:
         return original(query, key, value, g=g, beta=beta, **kwargs)
     _check_call(tree_mask, query, kwargs)
+    if query.shape[2] == value.shape[2]:
+        # until 5.23 transformers repeats key heads before the call: ranks would exchange copies
+        query, key = query[:, :, ::key_copies], key[:, :, ::key_copies]
     l2norm = kwargs.get("use_qk_l2norm_in_kernel", False)
     rows = (part.squeeze(0) for part in (query, key, value, g, beta))
     out = _states_of(tree_mask, forest_cache).delta_rule(*rows, qk_l2norm=l2norm)
@@ -277,13 +281,17 @@ def _members(original: Any) -> dict[str, Any]:
 
 
 def _of_layer(forward: Any) -> Any:
-    """The same forward, which gets what the mask of a part has for this layer."""
+    """The same forward, which gets what the mask of a part has for this layer, and how many value
+    heads share a key head."""
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("tree_mask")
         if isinstance(mask, DividedMask):
             kwargs["tree_mask"] = mask.of_layer(self)
+        heads = getattr(self, "num_v_heads", 1), getattr(self, "num_k_heads", 1)
+        if heads[0] > heads[1] and ("tree_mask" in kwargs or "forest_cache" in kwargs):
+            kwargs["key_copies"] = heads[0] // heads[1]
         return forward(self, *args, **kwargs)
 
     return run

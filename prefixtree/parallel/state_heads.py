@@ -1,16 +1,19 @@
-"""Recurrent layers of a forest whose tokens are divided among ranks: each computes some heads.
+"""Recurrent layers of a forest whose tokens are divided among ranks.
 
-Ranks exchange tokens for heads before a recurrence, and heads for tokens after it, as
-`parallel.heads` does for attention. So states pass within one rank, whatever the forest is and
-whoever owns its tokens. A convolution stays with the tokens, because the layer's code splits its
-channels afterwards: ranks exchange the W - 1 tokens above each place where another rank's tokens
-begin (tails). Sums over ranks are taken in float32, in the order of ranks. Legend: T packed tokens,
-t own tokens, n ranks, D channels, W taps, H heads.
+States pass within one rank, in one of two ways that `MOST_ABOVE` chooses between. Where few tokens
+of other ranks stand above a rank's own, it gets these and computes its own behind them, all heads.
+Else each rank computes some heads: ranks exchange tokens for heads before a recurrence, and heads
+for tokens after it, as `parallel.heads` does for attention, whatever the forest is and whoever owns
+its tokens. A convolution stays with the tokens, because the layer's code splits its channels
+afterwards: ranks exchange the W - 1 tokens above each place where another rank's tokens begin
+(tails). Sums over ranks are taken in float32, in the order of ranks. Legend: T packed tokens, t own
+tokens, n ranks, D channels, W taps, H heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,9 @@ from prefixtree.parallel.ranks import TokensForHeads, all_to_all, divides
 from prefixtree.planning.part_states import PartStates, tail_tokens
 from prefixtree.planning.parts import Parts
 
+# The tokens above its own that a rank computes again, at most, as a share of its own. A rule is a
+# tenth of a recurrent layer of Qwen3.5-9B, and the exchange of all tokens for heads took as long.
+MOST_ABOVE = 0.5
 #: of rows, -> a function that waits for what arrives
 _Start = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
@@ -46,7 +52,7 @@ def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
     )
 
 
-class StatesByHeads:
+class StatesOfRanks:
     """In the place of the mask among the keywords of a recurrent layer's forward, on one rank of a
     group. All layers may share it, as it keeps nothing of them.
 
@@ -67,7 +73,13 @@ class StatesByHeads:
         self._parts, self._exchange, self._counted = parts, exchange, counted.host
         self._whole = parts.packed.mask
         self.num_tokens = parts[exchange.index].num_tokens
-        self._tails: dict[int, _Tails] = {}
+        self._tails: dict[int | None, _Tails] = {}
+
+    @cached_property
+    def _computes_above(self) -> bool:
+        """Whether ranks compute the tokens above their own again; known to all of them."""
+        above, own = self._parts.borrowed.sum(1), self._parts.num_own_tokens
+        return bool((above <= MOST_ABOVE * own).all())
 
     # Dynamo is kept out: ranks talk to one another
     @uncompiled
@@ -79,16 +91,10 @@ class StatesByHeads:
         activation: str | None,
     ) -> torch.Tensor:
         """`tree_conv` of the own tokens: x [t, D] -> [t, D]."""
-        width = weight.shape[1]
-        if width not in self._tails:
-            self._tails[width] = _Tails(self._parts, self._exchange, width)
-        tails = self._tails[width]
+        tails = self._tails_of(weight.shape[1])
         note_call(self._counted, "recurrence")
-        # known to all ranks: one that reads none takes part where others do
-        if not tails.is_needed:
-            return tree_conv(x, weight, bias, tails.mask, activation)
-        rows = _WithTails.apply(x, tails)
-        return tree_conv(rows, weight, bias, tails.mask, activation).index_select(0, tails.own_rows)
+        (rows,) = tails.above(x)
+        return tails.own(tree_conv(rows, weight, bias, tails.mask, activation))
 
     @uncompiled
     def delta_rule(
@@ -101,13 +107,12 @@ class StatesByHeads:
         **options: Any,
     ) -> torch.Tensor:
         """`tree_delta_rule` of the own tokens: [t, Hk, K], .. -> [t, H, V]."""
+        rows = query, key, value, g, beta
+        rule: Callable[..., torch.Tensor] = tree_delta_rule
+        if self._computes_above:
+            return self._below(query, rows[1:], lambda *rows: rule(*rows, **options))
         self._check(value.shape[1], key.shape[1])
-
-        def of_turn(rows: Sequence[torch.Tensor], turn: int, turns: int) -> torch.Tensor:
-            rule: Callable[..., torch.Tensor] = tree_delta_rule
-            return rule(*rows, self._whole, **options)
-
-        return self._in_turns((query, key, value, g, beta), of_turn)
+        return self._in_turns(rows, lambda rows, *_: rule(*rows, self._whole, **options))
 
     @uncompiled
     def ssd(
@@ -123,17 +128,43 @@ class StatesByHeads:
         **options: Any,
     ) -> torch.Tensor:
         """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]. A, D and dt_bias [H, ..] are
-        those of all heads, and their gradients zero but for this rank's: ranks' add up."""
+        those of all heads, and their gradients of what this rank computes: ranks' add up."""
+        rule: Callable[..., torch.Tensor] = tree_ssd
+        if self._computes_above:
+            of_all = {"D": D, "dt_bias": dt_bias, **options}
+            return self._below(
+                C, (x, dt, B), lambda C, x, dt, B, mask: rule(x, dt, A, B, C, mask, **of_all)
+            )
         self._check(x.shape[1], B.shape[1])
 
         def of_turn(rows: Sequence[torch.Tensor], turn: int, turns: int) -> torch.Tensor:
             x, dt, B, C = rows
             own = (self._of_rank(parameter, turn, turns) for parameter in (A, D, dt_bias))
             own_A, own_D, own_bias = own
-            rule: Callable[..., torch.Tensor] = tree_ssd
             return rule(x, dt, own_A, B, C, self._whole, D=own_D, dt_bias=own_bias, **options)
 
         return self._in_turns((x, dt, B, C), of_turn)
+
+    def _below(
+        self,
+        asking: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        compute: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """[t, ..] each -> [t, H, V], computed behind the tokens above.
+
+        Args:
+            asking: what shapes a token's own result alone. rows: what shapes states, too.
+            compute: of all [b + t, ..] and their mask: [b + t, H, V].
+        """
+        above = self._tails_of(None)
+        note_call(self._counted, "recurrence")
+        return above.own(compute(above.blank(asking), *above.above(*rows), above.mask))
+
+    def _tails_of(self, width: int | None) -> _Tails:
+        if width not in self._tails:
+            self._tails[width] = _Tails(self._parts, self._exchange, width)
+        return self._tails[width]
 
     def _in_turns(
         self,
@@ -245,25 +276,24 @@ def _sum_of_copies(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Tails:
-    """The exchange of tails of one width.
+    """The exchange of tails of one width, or of all tokens above.
 
     Attributes:
         mask: over [b + t] rows, the tails that this rank reads and its own tokens.
-        own_rows: int64 [t], the rows of the own tokens.
-        is_needed: whether any rank reads any.
     """
 
-    def __init__(self, parts: Parts, exchange: TokensForHeads, width: int) -> None:
+    def __init__(self, parts: Parts, exchange: TokensForHeads, width: int | None) -> None:
         index, ranks, owner = exchange.index, exchange.ranks, parts.owner
         self._group = exchange.group
-        part, predictor = parts[index], parts[index].host.predictor
-        read = PartStates(part).tails(width)
-        self.mask, self.own_rows, self._joined = read.mask, read.own_rows, read.joined
+        part = parts[index]
+        self._read = read = PartStates(part).tails(width)
+        self.mask = read.mask
         wanted = [
-            read.tokens if rank == index else tail_tokens(predictor, owner == rank, width)
+            read.tokens if rank == index else tail_tokens(part.host, owner == rank, width)
             for rank in range(ranks)
         ]
-        self.is_needed = any(map(len, wanted))
+        # known to all ranks: one that reads none takes part where others do
+        self._is_needed = any(map(len, wanted))
         lent = [tokens[owner[tokens] == index] for tokens in wanted]
         lenders = owner[read.tokens]
         self._sent = [len(tokens) for tokens in lent]
@@ -284,28 +314,49 @@ class _Tails:
         # rows of those that arrived
         self._arrived, self._tail_rows = on_device(np.argsort(order)), on_device(tail_rows[order])
 
+    def above(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[t, ..] each -> [b + t, ..] each, in packed order."""
+        return tuple(_WithTails.apply(x, self) for x in rows) if self._is_needed else rows
+
+    def blank(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, ..] -> [b + t, ..], of the tails zeros."""
+        return self._joined(x.new_zeros(len(self._read.tokens), *x.shape[1:]), x)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """[b + t, ..] -> [t, ..]."""
+        if self._read.are_first:
+            return x[len(self._read.tokens) :]
+        return x.index_select(0, self._read.own_rows)
+
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """[t, D] -> [b + t, D]."""
+        """[t, ..] -> [b + t, ..]."""
         sent = x.index_select(0, self._sent_rows)
         got = all_to_all(sent, self._sent, self._received, self._group)
-        both = torch.cat([got.index_select(0, self._arrived), x])
-        return both.index_select(0, self._joined)
+        return self._joined(got.index_select(0, self._arrived), x)
+
+    def _joined(self, tails: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if not len(tails):
+            return x.view_as(x)
+        both = torch.cat([tails, x])
+        return both if self._read.are_first else both.index_select(0, self._read.joined)
 
     def part(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of x [t, D], from that of all rows [b + t, D]."""
+        """The gradient of x [t, ..], from that of all rows [b + t, ..]."""
         tails = gradient.index_select(0, self._tail_rows)
         got = all_to_all(tails, self._received, self._sent, self._group)
-        dx = gradient.index_select(0, self.own_rows)
+        dx = self.own(gradient)
+        if not len(self._lent_rows):
+            return dx
         total = dx.index_select(0, self._lent_rows)
         total = total.to(torch.promote_types(dx.dtype, torch.float32))
         for place, piece in zip(self._places, got.split(self._sent), strict=True):
             # each row once, and ranks in their order
             total.index_add_(0, place, piece.to(total.dtype))
-        return dx.index_copy_(0, self._lent_rows, total.to(dx.dtype))
+        return dx.index_copy(0, self._lent_rows, total.to(dx.dtype))
 
 
 class _WithTails(torch.autograd.Function):
-    """Own rows x [t, D] and the tails that other ranks hold, in packed order: [b + t, D]."""
+    """Own rows x [t, ..] and the tails that other ranks hold, in packed order: [b + t, ..]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tails: _Tails) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
+from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, make_mask
 from prefixtree.packing.state_borders import StateBorders
 from prefixtree.packing.transfers import move
@@ -22,11 +23,11 @@ from prefixtree.planning.parts import Part
 
 
 class Tails(NamedTuple):
-    """The tokens that a convolution with W taps reads beside the own ones.
+    """The tokens that a convolution with W taps reads beside the own ones, or all above these.
 
     Attributes:
         tokens: int32 [b], their packed tokens, ascending: those of the W - 1 above each place where
-            a state enters that are not own.
+            a state enters that are not own; without a W, of all above it.
         mask: over [b + t] rows, these and the own tokens in packed order. The nearest W - 1
             ancestors of an own token are the true ones.
         own_rows: int64 [t], the rows of the own tokens, on the mask's device.
@@ -65,7 +66,7 @@ class PartStates:
         self._is_own = is_own[:-1]
         others = predictor[~self._is_own]
         self.left = np.unique(others[is_own[others]])
-        self._tails: dict[int, Tails] = {}
+        self._tails: dict[int | None, Tails] = {}
 
     @cached_property
     def borders(self) -> StateBorders:
@@ -76,11 +77,12 @@ class PartStates:
         mask = self._mask(self.part.own_tokens)
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
 
-    def tails(self, width: int) -> Tails:
-        """The tokens that a convolution with `width` taps reads; made once and kept."""
+    def tails(self, width: int | None) -> Tails:
+        """The tokens that a convolution with `width` taps reads, for None all above the own ones;
+        made once and kept."""
         if width not in self._tails:
             own = self.part.own_tokens
-            tokens = tail_tokens(self.part.host.predictor, self._is_own, width)
+            tokens = tail_tokens(self.part.host, self._is_own, width)
             own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
             tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
             joined = np.empty(len(tokens) + len(own), np.int64)
@@ -107,21 +109,29 @@ class PartStates:
         return f"PartStates({self.part!r}, {len(self.entered)} enter, {len(self.left)} leave)"
 
 
-def tail_tokens(predictor: np.ndarray, is_own: np.ndarray, width: int) -> np.ndarray:
+def tail_tokens(host: HostMask, is_own: np.ndarray, width: int | None) -> np.ndarray:
     """The tokens that a convolution over some of the packed tokens reads beside these.
 
     Args:
-        predictor: int32 [T], the token above each; -1 for none.
+        host: of the whole forest's mask.
         is_own: bool [T], which tokens the convolution computes.
-        width: W, its taps.
+        width: W, its taps; None for all tokens above, which a recurrence reads.
 
     Returns:
         int32 [b], ascending.
     """
+    predictor = host.predictor
     above = predictor[is_own]
     above = above[above >= 0]
     # few: most tokens continue one of their own part
     at = np.unique(above[~is_own[above]])
+    if width is None:
+        # a token is above those of its subtree: how many of `at` stand before each token
+        before = np.zeros(len(predictor) + 1, np.int64)
+        before[at + 1] = 1
+        before = before.cumsum()
+        tokens = np.flatnonzero(before[host.subtree_end] > before[:-1]).astype(at.dtype)
+        return tokens[~is_own[tokens]]
     found = [at[:0]]
     for _ in range(width - 1):
         found.append(at)

@@ -26,7 +26,7 @@ from prefixtree.parallel.agreement import Parts, agree
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.heads import HeadsMask, heads_problem
 from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
-from prefixtree.parallel.state_heads import StatesByHeads, state_heads_problem
+from prefixtree.parallel.state_heads import StatesOfRanks, state_heads_problem
 from prefixtree.pictures import Pictures
 from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
@@ -249,7 +249,7 @@ class _RankPart:
         self.tokens = split[self.index]
         exchange = TokensForHeads(split, self.index, group)
         self.attended = split.packed.mask if mode == "heads" else self.tokens.mask
-        states = StatesByHeads(split, exchange, self.attended)
+        states = StatesOfRanks(split, exchange, self.attended)
         self._mask: DividedMask
         if mode == "heads":
             self._mask = HeadsMask(split, exchange, lambda layer: states)

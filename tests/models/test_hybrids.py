@@ -362,3 +362,21 @@ def test_gradients_reach_projections_token_by_token(family: str) -> None:
     scores = pt.sequence_logprobs(model, ragged_packed())
     torch.cat(list(scores.logprobs)).sum().backward()
     assert not channelwise
+
+
+@needs_states
+@pytest.mark.parametrize("family", cases(["qwen3_5", "qwen3_next"]))
+def test_key_heads_are_no_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older transformers repeat them before the call: ranks would exchange copies."""
+    seen = []
+    rule = state_calls.tree_delta_rule
+
+    def note(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> Any:
+        seen.append((query.shape[1], key.shape[1]))
+        return rule(query, key, *more, **options)
+
+    monkeypatch.setattr(state_calls, "tree_delta_rule", note)
+    model = build(family)
+    pt.sequence_logprobs(model, ragged_packed())
+    heads = model.config.get_text_config().linear_num_key_heads
+    assert seen and set(seen) == {(heads, heads)}

@@ -29,7 +29,7 @@ from prefixtree.parallel.ranks import (
     gather_rows,
     rank_mask,
 )
-from prefixtree.parallel.state_heads import StatesByHeads
+from prefixtree.parallel.state_heads import StatesOfRanks
 from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups
 from tests.support.family_configs import INDEXED
@@ -61,12 +61,14 @@ class Case:
         group_mode: as `sequence_logprobs` takes it.
         owner: a key of OWNERS.
         changes: of the model's configuration.
+        is_above: whether ranks compute the tokens above their own again, and divide no heads.
     """
 
     family: str
     group_mode: str = "parts"
     owner: str = "single tokens"
     changes: tuple[tuple[str, Any], ...] = ()
+    is_above: bool = False
 
     def model(self) -> Any:
         """A prepared one."""
@@ -113,10 +115,16 @@ CASES: dict[int, dict[str, Case]] = {
         "nemotron_h in turns": Case(
             "nemotron_h", "heads", changes=(("n_groups", 4), ("num_key_value_heads", 4))
         ),
+    }
+    | {
+        f"{family} below others, {owner}": Case(family, owner=owner, is_above=True)
+        for family in ("qwen3_5", "nemotron_h", "kimi_linear")
+        for owner in OWNERS
     },
     # heads that three ranks divide, and none; a convolution alone has none to divide
     3: {
         "six heads": Case("qwen3_5", changes=_ODD),
+        "four heads that three ranks do not divide": Case("qwen3_5", "parts", "runs", (), True),
         "a convolution alone": Case("lfm2", owner="chunks"),
     },
     # heads of keys, and groups, that are fewer than ranks
@@ -133,6 +141,9 @@ QUICK: dict[int, tuple[str, ...]] = {
         "lfm2, parts, single tokens",
         "olmo_hybrid, parts, chunks",
         "nemotron_h in turns",
+        "qwen3_5 below others, runs",
+        "nemotron_h below others, single tokens",
+        "kimi_linear below others, chunks",
         "glm_moe_dsa, parts, single tokens",
         "deepseek_v32, heads, chunks",
         "minimax_m3_vl_text, parts, single tokens",
@@ -162,12 +173,13 @@ def loss_of(logprobs: list[torch.Tensor]) -> torch.Tensor:
 def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
     """Log-probabilities of the sequences, and gradients averaged over the ranks."""
     packed, ranks = long_packed(), dist.get_world_size(group)
-    with Float64(), LowestFirst():
+    most = patch.object(state_heads, "MOST_ABOVE", 1e9 if case.is_above else -1.0)
+    with Float64(), LowestFirst(), most:
         model = case.model()
         parts = Parts(packed, OWNERS[case.owner](packed.num_tokens, ranks), ranks)
         exchange, part = TokensForHeads(parts, rank, group), parts[rank]
         counted = packed.mask if case.group_mode == "heads" else part.mask
-        states = StatesByHeads(parts, exchange, counted)
+        states = StatesOfRanks(parts, exchange, counted)
         mask: DividedMask
         if case.group_mode == "heads":
             mask = HeadsMask(parts, exchange, lambda layer: states)
@@ -238,7 +250,12 @@ def family_run(
 def _tails_kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
     """Takes part in the exchange, and adds nothing."""
     _PART(self, gradient)
-    return gradient.index_select(0, self.own_rows)
+    return self.own(gradient)
+
+
+def _above_kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Those of convolutions are added."""
+    return _PART(self, gradient) if gradient.ndim == 2 else _tails_kept(self, gradient)
 
 
 def _not_of_rank_1(self: Any, parameter: Any, *turn: int) -> Any:
@@ -254,11 +271,12 @@ def _first_copy_alone(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, 0]
 
 
-_PART, _OF_RANK = state_heads._Tails.part, StatesByHeads._of_rank
+_PART, _OF_RANK = state_heads._Tails.part, StatesOfRanks._of_rank
 _JOINED = TokensForHeads.joined
 MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     "gradients of tails": (state_heads._Tails, "part", _tails_kept, "qwen3_5"),
-    "A, D and dt_bias of a rank": (StatesByHeads, "_of_rank", _not_of_rank_1, "nemotron_h"),
+    "gradients of tokens above": (state_heads._Tails, "part", _above_kept, "kimi_linear"),
+    "A, D and dt_bias of a rank": (StatesOfRanks, "_of_rank", _not_of_rank_1, "nemotron_h"),
     "heads of the second turn": (TokensForHeads, "joined", _first_turn_alone, "olmo_hybrid"),
 }
 # where heads of keys or groups are fewer than ranks
@@ -299,7 +317,8 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     mistakes = MISTAKES if ranks == 2 else WIDE_MISTAKES if ranks == 4 else {}
     if quick_ones_run() or ranks > 2:
         for name, (*mistake, family) in mistakes.items():
-            with patch.object(*mistake):
+            most = patch.object(state_heads, "MOST_ABOVE", 1e9 if "above" in name else -1.0)
+            with patch.object(*mistake), most:
                 results["mistake", name] = _tried(family_run, family, group, "parts")
     if ranks == 2 and quick_ones_run() and WITH_INDEXERS:
         with patch.object(RankExchange, "borrow", _of_own_tokens_alone):

@@ -29,7 +29,7 @@ from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
 from prefixtree.parallel.ranks import TokensForHeads, arrival, rank_mask
-from prefixtree.parallel.state_heads import StatesByHeads
+from prefixtree.parallel.state_heads import StatesOfRanks
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_agreement import FACTS, parts_of_forest, parts_of_scores
@@ -74,7 +74,7 @@ class LocalForest:
             self.mask = self._part.mask
             self._divided = rank_mask(split, self._index, group)
             exchange = TokensForHeads(split, self._index, group)
-            self.states = StatesByHeads(split, exchange, self.mask)
+            self.states = StatesOfRanks(split, exchange, self.mask)
             ids, self.position_ids, self.copies = (
                 self._part.own(x) for x in (ids, self.position_ids, self.copies)
             )

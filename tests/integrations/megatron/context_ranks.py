@@ -28,7 +28,7 @@ from prefixtree.integrations.megatron import tree_logprobs, tree_outputs
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel import state_heads
 from prefixtree.parallel.ranks import RankExchange
-from prefixtree.parallel.state_heads import StatesByHeads
+from prefixtree.parallel.state_heads import StatesOfRanks
 from tests.integrations.megatron import context_stages, router_runs, state_runs
 from tests.integrations.megatron.replay_runs import routes_of
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
@@ -208,18 +208,18 @@ def tails_without_gradient() -> Any:
     """A convolution gives nothing back for the tokens above its own that another rank has."""
 
     def kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.index_select(0, self.own_rows)
+        return self.own(gradient)
 
     return patch.object(state_heads._Tails, "part", kept)
 
 
 def decay_without_gradient() -> Any:
-    rule = StatesByHeads.delta_rule
+    rule = StatesOfRanks.delta_rule
 
     def cut(self: Any, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
         return rule(self, query, key, value, g.detach(), beta)
 
-    return patch.object(StatesByHeads, "delta_rule", cut)
+    return patch.object(StatesOfRanks, "delta_rule", cut)
 
 
 #: Name -> the case that shows it, and the mistake.

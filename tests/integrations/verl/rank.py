@@ -58,7 +58,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
 
     from prefixtree.integrations.verl import engine
     from prefixtree.parallel.ranks import RankExchange
-    from prefixtree.parallel.state_heads import StatesByHeads
+    from prefixtree.parallel.state_heads import StatesOfRanks
 
     calls: Counter[str] = Counter()
 
@@ -73,7 +73,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
     with (
         patch.object(monkey_patch, "gather_heads_scatter_seq", counted("heads", heads)),
         patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
-        patch.object(StatesByHeads, "conv", counted("tails", StatesByHeads.conv)),
+        patch.object(StatesOfRanks, "conv", counted("tails", StatesOfRanks.conv)),
         patch.object(engine, "kept_trunks", counted("trunks", engine.kept_trunks)),
         patch.object(engine, "kept_values", counted("trunks of critics", engine.kept_values)),
     ):
