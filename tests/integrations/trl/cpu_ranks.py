@@ -46,3 +46,5 @@ if __name__ == "__main__":
         runpy.run_path(sys.argv[0], run_name="__main__")
     # FSDP2 makes a class for every class that it shards
     print("SHARDED", *(kind.__name__ for kind in FSDPModule.__subclasses__()), flush=True)
+    # a thread of gloo that still runs at the end of Python aborts the process
+    PartialState().destroy_process_group()
