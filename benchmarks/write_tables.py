@@ -34,7 +34,7 @@ TABLES = {
     "model": ("model.tables", "h200/model.json", "h200/model_*_layers.json"),
     "recomputed": ("model.recomputed", "h200/recompute*.json"),
     "update_best": ("model.best", "h200/update*_default.json", "h200/update*_best.json"),
-    "experts": ("model.experts", "h200/experts.json", "h200/experts_[bp4]*.json"),
+    "experts": ("model.experts", "h200/experts*.json"),
     "layers_by": ("model.layers_by", "h200/layers_by.json"),
     "recurrence": ("recurrence.tables", "h200/recurrence.json", "h200/recurrence_*.json"),
     "hybrids": ("model.hybrids", "h200/model_qwen*.json"),

@@ -263,9 +263,8 @@ def head_dims(row: Row) -> tuple[int, int]:
 def automatic(row: Row) -> str:
     """The backend that `"auto"` takes for the case of a row, on an H200 (132 multiprocessors)."""
     work = with_tail(row["flash_work"], row["longest_share"], row["heads"], 132)
-    return (
-        "flash" if work <= most_work(row["head_dim"], row["heads"] // row["kv_heads"]) else "triton"
-    )
+    most = most_work(row["head_dim"], row["heads"] // row["kv_heads"])
+    return "flash" if work <= most else "triton"
 
 
 def total_ms(sides: dict[str, Row]) -> dict[str, float]:

@@ -123,7 +123,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return _summed(grad, back.view(-1, ctx.copies), None).to(grad.dtype), None, None, None
+        return _summed(grad, back.view(-1, ctx.copies), None), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -151,7 +151,7 @@ class _Combined(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The sums [T, D], in float32, of x[rows], weighted; rows and weights are [T, k]."""
+    """The sums [T, D] of x[rows], weighted, added up in float32; rows and weights are [T, k]."""
     if not torch.compiler.is_compiling():
         chosen = x[rows]
         return (chosen if weights is None else chosen * weights[..., None]).sum(1)

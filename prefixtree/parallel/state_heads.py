@@ -157,9 +157,9 @@ class StatesOfRanks:
             asking: what shapes a token's own result alone. rows: what shapes states, too.
             compute: of all [b + t, ..] and their mask: [b + t, H, V].
         """
-        above = self._tails_of(None)
+        tails = self._tails_of(None)
         note_call(self._counted, "recurrence")
-        return above.own(compute(above.blank(asking), *above.above(*rows), above.mask))
+        return tails.own(compute(tails.blank(asking), *tails.above(*rows), tails.mask))
 
     def _tails_of(self, width: int | None) -> _Tails:
         if width not in self._tails:
@@ -280,6 +280,7 @@ class _Tails:
 
     Attributes:
         mask: over [b + t] rows, the tails that this rank reads and its own tokens.
+        own: [b + t, ..] -> [t, ..].
     """
 
     def __init__(self, parts: Parts, exchange: TokensForHeads, width: int | None) -> None:
@@ -287,11 +288,16 @@ class _Tails:
         self._group = exchange.group
         part = parts[index]
         self._read = read = PartStates(part).tails(width)
-        self.mask = read.mask
-        wanted = [
-            read.tokens if rank == index else tail_tokens(part.host, owner == rank, width)
-            for rank in range(ranks)
-        ]
+        self.mask, self.own = read.mask, read.own
+
+        def wanted_by(rank: int) -> np.ndarray:
+            if rank == index:
+                return read.tokens
+            if width is None:
+                return np.sort(parts[rank].borrowed_tokens)
+            return tail_tokens(part.host.predictor, owner == rank, width)
+
+        wanted = list(map(wanted_by, range(ranks)))
         # known to all ranks: one that reads none takes part where others do
         self._is_needed = any(map(len, wanted))
         lent = [tokens[owner[tokens] == index] for tokens in wanted]
@@ -320,25 +326,13 @@ class _Tails:
 
     def blank(self, x: torch.Tensor) -> torch.Tensor:
         """[t, ..] -> [b + t, ..], of the tails zeros."""
-        return self._joined(x.new_zeros(len(self._read.tokens), *x.shape[1:]), x)
-
-    def own(self, x: torch.Tensor) -> torch.Tensor:
-        """[b + t, ..] -> [t, ..]."""
-        if self._read.are_first:
-            return x[len(self._read.tokens) :]
-        return x.index_select(0, self._read.own_rows)
+        return self._read.join(x.new_zeros(len(self._read.tokens), *x.shape[1:]), x)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """[t, ..] -> [b + t, ..]."""
         sent = x.index_select(0, self._sent_rows)
         got = all_to_all(sent, self._sent, self._received, self._group)
-        return self._joined(got.index_select(0, self._arrived), x)
-
-    def _joined(self, tails: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if not len(tails):
-            return x.view_as(x)
-        both = torch.cat([tails, x])
-        return both if self._read.are_first else both.index_select(0, self._read.joined)
+        return self._read.join(got.index_select(0, self._arrived), x)
 
     def part(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of x [t, ..], from that of all rows [b + t, ..]."""

@@ -295,11 +295,7 @@ class LayerStates:
             return tree_conv(x, weight, bias, mask, activation)
         tails = self._store.states_of(self._step).tails(weight.shape[1])
         borrowed = _Borrowed.apply(exchange, x, weight)
-        rows = torch.cat([borrowed, x])
-        if not tails.are_first:
-            rows = rows.index_select(0, tails.joined)
-        out = tree_conv(rows, weight, bias, tails.mask, activation)
-        return out[len(borrowed) :] if tails.are_first else out.index_select(0, tails.own_rows)
+        return tails.own(tree_conv(tails.join(borrowed, x), weight, bias, tails.mask, activation))
 
     @uncompiled
     def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:

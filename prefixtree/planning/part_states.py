@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, make_mask
 from prefixtree.packing.state_borders import StateBorders
 from prefixtree.packing.transfers import move
@@ -40,6 +39,19 @@ class Tails(NamedTuple):
     own_rows: torch.Tensor
     joined: torch.Tensor
     are_first: bool
+
+    def join(self, tails: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Rows [b, ..] of the tails and x [t, ..] of the own tokens -> [b + t, ..]."""
+        if not len(tails):
+            return x
+        rows = torch.cat([tails, x])
+        return rows if self.are_first else rows.index_select(0, self.joined)
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """[b + t, ..] -> [t, ..]."""
+        if self.are_first:
+            return rows[len(self.tokens) :]
+        return rows.index_select(0, self.own_rows)
 
 
 class PartStates:
@@ -82,7 +94,9 @@ class PartStates:
         made once and kept."""
         if width not in self._tails:
             own = self.part.own_tokens
-            tokens = tail_tokens(self.part.host, self._is_own, width)
+            tokens = np.sort(self.part.borrowed_tokens)
+            if width is not None:
+                tokens = tail_tokens(self.part.host.predictor, self._is_own, width)
             own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
             tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
             joined = np.empty(len(tokens) + len(own), np.int64)
@@ -109,29 +123,21 @@ class PartStates:
         return f"PartStates({self.part!r}, {len(self.entered)} enter, {len(self.left)} leave)"
 
 
-def tail_tokens(host: HostMask, is_own: np.ndarray, width: int | None) -> np.ndarray:
+def tail_tokens(predictor: np.ndarray, is_own: np.ndarray, width: int) -> np.ndarray:
     """The tokens that a convolution over some of the packed tokens reads beside these.
 
     Args:
-        host: of the whole forest's mask.
+        predictor: int32 [T], the token above each; -1 for none.
         is_own: bool [T], which tokens the convolution computes.
-        width: W, its taps; None for all tokens above, which a recurrence reads.
+        width: W, its taps.
 
     Returns:
         int32 [b], ascending.
     """
-    predictor = host.predictor
     above = predictor[is_own]
     above = above[above >= 0]
     # few: most tokens continue one of their own part
     at = np.unique(above[~is_own[above]])
-    if width is None:
-        # a token is above those of its subtree: how many of `at` stand before each token
-        before = np.zeros(len(predictor) + 1, np.int64)
-        before[at + 1] = 1
-        before = before.cumsum()
-        tokens = np.flatnonzero(before[host.subtree_end] > before[:-1]).astype(at.dtype)
-        return tokens[~is_own[tokens]]
     found = [at[:0]]
     for _ in range(width - 1):
         found.append(at)
