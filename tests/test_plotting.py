@@ -374,16 +374,16 @@ def test_padding_and_subsets_are_drawn() -> None:
 def test_huge_inputs_are_drawn_in_seconds() -> None:
     forest = deep_forest(200_000, 50, 0.01)
     assert forest.num_tokens > 4_000_000
-    start = time.perf_counter()
+    start = time.process_time()
     picture = io.BytesIO()
     plot_forest(forest).savefig(picture, format="svg")
-    forest_seconds = time.perf_counter() - start
+    forest_seconds = time.process_time() - start
     mask = mask_of(forest)
     mask.tables(TileShape(128, 128))
-    start = time.perf_counter()
+    start = time.process_time()
     figure = plot_mask(mask)
     figure.savefig(io.BytesIO())
-    mask_seconds = time.perf_counter() - start
+    mask_seconds = time.process_time() - start
     print(f"200,000 nodes: {forest_seconds:.1f} s; 5M tokens' mask: {mask_seconds:.1f} s")
     assert forest_seconds < 20
     assert mask_seconds < 20

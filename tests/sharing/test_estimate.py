@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,7 +224,6 @@ def test_without_masks_every_token_but_the_first_is_scored(tmp_path, rollouts):
 # ---- against what was measured -------------------------------------------------------------------
 
 
-# of times, which other work on the machine changes
 @pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_predictions_against_verify(tmp_path, rollouts, checkpointing):
@@ -238,14 +238,27 @@ def test_predictions_against_verify(tmp_path, rollouts, checkpointing):
     model = model / "config.json"
     options = ["--gradient-checkpointing"] if checkpointing else []
     predicted = run_json("report", path, "--model", model, *options)["estimate"]
-    measured = verify_alone(path, "--model", model, *options)
-    assert measured["passed"]
     assert predicted["speedup"] > 2
-    assert 1 / FACTOR < measured["speedup"] / predicted["speedup"] < FACTOR
-    if (peak := measured["packed"]["peak_bytes"]) is not None:
+    runs: list[dict[str, Any]] = []
+    # other work on the machine only adds time: the least of up to three runs is the computation's
+    while not runs or (len(runs) < 3 and not near(measured_speedup(runs), predicted["speedup"])):
+        runs.append(verify_alone(path, "--model", model, *options))
+        assert runs[-1]["passed"]
+    assert near(measured_speedup(runs), predicted["speedup"])
+    peak = runs[0]["packed"]["peak_bytes"]
+    if peak is not None:
         # the weights were held before
         expected = predicted["fixed_bytes"] / 2 + predicted["packed"]["activation_bytes"]
-        assert 1 / FACTOR < peak / expected < FACTOR
+        assert near(peak, expected)
+
+
+def near(measured: float, predicted: float) -> bool:
+    return 1 / FACTOR < measured / predicted < FACTOR
+
+
+def measured_speedup(runs: list[dict[str, Any]]) -> float:
+    one, other = (min(run[way]["seconds"] for run in runs) for way in ("replicated", "packed"))
+    return one / other
 
 
 def verify_alone(*arguments):

@@ -328,12 +328,12 @@ def test_128k_tokens_take_milliseconds() -> None:
     tables = host.tables(pt.TileShape(128, 128), 0, CPU)
     seconds = []
     for _ in range(7):
-        start = time.perf_counter()
+        start = time.process_time()
         rows = len(tables.q_split)
         spans = (*block_lists._forward_spans(tables), *block_lists._backward_spans(tables, True))
         for one in spans:
             block_lists._runs(rows, *one)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     median = statistics.median(seconds)
     print(f"runs of {host.num_tokens} tokens: {1e3 * median:.2f} ms (below 1 on a quiet machine)")
     assert median < 0.01
