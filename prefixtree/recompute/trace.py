@@ -200,13 +200,24 @@ class Adapters:
 _NO_MEMORY = re.compile(r'"(use_cache|_name_or_path|\w+_token_id)": [^\n]*')
 
 
+# what runs experts on shapes without numbers too, or says that it cannot
+_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
+
+
 class TraceKey:
-    """A config and adapters that are compared by what they say of memory."""
+    """A config and adapters that are compared by what they say of memory.
+
+    Attributes:
+        experts: how experts are run in the trace. Other kernels for them (sonicmoe, deepgemm) run
+            on a GPU alone, and keep what grouped products do, or less.
+    """
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
         self.config, self.adapters = config, adapters
+        experts = getattr(config, "_experts_implementation", None)
+        self.experts = experts if experts in _EXPERTS else "grouped_mm"
         said = _NO_MEMORY.sub("", config.to_json_string(use_diff=False))
-        self._said = f"{said} {adapters}"
+        self._said = f"{said} {adapters} {self.experts}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TraceKey) and self._said == other._said
@@ -262,6 +273,7 @@ def _traced(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
+    config._experts_implementation = key.experts
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="prefixtree"
