@@ -30,6 +30,8 @@ except ImportError:
     ALL_EXPERTS_FUNCTIONS = None
 
 _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# of how experts may run: what is computed in torch, or says why it cannot be traced
+_ON_SHAPES = (None, "eager", "batched_mm", "grouped_mm")
 
 
 def prepare_experts(transformer: nn.Module) -> None:
@@ -38,6 +40,18 @@ def prepare_experts(transformer: nn.Module) -> None:
         kind: Any = type(module)
         if _chooses_a_function(kind) and "forward" not in vars(module):
             module.__class__ = along_tree(kind, _members)
+
+
+def traced_as(config: Any) -> str | None:
+    """How experts run where tensors have no numbers. Kernels that run on a GPU alone (sonicmoe,
+    deepgemm) are traced as grouped products, which keep as much, or more."""
+    chosen: str | None = getattr(config, "_experts_implementation", None)
+    return chosen if chosen in _ON_SHAPES else "grouped_mm"
+
+
+def run_experts(config: Any, chosen: str | None) -> None:
+    """Sets how a model that is made of a config runs its experts."""
+    config._experts_implementation = chosen
 
 
 def _chooses_a_function(kind: type[nn.Module]) -> bool:

@@ -25,6 +25,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.models.experts import run_experts, traced_as
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import decoder_of, layers_of
@@ -200,22 +201,16 @@ class Adapters:
 _NO_MEMORY = re.compile(r'"(use_cache|_name_or_path|\w+_token_id)": [^\n]*')
 
 
-# what runs experts on shapes without numbers too, or says that it cannot
-_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
-
-
 class TraceKey:
     """A config and adapters that are compared by what they say of memory.
 
     Attributes:
-        experts: how experts are run in the trace. Other kernels for them (sonicmoe, deepgemm) run
-            on a GPU alone, and keep what grouped products do, or less.
+        experts: how the trace runs experts.
     """
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
         self.config, self.adapters = config, adapters
-        experts = getattr(config, "_experts_implementation", None)
-        self.experts = experts if experts in _EXPERTS else "grouped_mm"
+        self.experts = traced_as(config)
         said = _NO_MEMORY.sub("", config.to_json_string(use_diff=False))
         self._said = f"{said} {adapters} {self.experts}"
 
@@ -273,7 +268,7 @@ def _traced(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
-    config._experts_implementation = key.experts
+    run_experts(config, key.experts)
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="prefixtree"
