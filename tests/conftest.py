@@ -7,9 +7,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
+# modules and items are millions of objects that all stay: collections among them are a quarter of
+# the time until the first test
+gc.disable()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # what has an environment of its own: make test-trl, make test-verl, ...
 collect_ignore = [
@@ -60,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -625,7 +625,7 @@ bring() {
   tar czf "$part" --exclude="./${BRING##*/}*" -C "$out" . 2>/dev/null
   mv "$part" "$BRING"
 }
-[[ -z ${BRING:-} ]] || { while sleep 12; do bring; done & trap "kill $!; bring; rm -f '$BRING'.part.*" EXIT; }
+[[ -z ${BRING:-} ]] || { while sleep 12; do bring; done >/dev/null 2>&1 & trap "kill $!; bring; rm -f '$BRING'.part.*" EXIT; }
 for step in "$@"; do "$step"; done
 [[ -z ${CACHES:-} ]] || tar cJf "$out/caches.tar.xz" -C "$caches" .
 ((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }

@@ -127,10 +127,11 @@ def measure(run: Callable[[], object], options: argparse.Namespace) -> Row:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    # compiling makes a short run's first one long: one more before those that count
+    # compiling makes a short run's first one long: one more before those that count, if it is for
+    # the figures
     is_long = 1e3 * meter.seconds > LONG_MS
     repeats = min(3, options.repeats) if is_long else options.repeats
-    ms, every = median_ms(run, device, repeats, 0 if is_long else 1)
+    ms, every = median_ms(run, device, repeats, 0 if is_long or repeats == 1 else 1)
     peak = meter.peak_bytes
     return {
         "ms": ms,

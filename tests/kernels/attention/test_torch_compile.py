@@ -88,14 +88,13 @@ def test_compiled_layers(model_type):
 def test_layers_compiled_by_inductor(model_type):
     """With sinks and windows, with a softcap and windows. Inductor alone lays tensors
     out by what the operator promises; the queries, keys and values of a model are transposed. The
-    first layer has the window."""
+    first layer has the window. What is beside its attention, which is two thirds of the time, stays
+    eager."""
     model, reference = (
         build(model_type, attention, num_hidden_layers=1) for attention in ("prefixtree", "eager")
     )
-    # grouped products, which transformers takes for experts, older torch cannot compile on a CPU
-    model.set_experts_implementation("batched_mm")
     for layer in model.model.layers:
-        layer.compile(fullgraph=True, dynamic=True)
+        layer.self_attn.compile(fullgraph=True, dynamic=True)
     for seed in range(2):
         objective = make_objective(ragged_sequences(seed), seed)
         packed = pt.pack(pt.PrefixForest.from_sequences(objective.sequences))
