@@ -4,6 +4,7 @@ and in a fixed order: bitwise repeatable on every device, which an indexed add o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -21,15 +22,22 @@ class GatherIndex:
     """Which row each copy takes.
 
     Args:
-        index: [r] rows of the source, -1 for a zero.
+        index: [r] rows of the source, -1 for a zero; or a function that finds them when they are
+            first used, other work having been launched.
         num_rows: rows of the source.
         device: where the tensors will be.
     """
 
-    def __init__(self, index: np.ndarray, num_rows: int, device: torch.device) -> None:
-        self._index = index
+    def __init__(
+        self, index: np.ndarray | Callable[[], np.ndarray], num_rows: int, device: torch.device
+    ) -> None:
+        self._given = index
         self.num_rows = num_rows
         self.device = device
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        return self._given() if callable(self._given) else self._given
 
     @cached_property
     def rows(self) -> torch.Tensor:

@@ -65,10 +65,19 @@ def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
     """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
-    edges = np.stack([found.token, found.temperature])
+    is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
+    is_scored[found.token] = True
+    temperature = found.temperature
+    first = np.flatnonzero(temperature != np.append(np.nan, temperature[:-1]))
+    # by temperature; with one, the loss mask says which edges
+    edges = found.token.astype(np.int32) if len(first) > 1 else None
     return {
-        "loss_mask": {"loss_mask": np.unique(found.token)},
-        "temperature": {"temperature": edges},
+        "loss_mask": {"loss_mask": np.packbits(is_scored)},
+        "temperature": {
+            "temperature": temperature[first],
+            "the edges of each": edges,
+            "where each begins": first,
+        },
     }
 
 
