@@ -115,6 +115,10 @@ def part_inputs(inputs: dict[str, Any], part: Part, mask: DividedMask) -> dict[s
     """The keywords of a forward over a part, from those of the whole forest."""
     own = part.tables().own_tokens
     rows = {name: x.index_select(axis, own) for name, axis, x in of_tokens(inputs)}
+    of_all, of_part = (x["position_ids"].flatten(0, -2)[0] for x in (inputs, rows))
+    if inputs["tree_mask"].is_given(of_all):
+        # else the host would wait for a GPU, to compare them
+        mask.mask = mask.mask.given_with(of_part)
     return {**inputs, **rows, "tree_mask": mask}
 
 
