@@ -114,9 +114,11 @@ def parts_of_state(model: Any, packed: PackedForest) -> Parts:
         "backend of the packed forest": mask.backend,
         "deterministic of the packed forest": mask.deterministic,
     }
+    switch = "gradient_checkpointing"
     for name, module in model.named_modules():
-        key = f"gradient_checkpointing of {name or 'the model'}"
-        parts[key] = getattr(module, "gradient_checkpointing", None)
+        # of an instance or its class: getattr of what modules do not have takes longer
+        found = vars(module).get(switch, getattr(type(module), switch, None))
+        parts[f"{switch} of {name or 'the model'}"] = found
     for name, parameter in model.named_parameters():
         parts[f"requires_grad of {name}"] = parameter.requires_grad
     return parts

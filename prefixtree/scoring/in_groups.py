@@ -459,7 +459,8 @@ def _check_served(model: nn.Module, recompute: Any) -> None:
             "DeepSpeed is not verified with group: use DistributedDataParallel or FSDP"
         )
     for module in model.modules():
-        if getattr(module, "_is_hooked", False):
+        # getattr of what most modules do not have would take most of the time
+        if vars(module).get("_is_hooked"):
             raise UnsupportedError(
                 f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
                 "group: load the model without tp_plan and DistributedConfig, or leave group out"
