@@ -29,6 +29,7 @@ from benchmarks.lib.tables import Column, Parts, Table, machine, show
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.attention.backends import BACKENDS
 from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.kernels.packages import installed
 
 
 def median_us(run: Callable[[], object], calls: int, batch: int = 20) -> float:
@@ -73,15 +74,17 @@ class Bare(torch.autograd.Function):
 def without_backend() -> Iterator[None]:
     """Every backend returns empty tensors."""
 
-    def forward(self: Any, call: AttentionCall) -> Any:
+    def forward(call: AttentionCall) -> Any:
         return _empty_forward(call.q, call.k, call.v)
 
-    def backward(self: Any, call: AttentionCall, *_: Any) -> Any:
+    def backward(call: AttentionCall, *_: Any) -> Any:
         return *_empty_backward(call.q, call.k, call.v), None
 
     with ExitStack() as stack:
         for backend in BACKENDS:
-            stack.enter_context(patch.multiple(type(backend), forward=forward, backward=backward))
+            if backend.package is None or installed(backend.package):
+                kernels = backend.kernels
+                stack.enter_context(patch.multiple(kernels, forward=forward, backward=backward))
         yield
 
 

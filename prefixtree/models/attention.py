@@ -7,6 +7,7 @@ without a tree mask gets an ordinary one (`models.plain_batches`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from types import NoneType
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ from prefixtree.models.plain_batches import (
     shows_positions,
 )
 from prefixtree.models.tower_attention import picture_attention
+from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.packing.no_labels import LABELS, NoLabels
 from prefixtree.parallel.attention import DividedMask
@@ -180,9 +182,10 @@ def prefixtree_attention(
     check_replayed(module, kwargs)
     if not isinstance(kwargs.get("num_items_in_batch"), (NoLabels, NoneType)):
         raise UnsupportedError(LABELS)
-    check_config(module.config, module.training)
+    is_first = shows_positions(module)
+    _check_config(module, mask, is_first)
     check_prepared(module)
-    if shows_positions(module):
+    if is_first:
         _check_position_ids(shown_positions(kwargs), mask)
     if (latents := held_by(module)) is not None:
         assert isinstance(tree_mask, TreeMask)
@@ -301,6 +304,23 @@ def _slides(module: nn.Module) -> bool:
     return index is not None and bool(layer_types[index] == "sliding_attention")
 
 
+# by mask, the configuration and mode that the first layer of a forward checked
+_checked: weakref.WeakKeyDictionary[HostMask, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _check_config(module: nn.Module, mask: TreeMask, is_first: bool) -> None:
+    """`check_config`, once per forward where layers share a configuration: it takes as long as all
+    the rest of a call."""
+    config: Any = module.config
+    if torch.compiler.is_compiling():
+        check_config(config, module.training)
+        return
+    checked = None if is_first else _checked.get(mask.host)
+    if checked is None or checked[0] is not config or checked[1] != module.training:
+        check_config(config, module.training)
+        _checked[mask.host] = config, module.training
+
+
 def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
     """Refuses position_ids other than the tokens' positions in the forest.
 
@@ -319,12 +339,12 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
         return
     if type(position_ids).__module__ in _TRACED:
         return
+    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0]
+    if tree_mask.is_given(first_row):
+        return
     depths = tree_mask.position_ids
     if tree_mask.query_tokens is not None:
         depths = depths[tree_mask.query_tokens]
-    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0]
-    if depths is tree_mask.position_ids and tree_mask.is_given(first_row):
-        return
     if not torch.equal(first_row.to(depths.dtype), depths):
         raise ValueError(
             "position_ids are not the tokens' positions in the forest: pass "

@@ -116,7 +116,7 @@ def check_parts(model: nn.Module, causal_lm: Any) -> None:
 def runs_deepspeed(model: nn.Module) -> bool:
     """Whether DeepSpeed wraps a model, or its ZeRO-3 owns the parameters, whatever is called."""
     return any(type(m).__module__.startswith("deepspeed.") for m in model.modules()) or any(
-        hasattr(parameter, "ds_id") for parameter in model.parameters()
+        "ds_id" in vars(parameter) for parameter in model.parameters()
     )
 
 

@@ -139,7 +139,7 @@ _INSTEAD = (
 def _one_scale_of(module: Any, weight: Any) -> bool:
     """Whether torchao quantises a layer's input with one scale (`Float8Linear`, tensor classes)."""
     found = []
-    cast: Any = getattr(getattr(module, "config", None), "cast_config_input", None)
+    cast: Any = getattr(vars(module).get("config"), "cast_config_input", None)
     if getattr(getattr(cast, "scaling_type", None), "name", None) == "DYNAMIC":
         found.append(cast.scaling_granularity.name)
     if (options := getattr(weight, "act_quant_kwargs", None)) is not None:

@@ -4,6 +4,7 @@ and in a fixed order: bitwise repeatable on every device, which an indexed add o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -21,15 +22,22 @@ class GatherIndex:
     """Which row each copy takes.
 
     Args:
-        index: [r] rows of the source, -1 for a zero.
+        index: [r] rows of the source, -1 for a zero; or a function that finds them when they are
+            first used, other work having been launched.
         num_rows: rows of the source.
         device: where the tensors will be.
     """
 
-    def __init__(self, index: np.ndarray, num_rows: int, device: torch.device) -> None:
-        self._index = index
+    def __init__(
+        self, index: np.ndarray | Callable[[], np.ndarray], num_rows: int, device: torch.device
+    ) -> None:
+        self._given = index
         self.num_rows = num_rows
         self.device = device
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        return self._given() if callable(self._given) else self._given
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -56,6 +64,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, index: GatherIndex) -> torch.Tensor:
         ctx.index = index
+        # made here, while a GPU has a forward to compute: it may be idle before the backward
+        ctx.copies = index.copies if ctx.needs_input_grad[0] else None
         if index.has_zeros:
             values = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
         return values.index_select(0, index.rows)
@@ -64,7 +74,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         index = ctx.index
-        by_row, number, ends = index.copies
+        by_row, number, ends = ctx.copies
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         out = grad.new_empty((index.num_rows, *grad.shape[1:]))
         width = max(1, out[:1].numel())

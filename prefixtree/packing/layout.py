@@ -217,10 +217,8 @@ class PackedForest:
             ForestError: masks of another number or length than the sequences, or that hold anything
                 but 0 and 1.
         """
-        scored = self.mask.host.predictor >= 0
-        if loss_mask is not None:
-            scored = scored & self.selected_tokens(self.flat_selection(loss_mask))
-        token = np.flatnonzero(scored)
+        selected = None if loss_mask is None else self.flat_selection(loss_mask)
+        token = self.scored_tokens(selected)
         both = np.concatenate([self.mask.host.predictor[token], token])
         return Edges(*move(torch.from_numpy(both), self.device).view(2, -1))
 
@@ -392,6 +390,17 @@ class PackedForest:
             sequences = self._sequence_indices(None)
         args = (*self._nodes, sequences, self._offsets, selected, self.num_tokens)
         return loops.sequence_copies.any_copy(*args)
+
+    def scored_tokens(self, selected: np.ndarray | None) -> np.ndarray:
+        """int64, ascending: the packed tokens with a predictor that are selected in any sequence.
+
+        Args:
+            selected: uint8 [R], from `flat_selection`. None: all are.
+        """
+        scored = self.mask.host.predictor >= 0
+        if selected is not None:
+            scored = scored & self.selected_tokens(selected)
+        return np.flatnonzero(scored)
 
     def copy_index(
         self, sequences: np.ndarray, selected: np.ndarray

@@ -82,7 +82,7 @@ class TreeMask:
         """The same mask, which knows the positions that models are given beside it.
 
         Args:
-            position_ids: int64 [T], those of this mask's tokens.
+            position_ids: int64 [Tq], those of the rows of q.
         """
         mask = self.with_options()
         if not position_ids.is_inference():
@@ -95,7 +95,7 @@ class TreeMask:
         False says nothing. No value is read, so a GPU is not waited for.
 
         Args:
-            position_ids: [T].
+            position_ids: [Tq].
         """
         if self._given is None:
             return False

@@ -97,7 +97,8 @@ def _of_tensors(name: str, masks: list[torch.Tensor], expected: np.ndarray) -> n
     if flat.dtype == torch.bool:
         return flat.cpu().numpy().view(np.uint8)
     # 1 where it is 1, 0 where it is 0, otherwise 2
-    kinds = torch.where(flat == 1, 1, torch.where(flat == 0, 0, 2)).to(torch.uint8).cpu().numpy()
+    is_one = flat == 1
+    kinds = (is_one.byte() + 2 * (~is_one & (flat != 0)).byte()).cpu().numpy()
     for bad in np.flatnonzero(kinds == 2)[:1]:
         ends = np.cumsum(expected)
         i = int(np.searchsorted(ends, bad, side="right"))

@@ -8,7 +8,7 @@ part, n ranks, Hk kv heads, D and Dv head dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -120,28 +120,27 @@ def _row_size(both: tuple[torch.Tensor, ...]) -> int:
 
 def _pieces(
     numbers: torch.Tensor, both: tuple[torch.Tensor, ...], counts: list[int]
-) -> list[list[torch.Tensor]]:
-    """Keys and values of each rank in a buffer; a rank's keys stand before its values, so that
-    either is contiguous."""
-    of_ranks = numbers.split([count * _row_size(both) for count in counts])
-    sizes = [math.prod(x.shape[1:]) for x in both]
-    return [
-        [
-            piece.view(count, *x.shape[1:])
-            for x, piece in zip(both, rank.split([count * size for size in sizes]), strict=True)
-        ]
-        for rank, count in zip(of_ranks, counts, strict=True)
-    ]
+) -> Iterator[list[torch.Tensor]]:
+    """Keys and values of each rank with rows in a buffer; a rank's keys stand before its values, so
+    that either is contiguous."""
+    rows = [(x.shape[1:], math.prod(x.shape[1:])) for x in both]
+    at = 0
+    for count in filter(None, counts):
+        pieces = []
+        for shape, size in rows:
+            pieces.append(numbers[at : (at := at + count * size)].view(count, *shape))
+        yield pieces
 
 
 class _Rows:
-    """Rows of a part: its own, and by rank the own ones that it sends and those it receives."""
+    """Rows of a part: its own, and by rank, where there are any, the own ones that it sends and
+    those it receives."""
 
     def __init__(self, part: Part) -> None:
         exchange, device = part.exchange, part.mask.device
 
         def by_rank(runs: np.ndarray) -> list[RowRuns]:
-            of_ranks = (runs[runs[:, 0] == r] for r in range(len(exchange.send_counts)))
+            of_ranks = (runs[runs[:, 0] == r] for r in np.unique(runs[:, 0]))
             return [RowRuns(some[:, 1], some[:, 2], device) for some in of_ranks]
 
         self.own = RowRuns(part.own_runs[:, 1], part.own_runs[:, 2], device)

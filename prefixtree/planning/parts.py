@@ -199,12 +199,11 @@ class Part:
             ForestError: predictors that are not 1-D integers, or no packed tokens.
         """
         tokens = integers("predictor", predictor, self.host.num_tokens, "packed tokens")
-        if not self.num_tokens:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        place = np.searchsorted(self.own_tokens, tokens)
-        place = np.minimum(place, self.num_tokens - 1)
-        which = np.flatnonzero(self.own_tokens[place] == tokens)
-        return which, place[which]
+        place = np.full(self.host.num_tokens, -1)
+        place[self.own_tokens] = np.arange(self.num_tokens)
+        row = place[tokens]
+        which = np.flatnonzero(row >= 0)
+        return which, row[which]
 
     def __repr__(self) -> str:
         return f"Part({self.index}: {self.num_tokens} own tokens, {self.num_borrowed} borrowed)"

@@ -9,6 +9,7 @@ predicted time. Legend: T packed tokens, n ranks, C chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -85,12 +86,17 @@ class Split(Parts):
     Attributes:
         chunks_per_part: the number of chunks that were dealt to each rank.
         tile: tokens; every chunk starts at a multiple of it.
-        stats: balance and traffic.
     """
 
     chunks_per_part: int
     tile: int
-    stats: SplitStats
+    _costs: tuple[CostModel, Edges | None, BorrowCost]
+
+    @cached_property
+    def stats(self) -> SplitStats:
+        """Balance and traffic."""
+        cost_model, scored, borrow_cost = self._costs
+        return split_stats(self, cost_model, scored, borrow_cost=borrow_cost)
 
 
 def split_tokens(
@@ -175,7 +181,7 @@ def split_tokens(
     split = Split.__new__(Split)
     split.chunks_per_part, split.tile = best[0], tile
     split._init(packed, *best[1:], num_parts)
-    split.stats = split_stats(split, cost_model, scored, borrow_cost=borrow_cost)
+    split._costs = cost_model, scored, borrow_cost
     return split
 
 

@@ -6,8 +6,9 @@ predictors, d hidden size, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,18 @@ class ScoredUnits:
 
     Attributes:
         predictor: int64 [U], the packed token whose hidden state gives each row.
-        of_copies: int32, the unit of each copy, sequence after sequence; -1 where it is not scored.
+        find_copies: gives `of_copies`, which nobody needs before a forward was launched.
         lengths: how many copies each sequence has.
     """
 
     predictor: np.ndarray
-    of_copies: np.ndarray
+    find_copies: Callable[[], np.ndarray]
     lengths: list[int]
+
+    @cached_property
+    def of_copies(self) -> np.ndarray:
+        """int32, the unit of each copy, sequence after sequence; -1 where it is not scored."""
+        return self.find_copies()
 
     @property
     def count(self) -> int:
@@ -134,31 +140,67 @@ def find_edges(
         TypeError, ValueError, ForestError: as in `sequence_logprobs`.
     """
     lengths = packed.forest.sequence_lengths
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    selected = np.empty(0, np.uint8) if loss_mask is None else packed.flat_selection(loss_mask)
-    index, counts = packed.copy_index(np.arange(len(lengths)), selected)
-    # where they stand among all replicated tokens
-    place = np.arange(offsets[-1]) if loss_mask is None else np.flatnonzero(selected)
-    predictor = packed.mask.host.predictor
-    has_edge = predictor[index] >= 0
+    selected = None if loss_mask is None else packed.flat_selection(loss_mask)
     per_token = _per_token(temperature, lengths)
     if per_token is None:
         values, number = np.unique(_temperatures(temperature, len(lengths)), return_inverse=True)
+        if len(values) == 1:
+            return _of_one_temperature(packed, selected, values.astype(np.float32))
+    ends = np.cumsum(lengths)
+    index, counts = packed.copy_index(np.arange(len(lengths)), _listed(selected))
+    # where they stand among all replicated tokens
+    place = np.arange(ends[-1]) if selected is None else np.flatnonzero(selected)
+    predictor = packed.mask.host.predictor
+    has_edge = predictor[index] >= 0
+    if per_token is None:
         number = np.repeat(number, counts)[has_edge]
     else:
         values, number = _unique_of_runs(per_token[place[has_edge]])
         _check_temperatures(values)
     pairs = index[has_edge], number, packed.num_tokens, len(values)
     token, number, edge = loops.sequence_copies.distinct_pairs(*pairs)
-    edge_of_copy = np.full(offsets[-1], -1, np.int32)
+    edge_of_copy = np.full(ends[-1], -1, np.int32)
     edge_of_copy[place[has_edge]] = edge
     return ScoredEdges(
         predictor[token].astype(np.int64),
-        np.delete(edge_of_copy, offsets[:-1]),
+        lambda: np.delete(edge_of_copy, ends - lengths),
         (lengths - 1).tolist(),
         token,
         values[number].astype(np.float32),
     )
+
+
+def _of_one_temperature(
+    packed: PackedForest, selected: np.ndarray | None, temperature: np.ndarray
+) -> ScoredEdges:
+    """The edges where all copies have one temperature, float32 [1]: tokens, not copies, are gone
+    through.
+
+    Args:
+        selected: uint8 [R], the tokens that are scored. None: all.
+    """
+    token, lengths = packed.scored_tokens(selected), packed.forest.sequence_lengths
+
+    def find_copies() -> np.ndarray:
+        edge = np.full(packed.num_tokens, -1, np.int32)
+        edge[token] = np.arange(len(token))
+        edge_of_copy = edge[packed.copy_index(np.arange(len(lengths)), _listed(None))[0]]
+        if selected is not None:
+            edge_of_copy[selected == 0] = -1
+        return np.delete(edge_of_copy, np.cumsum(lengths) - lengths)
+
+    return ScoredEdges(
+        packed.mask.host.predictor[token].astype(np.int64),
+        find_copies,
+        (lengths - 1).tolist(),
+        token,
+        np.repeat(temperature, len(token)),
+    )
+
+
+def _listed(selected: np.ndarray | None) -> np.ndarray:
+    """As `copy_index` takes what is selected."""
+    return np.empty(0, np.uint8) if selected is None else selected
 
 
 def _unique_of_runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +242,7 @@ def scores_of(
     to_sequences: GatherIndex,
     lengths: list[int],
     options: ScoreOptions,
-    order: torch.Tensor | None = None,
+    order: Callable[[], np.ndarray] | None = None,
 ) -> SequenceScores:
     """Copies the scores of edges to the sequences that hold them.
 
@@ -209,7 +251,7 @@ def scores_of(
         to_sequences: to [R - S] rows, every sequence but its first token.
         lengths: n - 1 of each sequence.
         options: what the columns are.
-        order: int64 [U], where each scored edge's row is. Default: they are in order.
+        order: gives int64 [U], where each scored edge's row is. Default: they are in order.
     """
     columns = gather(scores, to_sequences).split(lengths)
     others = {
@@ -224,7 +266,9 @@ def scores_of(
     return replace(
         found,
         measured=[c[:, options.columns :] for c in columns],
-        measured_edges=of_edges if order is None else of_edges[order],
+        measured_edges=of_edges
+        if order is None
+        else of_edges[move(torch.from_numpy(order()), scores.device)],
     )
 
 

@@ -65,10 +65,19 @@ def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
     """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
-    edges = np.stack([found.token, found.temperature])
+    is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
+    is_scored[found.token] = True
+    temperature = found.temperature
+    first = np.flatnonzero(temperature != np.append(np.nan, temperature[:-1]))
+    # by temperature; with one, the loss mask says which edges
+    edges = found.token.astype(np.int32) if len(first) > 1 else None
     return {
-        "loss_mask": {"loss_mask": np.unique(found.token)},
-        "temperature": {"temperature": edges},
+        "loss_mask": {"loss_mask": np.packbits(is_scored)},
+        "temperature": {
+            "temperature": temperature[first],
+            "the edges of each": edges,
+            "where each begins": first,
+        },
     }
 
 
@@ -105,9 +114,11 @@ def parts_of_state(model: Any, packed: PackedForest) -> Parts:
         "backend of the packed forest": mask.backend,
         "deterministic of the packed forest": mask.deterministic,
     }
+    switch = "gradient_checkpointing"
     for name, module in model.named_modules():
-        key = f"gradient_checkpointing of {name or 'the model'}"
-        parts[key] = getattr(module, "gradient_checkpointing", None)
+        # of an instance or its class: getattr of what modules do not have takes longer
+        found = vars(module).get(switch, getattr(type(module), switch, None))
+        parts[f"{switch} of {name or 'the model'}"] = found
     for name, parameter in model.named_parameters():
         parts[f"requires_grad of {name}"] = parameter.requires_grad
     return parts

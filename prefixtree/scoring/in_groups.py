@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ GroupMode = Literal["parts", "heads"]
 #: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
 #: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
 Rows = tuple[torch.Tensor, ...]
+_Local = TypeVar("_Local")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class LocalPart:
             logits [t, E] of this process's tokens, where a loss wants them, to those of all.
         to_sequences: from these to every sequence but its first token.
         lengths: n - 1 of each sequence.
-        order: int64 [U], the row of each scored edge once gathered. Default: as they are.
+        order: gives int64 [U], the row of each scored edge once gathered. Default: as they are.
         shown: of a rank's part, the pictures that it encodes and those of its tokens. Default: text
             alone, or a whole forest.
     """
@@ -76,7 +77,7 @@ class LocalPart:
     gathered: Callable[[Rows], Rows]
     to_sequences: GatherIndex
     lengths: list[int]
-    order: torch.Tensor | None = None
+    order: Callable[[], np.ndarray] | None = None
     shown: EncodedPictures | None = None
 
 
@@ -105,7 +106,7 @@ def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> Local
         mask=packed.mask,
         edges=edges_on_device(packed, found, None, found.predictor),
         gathered=lambda rows: rows,
-        to_sequences=GatherIndex(found.of_copies, found.count, packed.device),
+        to_sequences=GatherIndex(lambda: found.of_copies, found.count, packed.device),
         lengths=found.lengths,
     )
 
@@ -114,6 +115,10 @@ def part_inputs(inputs: dict[str, Any], part: Part, mask: DividedMask) -> dict[s
     """The keywords of a forward over a part, from those of the whole forest."""
     own = part.tables().own_tokens
     rows = {name: x.index_select(axis, own) for name, axis, x in of_tokens(inputs)}
+    of_all, of_part = (x["position_ids"].flatten(0, -2)[0] for x in (inputs, rows))
+    if inputs["tree_mask"].is_given(of_all):
+        # else the host would wait for a GPU, to compare them
+        mask.mask = mask.mask.given_with(of_part)
     return {**inputs, **rows, "tree_mask": mask}
 
 
@@ -154,30 +159,33 @@ def part_of_rank(
         ValueError, RuntimeError: as `agree`.
         UnsupportedError: what is not verified in groups.
     """
-    (causal_lm, found), part = _part_of_rank(model, packed, group, check, options, mode, pictures)
-    # with the token ids that the model knows
-    edges, to_sequences, row_of_unit = edges_of_part(part.split, part.index, found)
-    gathered = gathering(part.split, part.index, group, found.predictor)
 
-    def gathered_together(rows: Rows) -> Rows:
-        scores, *of_tokens = rows
-        if not of_tokens:
-            return (gathered(scores),)
-        wide = part.of_all_tokens(packed)(torch.cat(of_tokens, 1))
-        return _Together.apply(
-            gathered(scores), *wide.split([layer.shape[1] for layer in of_tokens], 1)
+    def local(causal_lm: Any, found: ScoredEdges, part: _RankPart) -> LocalPart:
+        # with the token ids that the model knows
+        edges, to_sequences, row_of_unit = edges_of_part(part.split, part.index, found)
+        gathered = gathering(part.split, part.index, group, found.predictor)
+
+        def gathered_together(rows: Rows) -> Rows:
+            scores, *of_tokens = rows
+            if not of_tokens:
+                return (gathered(scores),)
+            wide = part.of_all_tokens(packed)(torch.cat(of_tokens, 1))
+            return _Together.apply(
+                gathered(scores), *wide.split([layer.shape[1] for layer in of_tokens], 1)
+            )
+
+        return LocalPart(
+            inputs=part.inputs(causal_lm.config),
+            mask=part.attended,
+            edges=edges,
+            gathered=gathered_together,
+            to_sequences=to_sequences,
+            lengths=found.lengths,
+            order=row_of_unit,
+            shown=part.shown(),
         )
 
-    return causal_lm, LocalPart(
-        inputs=part.inputs(causal_lm.config),
-        mask=part.attended,
-        edges=edges,
-        gathered=gathered_together,
-        to_sequences=to_sequences,
-        lengths=found.lengths,
-        order=torch.from_numpy(row_of_unit).to(packed.device),
-        shown=part.shown(),
-    )
+    return _part_of_rank(model, packed, group, check, options, mode, local, pictures)
 
 
 def token_part_of_rank(
@@ -206,14 +214,15 @@ def token_part_of_rank(
     def found() -> tuple[Any, None]:
         return check(), None
 
-    (transformer, _), part = _part_of_rank(
-        model, packed, group, found, {"recompute": recompute}, "parts"
-    )
-    return TokenPart(
-        inputs=part.inputs(transformer.config),
-        mask=part.attended,
-        gathered=part.of_all_tokens(packed),
-    )
+    def local(transformer: Any, found: None, part: _RankPart) -> TokenPart:
+        return TokenPart(
+            inputs=part.inputs(transformer.config),
+            mask=part.attended,
+            gathered=part.of_all_tokens(packed),
+        )
+
+    options = {"recompute": recompute}
+    return _part_of_rank(model, packed, group, found, options, "parts", local)[1]
 
 
 class _Together(torch.autograd.Function):
@@ -282,18 +291,23 @@ class _RankPart:
 
 def edges_of_part(
     split: Split, index: int, found: ScoredEdges
-) -> tuple[DeviceEdges, GatherIndex, np.ndarray]:
+) -> tuple[DeviceEdges, GatherIndex, Callable[[], np.ndarray]]:
     """The edges that a rank of a group scores, and how all scores are read once gathered.
 
     Returns:
-        Its edges; from the gathered scores to the sequences; and int64 [U], the row of each edge's
-        scores among those that are gathered.
+        Its edges; from the gathered scores to the sequences; and what gives int64 [U], the row of
+        each edge's scores among those that are gathered.
     """
     packed = split.packed
     which, rows = split[index].scored(found.predictor)
-    row, _ = arrival(split.owner[found.predictor], len(split))
-    # -1, of what is not scored, stays
-    of_copies = np.append(row, -1)[found.of_copies].astype(np.int32)
+
+    def row() -> np.ndarray:
+        return arrival(split.owner[found.predictor], len(split))[0]
+
+    def of_copies() -> np.ndarray:
+        # -1, of what is not scored, stays
+        return np.append(row(), -1).astype(np.int32)[found.of_copies]
+
     edges = edges_on_device(packed, found, which, rows)
     return edges, GatherIndex(of_copies, found.count, packed.device), row
 
@@ -310,7 +324,7 @@ def gathering(
     Returns:
         From this rank's values [u, C] to those of all, [U, C], rank by rank: see `arrival`.
     """
-    _, counts = arrival(split.owner[tokens], len(split))
+    counts = np.bincount(split.owner[tokens], minlength=len(split)).tolist()
     return lambda values: gather_rows(values, counts, index, group)
 
 
@@ -321,14 +335,17 @@ def _part_of_rank(
     check: Callable[[], tuple[Any, Any]],
     options: dict[str, Any],
     mode: GroupMode,
+    local: Callable[[Any, Any, _RankPart], _Local],
     pictures: Pictures | None = None,
-) -> tuple[tuple[Any, Any], _RankPart]:
-    """The part of this rank, once all ranks agree; and what `check` gave."""
+) -> tuple[Any, _Local]:
+    """The model that `check` gave, and what `local` makes of it, of what is scored and of the part
+    of this rank, once all ranks agree. All is made before ranks wait for one another, and for what
+    their GPUs have still to do: the first kernel may then follow at once."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size(group)
 
-    def prepare() -> tuple[tuple[Any, Any, Split, PlacedPictures | None], dict[str, Parts]]:
+    def prepare() -> tuple[tuple[Any, _Local], dict[str, Parts]]:
         inner, found = check()
         _check_served(model, options["recompute"])
         # what one layer refuses, all ranks do
@@ -343,7 +360,8 @@ def _part_of_rank(
             placed = PlacedPictures(model, inner, whole, pictures)
             whole = placed.packed
         split = _split(inner, whole, found, ranks, mode)
-        return (inner, found, split, placed), {
+        part = local(inner, found, _RankPart(split, placed, group, mode))
+        return (inner, part), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
             "pictures": parts_of_pictures(placed),
@@ -352,8 +370,7 @@ def _part_of_rank(
             "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
         }
 
-    inner, found, split, placed = agree(group, packed.device, prepare, FACTS)
-    return (inner, found), _RankPart(split, placed, group, mode)
+    return agree(group, packed.device, prepare, FACTS)
 
 
 def _split(
@@ -442,7 +459,8 @@ def _check_served(model: nn.Module, recompute: Any) -> None:
             "DeepSpeed is not verified with group: use DistributedDataParallel or FSDP"
         )
     for module in model.modules():
-        if getattr(module, "_is_hooked", False):
+        # getattr of what most modules do not have would take most of the time
+        if vars(module).get("_is_hooked"):
             raise UnsupportedError(
                 f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
                 "group: load the model without tp_plan and DistributedConfig, or leave group out"

@@ -90,8 +90,10 @@ class _ValuesOfParts:
         self.packed = packed
         self.inputs = forward_inputs(packed, classifier.config)
         lengths = packed.forest.sequence_lengths
-        copies, _ = packed.copy_index(np.arange(len(lengths)), np.empty(0, np.uint8))
-        self.units = ScoredUnits(np.arange(packed.num_tokens), copies, lengths.tolist())
+        every = np.arange(len(lengths)), np.empty(0, np.uint8)
+        self.units = ScoredUnits(
+            np.arange(packed.num_tokens), lambda: packed.copy_index(*every)[0], lengths.tolist()
+        )
 
     def __call__(
         self,

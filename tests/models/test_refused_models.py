@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -270,6 +271,20 @@ def test_bidirectional_attention(model_type, packed):
         sequence_logprobs(model, packed)
     with pytest.raises(pt.UnsupportedError):
         model(**packed.model_inputs())
+
+
+def test_a_configuration_is_checked_in_every_forward_and_where_layers_have_their_own(packed):
+    model, inputs = build("qwen3"), packed.model_inputs()
+    model(**inputs)
+    model.config.use_bidirectional_attention = True
+    with pytest.raises(pt.UnsupportedError, match="bidirectional attention"):
+        model(**inputs)
+    model.config.use_bidirectional_attention = False
+    attention = model.model.layers[-1].self_attn
+    attention.config = copy.copy(model.config)
+    attention.config.is_causal = False
+    with pytest.raises(pt.UnsupportedError, match="bidirectional attention"):
+        model(**inputs)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -361,6 +361,7 @@ ELSEWHERE = {
     "tree_ssd(initial)": "goes with StateBorders",
     "BorrowCost.exchange_seconds": "rows of parts",
     "PackedForest.selected_tokens": "for adapters: of flat_selection",
+    "PackedForest.scored_tokens": "for adapters: of flat_selection",
     "PackedForest.copy_index": "for adapters: of flat_selection",
     "plot_mask(window)": "read by TreeMask.tables",
     "compile_layers": "options of torch.compile",

@@ -281,6 +281,19 @@ def test_many_temperatures_are_found_in_one_pass(masked, monkeypatch):
     assert len({t for t, _ in expected}) > 3
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_temperature_is_found_by_tokens_as_by_copies(masked):
+    """An array per sequence is gone through copy by copy, one number token by token."""
+    objective, packed = ragged_objective(), ragged_packed()
+    masks = objective.loss_masks if masked else None
+    by_tokens = find_edges(packed, 0.7, masks)
+    by_copies = find_edges(packed, [np.full(len(s), 0.7) for s in objective.sequences], masks)
+    for name in ("predictor", "token", "temperature", "of_copies", "lengths"):
+        got, expected = (np.asarray(getattr(found, name)) for found in (by_tokens, by_copies))
+        assert np.array_equal(got, expected) and got.dtype == expected.dtype, name
+    assert (by_tokens.of_copies < 0).any() == masked and len(by_tokens.token) > 20
+
+
 def by_turns(objective: Objective) -> Objective:
     """Each token's temperature: by its place, so that copies agree, and in every third sequence
     another one behind token 12; 0 where nothing is scored."""

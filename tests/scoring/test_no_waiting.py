@@ -86,6 +86,16 @@ def test_nothing_is_read(model_type: str) -> None:
         model(**inputs | {"position_ids": inputs["position_ids"].clone()})
 
 
+@pytest.mark.usefixtures("no_look_for_sequences")
+def test_nothing_is_read_of_a_part() -> None:
+    model, packed = a_model("qwen3"), pack_sequences(SEQUENCES)
+    with NothingIsRead():
+        pt.sequence_logprobs(model, packed, max_tokens=8)
+    packed.position_ids[-1] += 1
+    with pytest.raises(ValueError, match="position_ids are not the tokens' positions"):
+        pt.sequence_logprobs(model, packed, max_tokens=8)
+
+
 def test_positions_are_known_by_memory_that_nobody_wrote_to() -> None:
     model, packed = a_model("qwen3"), pack_sequences(SEQUENCES)
     inputs = packed.model_inputs()

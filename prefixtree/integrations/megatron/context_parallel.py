@@ -116,7 +116,7 @@ class LocalForest:
         packed = self.packed
         if self._split is None:
             edges = edges_on_device(packed, found, None, found.predictor)
-            return edges, GatherIndex(found.of_copies, found.count, packed.device)
+            return edges, GatherIndex(lambda: found.of_copies, found.count, packed.device)
         return edges_of_part(self._split, self._index, found)[:2]
 
     def gathered_scores(self, scores: torch.Tensor, found: ScoredEdges) -> torch.Tensor:
