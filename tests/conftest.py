@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 from typing import Any
 
 # modules and items are millions of objects that all stay: collections among them are a quarter of
@@ -31,6 +30,9 @@ collect_ignore = [
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# torch looks for garbage after each of the hundreds of small graphs that tests make
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 # operations of tiny tensors; threads that wait for a core beside other work make them 16x slower
 torch.set_num_threads(1)
 
@@ -42,6 +44,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.interpreter import without_repetition
 
     without_repetition()
+
 
 _SETTINGS: dict[str, Any] = {
     # the first example of a test may compile numba functions, and CI machines are noisy
@@ -65,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    # tests make few cycles, and very many objects
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -44,8 +44,9 @@ ROOT = Path(__file__).parents[2]
         for more in [[] if mode in quick else [pytest.mark.full]]
     ],
 )
-def test_held_memory_is_what_was_traced(model_type, mode):
+def test_held_memory_is_what_was_traced(model_type, mode, trace_only):
     """A real forward over a forest with branches keeps what the trace of a chain predicts."""
+    trace_only(mode)
     model = build(model_type, num_hidden_layers=6) if model_type != "qwen3_5" else build(model_type)
     dtype = torch.bfloat16 if model_type == "qwen3_moe" else torch.float32
     model.to(dtype)
@@ -88,9 +89,12 @@ def test_held_memory_is_what_was_traced(model_type, mode):
         ("llama", ("q_proj", "v_proj")),
     ],
 )
-def test_compiled_layers_keep_what_was_traced(model_type, adapters):
+def test_compiled_layers_keep_what_was_traced(model_type, adapters, trace_only):
     """Counted as autograd saves it, with all layers and with half; the cut of the graph is
     inductor's. With adapters the first layer's input gets no gradient."""
+    if not adapters:
+        # the graphs of the other modes are cut with adapters
+        trace_only("nothing")
     model = build(model_type)
     if adapters:
         model = adapted(model, *adapters)
@@ -208,8 +212,9 @@ def saved_bytes(model: Any, run: Callable[[], object]) -> int:
 )
 # PEFT asks transformers under the old name of the property
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_are_traced_too(dtype, mode):
+def test_adapters_are_traced_too(dtype, mode, trace_only):
     """LoRA keeps inputs of its own, in bfloat16 models in float32."""
+    trace_only(mode)
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=16, target_modules="all-linear")
     model = peft.get_peft_model(build("qwen3", num_hidden_layers=6).to(dtype), config).train()

@@ -11,8 +11,8 @@ it is exact (tests/models/test_families.py).
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
+import pickle
 import re
 import sys
 from collections.abc import Collection
@@ -43,19 +43,14 @@ def skip_if_repeated(model_type: str, every_time: Collection[str]) -> None:
         model_type: the family.
         every_time: the families of the test that run without --full.
     """
-    if model_type not in needed(frozenset(every_time)):
+    if model_type not in every_time and model_type not in needed(frozenset(every_time)):
         pytest.skip(f"every code of the layers of {model_type} is in families that run")
 
 
 @cache
 def needed(every_time: frozenset[str], families: Collection[str] = tuple(FAMILIES)) -> set[str]:
     """Those of every time, and as few more as run every code; first those that add most."""
-    read = _Reader()
-    codes = {
-        name: read.codes_of(name)
-        for name in families
-        if name not in CANNOT_CHECKPOINT and not skips_of(name)
-    }
+    codes = _codes(tuple(families))
     found = {name for name in every_time if name in codes}
     left = set().union(*codes.values()).difference(*(codes[name] for name in found))
     while left:
@@ -65,11 +60,22 @@ def needed(every_time: frozenset[str], families: Collection[str] = tuple(FAMILIE
     return found
 
 
+@cache
+def _codes(families: tuple[str, ...]) -> dict[str, set[str]]:
+    """Of the families whose layers are checkpointed, the codes."""
+    read = _Reader()
+    return {
+        name: read.codes_of(name)
+        for name in families
+        if name not in CANNOT_CHECKPOINT and not skips_of(name)
+    }
+
+
 class _Reader:
     """Reads the code of families; files and classes are read once."""
 
     def __init__(self) -> None:
-        self._files: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, dict[str, bytes]] = {}
         self._texts: dict[type, tuple[str, dict[str, str]]] = {}
 
     def codes_of(self, model_type: str) -> set[str]:
@@ -105,7 +111,7 @@ class _Reader:
         module = getattr(thing, "__module__", "") or ""
         if id(thing) in found or not module.startswith("transformers.models."):
             return
-        node = copy.deepcopy(self._definitions(module)[thing.__name__])
+        node = pickle.loads(self._definitions(module)[thing.__name__])
         if isinstance(node, ast.ClassDef):
             node.body = [part for part in node.body if getattr(part, "name", "") not in _MADE]
         called = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
@@ -117,12 +123,14 @@ class _Reader:
             if (inspect.isfunction(one) or inspect.isclass(one)) and name not in _NOT_RUN:
                 self._add(inspect.unwrap(one), found, names)
 
-    def _definitions(self, module: str) -> dict[str, Any]:
-        """The classes and functions of a file."""
+    def _definitions(self, module: str) -> dict[str, bytes]:
+        """The classes and functions of a file, pickled: a copy of each use is changed."""
         if module not in self._files:
             tree = ast.parse(inspect.getsource(sys.modules[module]))
             kinds = ast.ClassDef, ast.FunctionDef
-            self._files[module] = {n.name: n for n in tree.body if isinstance(n, kinds)}
+            self._files[module] = {
+                n.name: pickle.dumps(n) for n in tree.body if isinstance(n, kinds)
+            }
         return self._files[module]
 
 

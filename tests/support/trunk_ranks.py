@@ -58,7 +58,7 @@ CASES = {
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "ddp, recurrent, again": Case("ddp", "lfm2"),
     "fsdp2, recurrent": Case("fsdp2", "nemotron_h", checkpointing=True),
-    "fsdp2, indexers, auto": Case("fsdp2", "glm_moe_dsa"),
+    "fsdp2, indexers, again": Case("fsdp2", "glm_moe_dsa"),
 }
 QUICK = [n for n in CASES if n not in ("ddp, find unused", "ddp, accumulation", "ddp, lora")]
 

@@ -1,0 +1,22 @@
+"""Traces of some modes alone: each mode takes as long as every other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+
+from prefixtree.recompute import trace
+from prefixtree.recompute.layers import Mode
+
+
+@pytest.fixture
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Traces made from now on have these modes; none of them is kept for another test."""
+
+    def only(*modes: Mode) -> None:
+        monkeypatch.setattr(trace, "MODES", modes)
+        monkeypatch.setattr(trace, "_trace", lru_cache(trace._trace.__wrapped__))
+
+    return only
