@@ -97,7 +97,9 @@ def _main(
     arguments: tuple[Any, ...],
 ) -> None:
     group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update(environment, OMP_NUM_THREADS="1")
+    # not that of the call that forks began with
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.update({name: str(value) for name, value in group.items()})
     # also what C++ says, and the traceback of a rank that fails
     with _log(folder, rank).open("w") as log:
