@@ -149,7 +149,9 @@ def trainer_step(mode: str, vendor: str, models: Path, flags: list[str], count: 
     # outside of the transfer queue verl splits a batch among workers and joins what they give
     rows = rollouts(21, groups=4, size=4)
     data = batch_of(rows, compute_loss=False, temperature=0.9, global_token_num=None)
-    joined = [row.clone() for row in group.compute_log_prob(data).get()["log_probs"].unbind()]
+    scored = group.compute_log_prob(data)["log_probs"].unbind()
+    spans = zip(scored, rows["prompts"], rows["responses"], strict=True)
+    joined = [row[len(p) - 1 : len(p) + len(r) - 1].clone() for row, p, r in spans]
     metrics: dict[str, Any] = {}
     after = trainer._step_once(metrics, {}, sample_batch_size=4)
     parameters, engines = group.parameter_sums()[0], group.engine_name()
