@@ -4,7 +4,8 @@ Grouped products want the tokens of an expert side by side. transformers brings 
 by indexing, whose gradient adds to one row after another: atomically and rounded each time, or by a
 sort. Both ways are permutations of a token's copies, so their gradients are gathers too, and a
 token's copies are added up once, in float32. Where nothing is compiled, the results of the forward
-are transformers' to the bit.
+are transformers' to the bit. Compiled, copies are weighted before the last product: within the
+kernel of the activation, and what comes out of the product is not kept for the weights' gradient.
 
 Legend: T packed tokens, k experts per token, D hidden size.
 """
@@ -29,6 +30,8 @@ except ImportError:
     ALL_EXPERTS_FUNCTIONS = None
 
 _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# of how experts may run: what is computed in torch, or says why it cannot be traced
+_ON_SHAPES = (None, "eager", "batched_mm", "grouped_mm")
 
 
 def prepare_experts(transformer: nn.Module) -> None:
@@ -37,6 +40,18 @@ def prepare_experts(transformer: nn.Module) -> None:
         kind: Any = type(module)
         if _chooses_a_function(kind) and "forward" not in vars(module):
             module.__class__ = along_tree(kind, _members)
+
+
+def traced_as(config: Any) -> str | None:
+    """How experts run where tensors have no numbers. Kernels that run on a GPU alone (sonicmoe,
+    deepgemm) are traced as grouped products, which keep as much, or more."""
+    chosen: str | None = getattr(config, "_experts_implementation", None)
+    return chosen if chosen in _ON_SHAPES else "grouped_mm"
+
+
+def run_experts(config: Any, chosen: str | None) -> None:
+    """Sets how a model that is made of a config runs its experts."""
+    config._experts_implementation = chosen
 
 
 def _chooses_a_function(kind: type[nn.Module]) -> bool:
@@ -96,8 +111,13 @@ def grouped_experts(
     counts = torch.histc(counted, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
     offsets = torch.cumsum(counts, 0, dtype=torch.int32)
 
-    def linear(weight: str, bias: str, x: torch.Tensor) -> torch.Tensor:
+    def linear(
+        weight: str, bias: str, x: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = getattr(experts, bias)[of_copies] if experts.has_bias else None
+        if scale is not None:
+            x = (x * scale).to(x.dtype)
+            rows = None if rows is None else (rows * scale).to(rows.dtype)
         return _grouped_linear(x, getattr(experts, weight), offsets, rows, experts.is_transposed)
 
     x = _Spread.apply(hidden_states, order, back, copies)
@@ -105,7 +125,13 @@ def grouped_experts(
         x = experts._apply_gate(linear("gate_up_proj", "gate_up_proj_bias", x))
     else:
         x = experts.act_fn(linear("up_proj", "up_proj_bias", x))
-    out = _Combined.apply(linear("down_proj", "down_proj_bias", x), top_k_weights, order, back)
+    last = "down_proj", "down_proj_bias", x
+    by_token = back.view(-1, copies)
+    if torch.compiler.is_compiling():
+        scale = _Spread.apply(top_k_weights.reshape(-1, 1), order, back, 1)
+        out = _Combined.apply(linear(*last, scale), None, order, by_token)
+    else:
+        out = _Combined.apply(linear(*last), top_k_weights, order, by_token)
     return out.to(hidden_states.dtype)
 
 
@@ -127,26 +153,37 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combined(torch.autograd.Function):
-    """Each token's sum [T, D] of its copies, weighted."""
+    """Each token's sum [T, D] of its copies, weighted where weights [T, k] are given."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, back: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        weights: torch.Tensor | None,
+        order: torch.Tensor,
+        back: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weights, order, back)
-        return _summed(x, back.view(weights.shape), weights)
+        ctx.copies = back.shape[1]
+        if weights is None:
+            ctx.save_for_backward(order)
+        else:
+            ctx.save_for_backward(order, back, x, weights)
+        return _summed(x, back, weights)
 
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-        x, weights, order, back = ctx.saved_tensors
+        order, *others = ctx.saved_tensors
         # in the order of experts, so that neither x nor its gradient has to be permuted
-        rows = grad[order // weights.shape[1]]
+        rows = grad[order // ctx.copies]
+        if not others:
+            return rows, None, None, None
+        back, x, weights = others
         dx = rows * weights.reshape(-1)[order, None]
         dweights = None
         if ctx.needs_input_grad[1]:
-            dweights = (x * rows).sum(-1)[back].view(weights.shape).to(weights.dtype)
+            dweights = (x * rows).sum(-1)[back].to(weights.dtype)
         return dx.to(x.dtype), dweights, None, None
 
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.models.experts import run_experts, traced_as
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import decoder_of, layers_of
@@ -203,12 +204,17 @@ _NO_MEMORY = re.compile(r'"(use_cache|_name_or_path|\w+_token_id)": [^\n]*')
 
 
 class TraceKey:
-    """A config and adapters that are compared by what they say of memory."""
+    """A config and adapters that are compared by what they say of memory.
+
+    Attributes:
+        experts: how the trace runs experts.
+    """
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
         self.config, self.adapters = config, adapters
+        self.experts = traced_as(config)
         said = _NO_MEMORY.sub("", config.to_json_string(use_diff=False))
-        self._said = f"{said} {adapters}"
+        self._said = f"{said} {adapters} {self.experts}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TraceKey) and self._said == other._said
@@ -270,6 +276,7 @@ def _traced(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
+    run_experts(config, key.experts)
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="prefixtree"

@@ -54,9 +54,10 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("model_type", cases(_TYPES))
 def test_gradients_are_those_of_transformers(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch has grouped products in float64 on no device
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
@@ -64,8 +65,12 @@ def test_gradients_are_those_of_transformers(
     ours = copy.deepcopy(theirs)
     prepare_experts(ours)
     given = inputs(theirs, torch.float64)
-    wanted, found = run(theirs, given), run(ours, given)
-    assert isinstance(ours, AlongTree) and torch.equal(found[0], wanted[0])
+    wanted = run(theirs, given)
+    # the fallback in float64 compiles in no transformers below 5.24
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
+    found = run(ours, given)
+    # compiled, copies are weighted before the last product
+    assert isinstance(ours, AlongTree) and torch.equal(found[0], wanted[0]) != is_compiled
     for x, y in zip(found, wanted, strict=True):
         assert y.abs().max() > 1e-3
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)

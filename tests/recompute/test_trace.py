@@ -136,6 +136,19 @@ def test_a_mode_alone_is_as_among_all(family):
         assert 0 < alone.peak(100, mode) <= every.peak(100, mode)
 
 
+def test_memory_is_that_of_how_experts_run():
+    """Kernels that run on a GPU alone count as torch's grouped products."""
+    config = build("qwen3_moe", intermediate_size=32).config
+    traced = {}
+    for chosen in ("sonicmoe", "grouped_mm", "batched_mm"):
+        config._experts_implementation = chosen
+        traced[chosen] = trace_memory(config, torch.float32)
+    assert traced["sonicmoe"] is traced["grouped_mm"]
+    # a matrix per token
+    held = {chosen: memory.layers["nothing"][0].held[0] for chosen, memory in traced.items()}
+    assert held["batched_mm"] > 2 * held["grouped_mm"]
+
+
 def test_layers_that_cannot_be_cut_are_traced_as_they_are(monkeypatch):
     """Once: a forward that plans does not try again."""
     tried = []
