@@ -26,6 +26,7 @@ from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.recompute.layers import (
+    MODES,
     Mode,
     checkpoint_of_tower,
     checkpoints_itself,
@@ -158,7 +159,7 @@ def max_micro_batch_tokens(
     device = device_of(causal_lm)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
-    traced, trains = memory_of(model, causal_lm, device), lm_head_trains(causal_lm)
+    traced, trains = memory_of(model, causal_lm, device, ("all",)), lm_head_trains(causal_lm)
     return tokens_that_fit(
         traced, memory, 0.0 if trains is None else scored_share, trains_lm_head=bool(trains)
     )
@@ -316,9 +317,11 @@ def _with_pictures(
     return _entered(context, shown.encoded(tower_runs))
 
 
-def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
+def memory_of(
+    model: nn.Module, causal_lm: Any, device: torch.device, modes: tuple[Mode, ...] = MODES
+) -> ModelMemory:
     """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
-    PEFT's adapters, and with layers as they are compiled."""
+    PEFT's adapters, and with layers as they are compiled; of these modes alone."""
     from prefixtree.recompute.trace import trace_memory
 
     if is_quantised(causal_lm):
@@ -331,7 +334,7 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     adapters = _adapters_of(model, causal_lm, dtypes[0])
     layer = layers_of(causal_lm)[0]
     compiled = vars(layer).get("_compiled_call_impl") is not None
-    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled)
+    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled, modes)
 
 
 def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> TowerMemory:

@@ -1,9 +1,9 @@
 """The memory of a model's layers, traced on shapes without numbers.
 
-A decoder of the model's configuration runs forward and backward on fake tensors, once per mode and
-for two numbers of tokens. Every storage counts from the operator that makes it until nothing holds
-it any more. So a family needs no formula of its own: what its operators keep is what is counted, or
-what is kept where torch cuts a compiled layer's graph (`partitioned`).
+A decoder of the model's configuration runs forward and backward on fake tensors, once per mode that
+is asked for and for two numbers of tokens. Every storage counts from the operator that makes it
+until nothing holds it any more. So a family needs no formula of its own: what its operators keep is
+what is counted, or what is kept where torch cuts a compiled layer's graph (`partitioned`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ModelMemory:
     """Bytes of activations of a causal language model in training.
 
     Attributes:
-        layers: by mode, first layer to last.
+        layers: by mode that was traced, first layer to last.
         before: bytes per token that are held from before the first layer, the embedding's.
         after: bytes per token that the last norm holds until the backward of the layers begins.
         cost: of a token; its element_bytes are those of activations.
@@ -105,7 +105,7 @@ class ModelMemory:
             scoring: bytes that the lm_head takes while all layers hold theirs. Default: 0.0.
             waiting: bytes that wait through the backward of all layers. Default: 0.0.
         """
-        count = len(self.layers["all"])
+        count = len(next(iter(self.layers.values())))
         each = [modes] * count if isinstance(modes, str) else modes
         below = most = self.before * tokens
         for layer, mode in enumerate(each):
@@ -139,6 +139,7 @@ def trace_memory(
     device: torch.device | str = "cpu",
     adapters: Adapters | None = None,
     compiled: bool = False,
+    modes: tuple[Mode, ...] = MODES,
 ) -> ModelMemory:
     """Traces the model of a config; a trace of the same arguments is kept.
 
@@ -149,6 +150,7 @@ def trace_memory(
         adapters: of PEFT, on the model. Default: None.
         compiled: whether the layers are compiled (`compile_layers`). Default: False. Families whose
             layers cannot be cut one by one are traced as if they were not.
+        modes: those to trace; each takes as long. Default: all.
 
     Raises:
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
@@ -158,7 +160,7 @@ def trace_memory(
     try:
         # it says what training takes, also to those who ask before a forward without gradients
         with torch.inference_mode(False), torch.enable_grad():
-            return _trace(key, dtype, autocast, torch.device(device).type, compiled)
+            return _trace(key, dtype, autocast, torch.device(device).type, modes, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of {config.model_type} cannot be traced: it looks at numbers "
@@ -221,14 +223,19 @@ class TraceKey:
         return hash(self._said)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _trace(
-    key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+    key: TraceKey,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    device: str,
+    modes: tuple[Mode, ...],
+    compiled: bool,
 ) -> ModelMemory:
-    traced = partial(_traced, key, dtype, autocast, device)
+    traced = partial(_traced, key, dtype, autocast, device, modes)
     if not compiled:
         return traced()
-    return traced_as_cut(traced, partial(_trace, key, dtype, autocast, device, False))
+    return traced_as_cut(traced, partial(_trace, key, dtype, autocast, device, modes, False))
 
 
 def traced_as_cut(traced: Callable[[Any], _Memory], uncut: Callable[[], _Memory]) -> _Memory:
@@ -262,6 +269,7 @@ def _traced(
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     device: str,
+    modes: tuple[Mode, ...],
     cut: Any = None,
 ) -> ModelMemory:
     """Traces the model, its layers cut by `cut`, the module `partitioned`, if it is compiled."""
@@ -280,7 +288,7 @@ def _traced(
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
         # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
         # there counts as more than it is
-        half = _trace(key, torch.bfloat16, None, device, cut is not None)
+        half = _trace(key, torch.bfloat16, None, device, modes, cut is not None)
         return half.scaled((autocast or dtype).itemsize / 2)
     model.train()
     prepare_states(model)
@@ -295,7 +303,7 @@ def _traced(
     cut_layers = cut and partial(cut.partitioned, layers[:needed], signatures[:needed])
     by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
     before = 0.0
-    for mode in MODES:
+    for mode in modes:
         runs = [
             _run(model, layers, needed, mode, fake, tokens, autocast, device, cut_layers)
             for tokens in _TOKENS

@@ -34,7 +34,7 @@ from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_
 from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
-from prefixtree.recompute.layers import Mode
+from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.in_groups import LocalPart, Rows, of_tokens, part_inputs
@@ -139,8 +139,11 @@ def step_cost_of(
         UnsupportedError: a family whose memory cannot be traced.
     """
     try:
-        memory = memory_of(model, causal_lm, device)
-        modes = _modes(model, causal_lm, recompute)
+        of_trunks = modes = _modes(model, causal_lm, recompute)
+        if recompute_trunks is not None and recompute_trunks != "again":
+            of_trunks = _modes(model, causal_lm, recompute_trunks)
+        needed = tuple(mode for mode in MODES if mode in modes + of_trunks)
+        memory = memory_of(model, causal_lm, device, needed)
     except UnsupportedError as problem:
         raise UnsupportedError(
             f"{problem}; for max_tokens give borrow_cost=BorrowCost(...) with the bytes of a token"
@@ -151,9 +154,6 @@ def step_cost_of(
     kept = sum(mode != "all" for mode in modes) / len(modes)
     if recompute == "auto" or recompute_trunks == "again":
         return replace(cost, kept_copies=kept, graph_bytes=0)
-    of_trunks = modes
-    if recompute_trunks is not None:
-        of_trunks = _modes(model, causal_lm, recompute_trunks)
     graph = sum(memory.layers[mode][i].held[0] for i, mode in enumerate(of_trunks))
     return replace(cost, kept_copies=kept, graph_bytes=memory.before + graph)
 

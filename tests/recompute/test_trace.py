@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def test_what_trainers_set_is_not_traced_anew():
     assert again.to_dict() != config.to_dict() and trace_memory(again, torch.float32) is traced
     other = build("llama", intermediate_size=24, use_cache=False).config
     assert trace_memory(other, torch.float32) != traced
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+def test_a_mode_alone_is_as_among_all(family):
+    config = build(family).config
+    every = trace_memory(config, torch.float32)
+    for mode, layers in every.layers.items():
+        alone = trace_memory(config, torch.float32, modes=(mode,))
+        # what stands before the first layer is the most of all modes
+        assert 0 < alone.before <= every.before
+        assert alone == replace(every, layers={mode: layers}, before=alone.before)
+        assert 0 < alone.peak(100, mode) <= every.peak(100, mode)
 
 
 def test_memory_is_that_of_how_experts_run():

@@ -1,9 +1,9 @@
 """Processes of one gloo group: `run_ranks("module", folder)` calls the module's
 `on_rank(rank, folder)` on each rank, two by default, and returns what they returned.
 
-Ranks are forked from one process that has imported torch and transformers, so that a rank does not
-take seconds to begin. They meet in a file; a rank that waits for another in vain fails after two
-minutes.
+Ranks are forked from one process that has imported torch, transformers and what a suite preloads,
+so that a rank does not take seconds to begin. They meet in a file, and know their group from the
+variables of torchrun; a rank that waits for another in vain fails after two minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -29,12 +30,30 @@ LIMIT = 900
 _PRELOADED = ["numba", "transformers.modeling_utils", "prefixtree.integrations.transformers"]
 
 
-def run_ranks(module: str, folder: Path, ranks: int = WORLD_SIZE) -> list[Any]:
-    """The result of each rank; all of them have ended."""
+def run_ranks(
+    module: str,
+    folder: Path,
+    ranks: int = WORLD_SIZE,
+    *,
+    arguments: Sequence[Any] = (),
+    preload: tuple[str, ...] = (),
+) -> list[Any]:
+    """The result of each rank; all of them have ended.
+
+    Args:
+        module, folder, ranks: who runs, where results go, and on how many.
+        arguments: more of `on_rank`'s.
+        preload: modules that all ranks need, imported once: by the first call of a process of
+            tests. They may start no threads.
+    """
     # a store that an earlier run left in the folder would tell ranks its ports
     store = folder / f"store{time.monotonic_ns()}"
+    forks = _forks(preload)
     processes = [
-        _forks().Process(target=_main, args=(module, rank, ranks, folder, store, dict(os.environ)))
+        forks.Process(
+            target=_main,
+            args=(module, rank, ranks, folder, store, dict(os.environ), tuple(arguments)),
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -49,7 +68,7 @@ def run_ranks(module: str, folder: Path, ranks: int = WORLD_SIZE) -> list[Any]:
     said = "\n".join(_log(folder, rank).read_text() for rank in range(ranks))
     assert not late, f"ranks {late} did not end within {LIMIT} s\n{said}"
     assert all(process.exitcode == 0 for process in processes), said
-    return [torch.load(_result(folder, rank)) for rank in range(ranks)]
+    return [torch.load(_result(folder, rank), weights_only=False) for rank in range(ranks)]
 
 
 def _result(folder: Path, rank: int) -> Path:
@@ -58,9 +77,9 @@ def _result(folder: Path, rank: int) -> Path:
 
 
 @cache
-def _forks() -> Any:
+def _forks(preload: tuple[str, ...]) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*_PRELOADED, *preload])
     return context
 
 
@@ -69,9 +88,19 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def _main(
-    module: str, rank: int, ranks: int, folder: Path, file: Path, environment: dict[str, str]
+    module: str,
+    rank: int,
+    ranks: int,
+    folder: Path,
+    file: Path,
+    environment: dict[str, str],
+    arguments: tuple[Any, ...],
 ) -> None:
-    os.environ.update(environment, OMP_NUM_THREADS="1")
+    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    # not that of the call that forks began with
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update({name: str(value) for name, value in group.items()})
     # also what C++ says, and the traceback of a rank that fails
     with _log(folder, rank).open("w") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
@@ -81,7 +110,7 @@ def _main(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT // 2)
     )
-    result = importlib.import_module(module).on_rank(rank, folder)
+    result = importlib.import_module(module).on_rank(rank, folder, *arguments)
     # in one go: others wait for the name
     part = folder / f"rank{rank}.part"
     torch.save(result, part)

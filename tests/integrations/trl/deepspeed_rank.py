@@ -1,4 +1,4 @@
-"""The program that test_deepspeed.py starts on every rank: ZeRO under both trainers.
+"""What test_deepspeed.py runs on every rank: ZeRO under both trainers.
 
 accelerate starts DeepSpeed only where it found an accelerator. `_gloo` tells it that gloo serves
 the CPU, and all that follows (process group, plugin, engine) is accelerate's and DeepSpeed's.
@@ -7,8 +7,7 @@ the CPU, and all that follows (process group, plugin, engine) is accelerate's an
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import prefixtree as pt
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
-from tests.integrations.trl.launch import report
 from tests.integrations.trl.runs import SameOrder, make, parameters, rollouts, worst_metric
 from tests.integrations.trl.sample_runs import ratios
 
@@ -337,16 +335,13 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
+def on_rank(rank: int, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The results by case."""
     PartialState._prepare_backend = _gloo
+    results = {}
     for name in names:
         ask, case = CASES[name]
-        report(name, ask(case, folder))
+        results[name] = ask(case, folder)
         # what the next trainer does not want
         unset_hf_deepspeed_config()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    return results

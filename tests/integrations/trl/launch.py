@@ -1,16 +1,15 @@
-"""Starts ranks of a gloo group that run both trainers, and returns what they found."""
+"""Starts ranks of a gloo group that run both trainers, or a launcher that does."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).parents[3]
-MARK = "RESULT "
+from tests.support.spawn import ROOT, run_ranks
 
 
 def start(arguments: list[str], **environment: str) -> list[str]:
@@ -32,21 +31,14 @@ def start(arguments: list[str], **environment: str) -> list[str]:
 def launch(
     module: str, folder: Path, *cases: str, processes: int = 2, **environment: str
 ) -> dict[str, dict[str, Any]]:
-    """Results by case: what `report` printed on rank 0.
+    """Results by case, those of rank 0.
 
     Args:
-        module: what every rank runs, with the folder and the cases as its arguments.
+        module: its `on_rank` runs on every rank, with the folder and the cases.
         folder: models, and where results of training go.
         cases: their names. processes: the number of ranks. environment: more variables.
     """
-    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-    printed = start([*torchrun, "-m", module, str(folder), *cases], **environment)
-    lines = [line for line in printed if line.startswith(MARK)]
-    results = [json.loads(line.removeprefix(MARK)) for line in lines]
-    return {result.pop("case"): result for result in results}
-
-
-def report(case: str, result: dict[str, Any]) -> None:
-    """A line of JSON, on rank 0."""
-    if os.environ["RANK"] == "0":
-        print(MARK + json.dumps({"case": case, **result}), flush=True)
+    preload = ("tests.integrations.trl.rank",)
+    with patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", **environment}):
+        found = run_ranks(module, folder, processes, arguments=[cases], preload=preload)
+    return found[0]

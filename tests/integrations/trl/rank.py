@@ -1,14 +1,12 @@
-"""The program that test_distributed.py starts on every rank.
+"""What test_distributed.py runs on every rank.
 
-Cases run one after the other, each with both trainers. For every case rank 0 prints a line of JSON
-with how far they are apart.
+Cases run one after the other, each with both trainers; how far they are apart comes back.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl import sampled_runs
 from tests.integrations.trl.cpu_ranks import fsdp_on_a_cpu
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
-from tests.integrations.trl.launch import report
 from tests.integrations.trl.runs import (
     SameOrder,
     make,
@@ -183,7 +180,7 @@ def resume(case: Case, folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         result["names"] = names_prefixtree(saved)
         loaded = AutoModelForCausalLM.from_pretrained(saved)
-        result["loaded"] = type(loaded).__name__, loaded.config._attn_implementation
+        result["loaded"] = [type(loaded).__name__, loaded.config._attn_implementation]
         start = AutoModelForCausalLM.from_pretrained(folder / case.model)
         for name, model in (("saved", loaded), ("moved", start)):
             state = model.state_dict()
@@ -341,18 +338,14 @@ CASES: dict[str, tuple[Ask, Case]] = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo")
+def on_rank(rank: int, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The results by case."""
+    results = {}
     for name in names:
         ask, case = CASES[name]
-        if case.model in CONFIGS and dist.get_rank() == 0:
+        if case.model in CONFIGS and rank == 0:
             save_model(folder / case.model, CONFIGS[case.model]())
         dist.barrier()
         with nullcontext() if case.fsdp is None else fsdp_on_a_cpu():
-            result = ask(case, folder)
-        report(name, result)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+            results[name] = ask(case, folder)
+    return results

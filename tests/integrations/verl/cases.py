@@ -57,7 +57,10 @@ CASES: dict[str, Settings] = {
     "grpo, fixed size": Settings(tokens=None, size=2, loss_agg_mode="seq-mean-token-sum"),
     "grpo, experts": Settings(model="qwen3_moe"),
     "grpo, padded to buckets": Settings(
-        engine={"pad_to_length": True, "pad_to_length_bucket": 32}, same_steps=True, tokens=10000
+        engine={"pad_to_length": True, "pad_to_length_bucket": 32},
+        same_steps=True,
+        tokens=10000,
+        checkpointing=False,
     ),
     "grpo, gradients reduced every time": Settings(
         engine={"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}

@@ -112,8 +112,8 @@ def teacher_rows(rows: dict[str, list[Any]], k: int, own: bool) -> dict[str, tor
 def run_distillation(
     vendor: str, models: Path, case: Distillation, rank: int = 0, world: int = 1
 ) -> dict[str, Any]:
-    """Four updates: {"metrics": {name: [one an update]}, "parameters": {name: tensor}, "start": the
-    same before the updates}. Vendor "lost" is "prefixtree" without a rank's gradients."""
+    """Two updates an epoch: {"metrics": {name: [one an update]}, "parameters": {name: tensor},
+    "start": the same before them}. Vendor "lost" is "prefixtree" without a rank's gradients."""
     if vendor == "lost":
         with share_left_out():
             return _run("prefixtree", models, case, rank, world)
@@ -165,7 +165,7 @@ def _run(vendor: str, models: Path, case: Distillation, rank: int, world: int) -
         calculate_entropy=True,
         global_batch_size=count // 2,
         mini_batch_size=count // 2,
-        epochs=2,
+        epochs=settings.epochs,
         seed=3,
         dataloader_kwargs={"shuffle": False},
     )

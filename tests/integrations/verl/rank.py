@@ -1,32 +1,46 @@
-"""One rank of the runs of test_updates.py: `python -m tests.integrations.verl.rank RANK
-WORLD_SIZE FOLDER CASES...`.
+"""One rank of the runs of test_updates.py and others (`runs.run_ranks`).
 
-Runs every case with both engines and saves what they computed, or the traceback, a case.
+Runs every case with both engines and returns what they computed, or the traceback, a case.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
+from verl.models.transformers import monkey_patch
+
+from prefixtree import PrefixForest, plan_micro_batches
+from prefixtree.integrations.verl import engine
+from prefixtree.integrations.verl.batches import sequences_of, split
+from prefixtree.parallel.ranks import RankExchange
+from prefixtree.parallel.state_heads import StatesOfRanks
+from tests.integrations.verl.cases import (
+    CASES,
+    HYBRID_CASES,
+    HYBRID_SEQUENCE_PARALLEL_CASES,
+    SEQUENCE_PARALLEL_CASES,
+    TRUNK_CASES,
+    Settings,
+)
+from tests.integrations.verl.cpu_platform import register_engines
+from tests.integrations.verl.distillation_runs import RANK_CASES, run_distillation
+from tests.integrations.verl.runs import batch_of, rollouts, run
+from tests.integrations.verl.vision_cases import VISION_CASES
+
+ALL_CASES = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES | TRUNK_CASES
+ALL_CASES |= HYBRID_SEQUENCE_PARALLEL_CASES
 
 
 def steps(rank: int) -> dict[str, Any]:
     """How ranks with unlike data agree on micro-batches, and that they cannot."""
-    from prefixtree import PrefixForest, plan_micro_batches
-    from prefixtree.integrations.verl.batches import sequences_of, split
-    from tests.integrations.verl.runs import batch_of, rollouts
-
     # the first rank needs few for its forest, the second, which shares nothing, many
     rows = rollouts(10, groups=4, size=4, shared=rank == 0)
     data = batch_of(rows, max_token_len_per_gpu=60)
@@ -54,12 +68,6 @@ def steps(rank: int) -> dict[str, Any]:
 def counted_exchanges() -> Iterator[Counter[str]]:
     """How often verl's engine exchanged heads among ranks; ours borrowed keys, tails of recurrent
     layers, or kept trunks."""
-    from verl.models.transformers import monkey_patch
-
-    from prefixtree.integrations.verl import engine
-    from prefixtree.parallel.ranks import RankExchange
-    from prefixtree.parallel.state_heads import StatesOfRanks
-
     calls: Counter[str] = Counter()
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,41 +88,21 @@ def counted_exchanges() -> Iterator[Counter[str]]:
         yield calls
 
 
-def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
-    """Runs all cases on this rank."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        VERL_PLATFORM="cpu",
-        WORLD_SIZE=str(world),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
-    store = dist.FileStore(os.environ["RANKS_STORE"], world)
-    # verl would ask for "cpu:gloo" and the platform's backend for the same device
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    from tests.integrations.verl.cases import (
-        CASES,
-        HYBRID_CASES,
-        HYBRID_SEQUENCE_PARALLEL_CASES,
-        SEQUENCE_PARALLEL_CASES,
-        TRUNK_CASES,
-    )
-    from tests.integrations.verl.cpu_platform import register_engines
-    from tests.integrations.verl.distillation_runs import RANK_CASES, run_distillation
-    from tests.integrations.verl.runs import run
-    from tests.integrations.verl.vision_cases import VISION_CASES
+def one_epoch(case: Any) -> Any:
+    """Of two updates: that a second epoch has the weights of the first, one rank shows."""
+    if isinstance(case, Settings):
+        return replace(case, epochs=1)
+    return replace(case, settings=replace(case.settings, epochs=1))
 
+
+def on_rank(rank: int, folder: Path, names: list[str]) -> dict[Any, Any]:
+    """Runs all cases on this rank."""
+    world = dist.get_world_size()
     register_engines()
-    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES | TRUNK_CASES
-    cases |= HYBRID_SEQUENCE_PARALLEL_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
         distils = RANK_CASES.get(name)
-        case: Any = distils or cases[name]
+        case: Any = one_epoch(distils or ALL_CASES[name])
         vendors = (case.beside, "prefixtree", *(["lost"] if distils and distils.red else []))
         for vendor in dict.fromkeys(vendors):
             run_one: Any = run if distils is None else run_distillation
@@ -124,11 +112,4 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
                 results[name, vendor]["exchanges"] = dict(calls)
             except Exception:
                 results[name, vendor] = traceback.format_exc()
-    # in one go: others wait for the name
-    torch.save(results, folder / f"rank{rank}.part")
-    (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    return results

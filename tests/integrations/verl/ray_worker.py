@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from tests.integrations.verl.cpu_platform import register_engines
 from tests.integrations.verl.runs import parameters
@@ -26,28 +26,6 @@ def _join_group() -> None:
     register_engines()
 
 
-def _sums(worker: TrainingWorker) -> dict[str, float]:
-    return {name: float(p.double().norm()) for name, p in parameters(worker).items()}
-
-
-class CpuTrainingWorker(TrainingWorker):
-    """verl's worker of one model."""
-
-    def __init__(self, config: Any) -> None:
-        _join_group()
-        super().__init__(config)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def engine_name(self) -> str:
-        """Which engine runs."""
-        return type(self.engine).__name__
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def parameter_sums(self) -> dict[str, float]:
-        """A number a parameter, the same on every rank."""
-        return _sums(self)
-
-
 class CpuActorWorker(ActorRolloutRefWorker):
     """verl's worker of actor and reference, as its trainers make them, which have rollouts too."""
 
@@ -57,6 +35,12 @@ class CpuActorWorker(ActorRolloutRefWorker):
         self.role, self._is_ref = "actor_ref", True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def engine_name(self) -> str:
+        """Which engine runs."""
+        return type(self.actor.engine).__name__
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def parameter_sums(self) -> dict[str, float]:
         """A number a parameter of the actor, the same on every rank."""
-        return _sums(self.actor)
+        sums = parameters(self.actor).items()
+        return {name: float(p.double().norm()) for name, p in sums}

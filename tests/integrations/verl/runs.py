@@ -8,9 +8,6 @@ one rank and by `rank.py` for two. The data are groups of multi-turn rollouts th
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +53,7 @@ from tests.integrations.verl.picture_runs import (
     shown,
     vision_config,
 )
+from tests.support import spawn
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS
 
@@ -371,25 +369,10 @@ def of_collecting_rank(worker: TrainingWorker, output: Any) -> Any:
 
 def run_ranks(folder: Path, names: list[str], ranks: int = 2) -> list[dict[Any, Any]]:
     """The results of each rank (`rank.py`), all named cases with both engines."""
-    # a store that an earlier run left would tell ranks its ports
-    store = folder / f"store{time.monotonic_ns()}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_STORE": str(store)}
-    command = [sys.executable, "-m", "tests.integrations.verl.rank"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(folder), *names],
-            cwd=Path(__file__).parents[3],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    logs = [process.communicate(timeout=500)[0] for process in processes]
-    for process, log in zip(processes, logs, strict=True):
-        assert process.returncode == 0, log[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    here = "tests.integrations.verl"
+    # the platform before what asks for it
+    preload = (f"{here}.cpu_platform", f"{here}.rank")
+    return spawn.run_ranks(f"{here}.rank", folder, ranks, arguments=[names], preload=preload)
 
 
 def _infer(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any) -> dict[str, Any]:

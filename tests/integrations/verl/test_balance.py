@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,12 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from typer.testing import CliRunner
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 import prefixtree as pt
+from prefixtree.cli import app
 from prefixtree.integrations.verl.balance import Balanced, GroupCosts, balance, deal
 from prefixtree.integrations.verl.trainer import GroupedTrainerSync
 
@@ -252,11 +252,10 @@ def test_rollouts_are_written_for_the_report(
     for key, line in written.items():
         assert line["token_ids"] == stored[key].tolist()
         assert line["group"] == key.rsplit("_", 2)[0]
-    command = [sys.executable, "-m", "prefixtree", "report", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["report", str(file)])
+    assert done.exit_code == 0, done.output
     distinct = pt.PrefixForest.from_sequences([line["token_ids"] for line in lines]).num_tokens
-    assert f"{distinct:,}" in done.stdout
+    assert f"{distinct:,}" in done.output
 
 
 def test_verl_finds_the_trainers_and_they_keep_verls_mode() -> None:

@@ -1,6 +1,6 @@
-"""Old log-probabilities, reference, values and four updates: the same as with verl's own engines.
+"""Old log-probabilities, reference, values and updates: the same as with verl's own engines.
 
-One rank in this process, two ranks in processes of their own (FSDP2 and gloo).
+Four updates of one rank in this process, two of ranks in processes of their own (FSDP and gloo).
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from tests.integrations.verl.compare import check_same
 from tests.integrations.verl.runs import run, run_ranks
 from tests.support.full import asked_for, mostly
 
-# each algorithm, model and strategy, on one rank or on two
+# each algorithm, model, strategy and setting of both, on one rank or on several
 ONE = ("grpo, a temperature a sample", "grpo, one micro-batch", "grpo, AdamW", "ppo", "ppo, fsdp1")
 # every time; the others with --full
 TWO = (
     *("grpo, ranks unlike", "grpo, fixed size", "grpo, padded to buckets", "grpo, lora"),
     *("grpo, offloaded", "ppo, tied", "ppo, experts", "ppo, fsdp1, original parameters"),
 )
+# what neither one rank nor those have
+TWO_WITH_FULL = ("grpo, gradients reduced every time", "grpo, offload policy")
 FOUR = ("grpo, two ranks a forest", "ppo, two ranks a forest, fsdp1")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
     """The results of two ranks, all cases with both engines."""
-    return run_ranks(models, asked_for(CASES, TWO))
+    return run_ranks(models, asked_for((*TWO, *TWO_WITH_FULL), TWO))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_one_rank(name: str, models: Path, record_property: Callable[..., None])
     record_property("differences", differences)
 
 
-@pytest.mark.parametrize("name", mostly(CASES, TWO))
+@pytest.mark.parametrize("name", mostly((*TWO, *TWO_WITH_FULL), TWO))
 def test_two_ranks(
     name: str, two_ranks: list[dict[tuple[str, str], Any]], record_property: Callable[..., None]
 ) -> None:

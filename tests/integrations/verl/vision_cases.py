@@ -11,7 +11,7 @@ VISION_CASES: dict[str, Settings] = {
     "qwen2_5_vl, pictures": Settings(model="qwen2_5_vl", pictures="all", tokens=120),
     "qwen3_vl, text, decay": Settings(model="qwen3_vl", weight_decay=0.1),
     "qwen3_vl, pictures": Settings(model="qwen3_vl", pictures="all"),
-    "qwen3_vl_moe, text": Settings(model="qwen3_vl_moe"),
+    "qwen3_vl_moe, text, decay": Settings(model="qwen3_vl_moe", weight_decay=0.1),
     "qwen3_vl_moe, pictures": Settings(model="qwen3_vl_moe", pictures="all"),
     "qwen3_vl, lora": Settings(
         model="qwen3_vl",
@@ -32,6 +32,7 @@ VISION_CASES: dict[str, Settings] = {
         engine={"ulysses_sequence_parallel_size": 2},
         pictures="all",
         tokens=60,
+        lr=0.2,
         beside="prefixtree",
     ),
     "qwen3_vl, fixed size": Settings(model="qwen3_vl", pictures="all", tokens=None, size=2),
