@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from typing import Any
 
 # modules and items are millions of objects that all stay: collections among them are a quarter of

@@ -26,7 +26,6 @@ from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.recompute.layers import (
-    MODES,
     Mode,
     checkpoint_of_tower,
     checkpoints_itself,
@@ -318,10 +317,13 @@ def _with_pictures(
 
 
 def memory_of(
-    model: nn.Module, causal_lm: Any, device: torch.device, modes: tuple[Mode, ...] = MODES
+    model: nn.Module,
+    causal_lm: Any,
+    device: torch.device,
+    modes: tuple[Mode, ...] | None = None,
 ) -> ModelMemory:
     """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
-    PEFT's adapters, and with layers as they are compiled; of these modes alone."""
+    PEFT's adapters, and with layers as they are compiled; of these modes alone. None: of all."""
     from prefixtree.recompute.trace import trace_memory
 
     if is_quantised(causal_lm):

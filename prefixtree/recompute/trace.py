@@ -139,7 +139,7 @@ def trace_memory(
     device: torch.device | str = "cpu",
     adapters: Adapters | None = None,
     compiled: bool = False,
-    modes: tuple[Mode, ...] = MODES,
+    modes: tuple[Mode, ...] | None = None,
 ) -> ModelMemory:
     """Traces the model of a config; a trace of the same arguments is kept.
 
@@ -150,7 +150,7 @@ def trace_memory(
         adapters: of PEFT, on the model. Default: None.
         compiled: whether the layers are compiled (`compile_layers`). Default: False. Families whose
             layers cannot be cut one by one are traced as if they were not.
-        modes: those to trace; each takes as long. Default: all.
+        modes: those to trace; each takes as long. Default: None, which is all.
 
     Raises:
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
@@ -160,6 +160,7 @@ def trace_memory(
     try:
         # it says what training takes, also to those who ask before a forward without gradients
         with torch.inference_mode(False), torch.enable_grad():
+            modes = MODES if modes is None else modes
             return _trace(key, dtype, autocast, torch.device(device).type, modes, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
