@@ -46,7 +46,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     without_repetition()
 
-
 _SETTINGS: dict[str, Any] = {
     # the first example of a test may compile numba functions, and CI machines are noisy
     "deadline": None,

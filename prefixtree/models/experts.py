@@ -49,7 +49,7 @@ def traced_as(config: Any) -> str | None:
     return chosen if chosen in _ON_SHAPES else "grouped_mm"
 
 
-def run_experts(config: Any, chosen: str | None) -> None:
+def set_experts(config: Any, chosen: str | None) -> None:
     """Sets how a model that is made of a config runs its experts."""
     config._experts_implementation = chosen
 

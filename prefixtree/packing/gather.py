@@ -64,8 +64,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, index: GatherIndex) -> torch.Tensor:
         ctx.index = index
-        # made here, while a GPU has a forward to compute: it may be idle before the backward
-        ctx.copies = index.copies if ctx.needs_input_grad[0] else None
         if index.has_zeros:
             values = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
         return values.index_select(0, index.rows)
@@ -74,7 +72,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         index = ctx.index
-        by_row, number, ends = ctx.copies
+        by_row, number, ends = index.copies
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         out = grad.new_empty((index.num_rows, *grad.shape[1:]))
         width = max(1, out[:1].numel())

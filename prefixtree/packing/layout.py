@@ -251,7 +251,7 @@ class PackedForest:
         """
         self._check_values(values)
         wanted = self._sequence_indices(sequences)
-        selected = np.empty(0, np.uint8) if loss_mask is None else self.flat_selection(loss_mask)
+        selected = None if loss_mask is None else self.flat_selection(loss_mask)
         index, counts = self.copy_index(wanted, selected)
         flat = gather(values, GatherIndex(index, self.num_tokens, self.device))
         return list(flat.split(counts.tolist()))
@@ -300,7 +300,7 @@ class PackedForest:
                     f"{length}"
                 )
             first = length - lengths if padding_side == "left" else np.zeros_like(lengths)
-        index, _ = self.copy_index(self._sequence_indices(None), np.empty(0, np.uint8))
+        index, _ = self.copy_index(self._sequence_indices(None))
         rows = np.arange(len(lengths)) * length + first
         place = np.repeat(rows - self._offsets[:-1], lengths) + np.arange(len(index))
         padded = np.full(len(lengths) * length, -1, np.int32)
@@ -333,7 +333,7 @@ class PackedForest:
         forest = self.forest
         at = loops.sequence_copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
         packed = flat.index_select(0, move(torch.from_numpy(at), self.device))
-        index, _ = self.copy_index(self._sequence_indices(None), np.empty(0, np.uint8))
+        index, _ = self.copy_index(self._sequence_indices(None))
         copied = packed.index_select(0, move(torch.from_numpy(index), self.device))
         differs = (copied != flat) & ~(copied.isnan() & flat.isnan())
         differs = differs.flatten(1).any(1) if flat.ndim > 1 else differs
@@ -403,19 +403,21 @@ class PackedForest:
         return np.flatnonzero(scored)
 
     def copy_index(
-        self, sequences: np.ndarray, selected: np.ndarray
+        self, sequences: np.ndarray, selected: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Finds the packed token behind each token of some sequences.
 
         Args:
             sequences: int64 indices of the sequences.
-            selected: uint8 [R], from `flat_selection`; an empty array selects every token.
+            selected: uint8 [R], from `flat_selection`. Default: None, which selects every token.
 
         Returns:
             The packed index of each selected token, sequence after sequence (int32), and the
             number of selected tokens per sequence (int64).
         """
-        return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, selected)
+        # what is compiled takes arrays alone
+        chosen = np.empty(0, np.uint8) if selected is None else selected
+        return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, chosen)
 
     @property
     def _nodes(self) -> tuple[np.ndarray, ...]:

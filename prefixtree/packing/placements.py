@@ -67,7 +67,7 @@ def place(packed: PackedForest, pictures: Pictures) -> tuple[Placements, list[Pa
     if forest.tokens is None:
         raise ForestError("pictures need a forest with token ids: give from_parents its tokens=")
     _, chosen, same = np.unique(forest.sequence_node, return_index=True, return_inverse=True)
-    index, counts = packed.copy_index(chosen, np.empty(0, np.uint8))
+    index, counts = packed.copy_index(chosen)
     tokens = forest.tokens.astype(np.int64)[index]
     # a run ends where the id changes, and where its sequence ends
     first = np.zeros(len(tokens), bool)

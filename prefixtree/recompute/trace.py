@@ -25,7 +25,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.models.experts import run_experts, traced_as
+from prefixtree.models.experts import set_experts, traced_as
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import decoder_of, layers_of
@@ -277,7 +277,7 @@ def _traced(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
-    run_experts(config, key.experts)
+    set_experts(config, key.experts)
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="prefixtree"

@@ -147,7 +147,7 @@ def find_edges(
         if len(values) == 1:
             return _of_one_temperature(packed, selected, values.astype(np.float32))
     ends = np.cumsum(lengths)
-    index, counts = packed.copy_index(np.arange(len(lengths)), _listed(selected))
+    index, counts = packed.copy_index(np.arange(len(lengths)), selected)
     # where they stand among all replicated tokens
     place = np.arange(ends[-1]) if selected is None else np.flatnonzero(selected)
     predictor = packed.mask.host.predictor
@@ -184,7 +184,7 @@ def _of_one_temperature(
     def find_copies() -> np.ndarray:
         edge = np.full(packed.num_tokens, -1, np.int32)
         edge[token] = np.arange(len(token))
-        edge_of_copy = edge[packed.copy_index(np.arange(len(lengths)), _listed(None))[0]]
+        edge_of_copy = edge[packed.copy_index(np.arange(len(lengths)))[0]]
         if selected is not None:
             edge_of_copy[selected == 0] = -1
         return np.delete(edge_of_copy, np.cumsum(lengths) - lengths)
@@ -196,11 +196,6 @@ def _of_one_temperature(
         token,
         np.repeat(temperature, len(token)),
     )
-
-
-def _listed(selected: np.ndarray | None) -> np.ndarray:
-    """As `copy_index` takes what is selected."""
-    return np.empty(0, np.uint8) if selected is None else selected
 
 
 def _unique_of_runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -254,6 +249,9 @@ def scores_of(
         order: gives int64 [U], where each scored edge's row is. Default: they are in order.
     """
     columns = gather(scores, to_sequences).split(lengths)
+    if scores.requires_grad:
+        # made while a GPU has a forward to compute: it may be idle before the backward
+        _ = to_sequences.copies
     others = {
         name: [c[:, at].detach() for c in columns]
         for at, name in enumerate(options.statistics, options.with_gradients)

@@ -90,9 +90,9 @@ class _ValuesOfParts:
         self.packed = packed
         self.inputs = forward_inputs(packed, classifier.config)
         lengths = packed.forest.sequence_lengths
-        every = np.arange(len(lengths)), np.empty(0, np.uint8)
+        every = np.arange(len(lengths))
         self.units = ScoredUnits(
-            np.arange(packed.num_tokens), lambda: packed.copy_index(*every)[0], lengths.tolist()
+            np.arange(packed.num_tokens), lambda: packed.copy_index(every)[0], lengths.tolist()
         )
 
     def __call__(

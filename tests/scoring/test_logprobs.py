@@ -269,7 +269,7 @@ def test_many_temperatures_are_found_in_one_pass(masked, monkeypatch):
     assert len(listed) == 1
     pairs = []
     for s, temperature in enumerate(temperatures):
-        index, _ = packed.copy_index(np.array([s]), np.empty(0, np.uint8))
+        index, _ = packed.copy_index(np.array([s]))
         scored = index[1:] if masks is None else index[1:][np.asarray(masks[s][1:]) != 0]
         pairs.append({(np.float32(temperature), token) for token in scored})
         own = found.of_copies[sum(found.lengths[:s]) :][: found.lengths[s]]

@@ -227,7 +227,7 @@ def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest
     config = model.config
     size = config.tensor_model_parallel_size if config.sequence_parallel else None
     packed = pack(forest, pad_to_multiple_of=size).to(ids.device)
-    rows, _ = packed.copy_index(np.arange(forest.num_sequences), np.empty(0, np.uint8))
+    rows, _ = packed.copy_index(np.arange(forest.num_sequences))
     # what lies between sequences, and behind them, reads zeros
     copies = np.full(ids.shape[1], -1, np.int32)
     copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
