@@ -257,4 +257,6 @@ def _summed(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -
     for i in range(rows.shape[1]):
         term = x[rows[:, i]].to(wide)
         total = total + (term if weights is None else term * weights[:, i, None].to(wide))
-    return total.to(x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype))
+    dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype)
+    # compiled by torch 2.11, a Function has no gradient if it returns what a `to` left as it was
+    return total if total.dtype == dtype else total.to(dtype)
