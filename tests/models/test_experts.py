@@ -146,6 +146,8 @@ def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPat
     assert not _is_swiglu(ours) and not _is_swiglu(experts_of("gpt_oss", torch.float64))
 
 
+# of QuACK's own calls
+@pytest.mark.filterwarnings("ignore:cutlass.utils:DeprecationWarning")
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_gated_experts_by_quack_on_a_gpu(
