@@ -84,7 +84,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
 out=${OUT:-$files/out}
-fa4=${UNPACKED:-/tmp}/prefixtree-fa4
+# QuACK fingerprints functions whose path has no site-packages, and stops at what it cannot
+fa4=${UNPACKED:-/tmp}/prefixtree-fa4/site-packages
 fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
 verl=${UNPACKED:-/tmp}/prefixtree-verl

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from prefixtree.kernels import expert_products
 from prefixtree.models.along_tree import AlongTree, along_tree
 
 try:
+    from transformers.activations import SiLUActivation
     from transformers.integrations.moe import (
         ALL_EXPERTS_FUNCTIONS,
+        _default_apply_gate,
         _grouped_linear,
         grouped_mm_experts_forward,
     )
@@ -120,19 +123,75 @@ def grouped_experts(
             rows = None if rows is None else (rows * scale).to(rows.dtype)
         return _grouped_linear(x, getattr(experts, weight), offsets, rows, experts.is_transposed)
 
+    by_token = back.view(-1, copies)
+    if _is_swiglu(experts):
+        parameters = experts.gate_up_proj, experts.down_proj
+        if expert_products.refusal(hidden_states, *parameters) is None:
+            starts = torch.nn.functional.pad(offsets, (1, 0))
+            rows = (order // copies).int()
+            given = hidden_states, *parameters, top_k_weights, order, rows, by_token, starts
+            return _Gated.apply(*given).to(hidden_states.dtype)
     x = _Spread.apply(hidden_states, order, back, copies)
     if experts.has_gate:
         x = experts._apply_gate(linear("gate_up_proj", "gate_up_proj_bias", x))
     else:
         x = experts.act_fn(linear("up_proj", "up_proj_bias", x))
     last = "down_proj", "down_proj_bias", x
-    by_token = back.view(-1, copies)
     if torch.compiler.is_compiling():
         scale = _Spread.apply(top_k_weights.reshape(-1, 1), order, back, 1)
         out = _Combined.apply(linear(*last, scale), None, order, by_token)
     else:
         out = _Combined.apply(linear(*last), top_k_weights, order, by_token)
     return out.to(hidden_states.dtype)
+
+
+def _is_swiglu(experts: Any) -> bool:
+    """Whether experts have neither biases nor a gate or a layout of their own."""
+    return (
+        experts.has_gate
+        and not experts.has_bias
+        and not experts.is_transposed
+        and getattr(experts, "is_concatenated", True)
+        and type(experts)._apply_gate is _default_apply_gate
+        and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+    )
+
+
+class _Gated(torch.autograd.Function):
+    """Each token's sum [T, D] of its experts, by QuACK's products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        rows: torch.Tensor,
+        by_token: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> torch.Tensor:
+        preact, h = expert_products.up(x, gate_up, rows, starts)
+        ctx.save_for_backward(x, gate_up, down, weights, order, rows, by_token, starts, preact)
+        return _summed(expert_products.product(h, down.mT, starts, False), by_token, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate_up, down, weights, order, rows, by_token, starts, preact = ctx.saved_tensors
+        grad = grad.to(x.dtype).contiguous()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = weights.reshape(-1)[order].to(wide)
+        dpreact, h, dweights = expert_products.act_gradient(grad, down, preact, scale, rows, starts)
+        dx = dgate_up = ddown = None
+        if ctx.needs_input_grad[0]:
+            dx = _summed(expert_products.product(dpreact, gate_up, starts, True), by_token, None)
+        if ctx.needs_input_grad[1]:
+            dgate_up = expert_products.weight_gradient(x, rows, dpreact, starts, True)
+        if ctx.needs_input_grad[2]:
+            ddown = expert_products.weight_gradient(grad, rows, h, starts, False)
+        dweights = dweights[by_token].to(weights.dtype)
+        return dx, dgate_up, ddown, dweights, None, None, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -198,4 +257,6 @@ def _summed(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -
     for i in range(rows.shape[1]):
         term = x[rows[:, i]].to(wide)
         total = total + (term if weights is None else term * weights[:, i, None].to(wide))
-    return total.to(x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype))
+    dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype)
+    # compiled by torch 2.11, a Function has no gradient if it returns what a `to` left as it was
+    return total if total.dtype == dtype else total.to(dtype)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from transformers import Qwen3MoeConfig
 from transformers.integrations import moe
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from prefixtree.kernels import expert_products
 from prefixtree.models.along_tree import AlongTree
-from prefixtree.models.experts import _runs_grouped, prepare_experts
+from prefixtree.models.experts import _is_swiglu, _runs_grouped, prepare_experts
 from tests.support.models import build, cases
 
 # gated; with biases, transposed and gated by their own code; without a gate
@@ -44,7 +49,7 @@ def run(experts: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
     """Its result, and gradients of hidden states, weights and parameters."""
     out = experts(*given)
     draw = torch.Generator().manual_seed(1)
-    cotangent = torch.randn(out.shape, generator=draw).to(out.dtype)
+    cotangent = torch.randn(out.shape, generator=draw).to(out)
     leaves = [given[0], given[2], *experts.parameters()]
     return [out, *torch.autograd.grad(out, leaves, cotangent)]
 
@@ -74,6 +79,106 @@ def test_gradients_are_those_of_transformers(
     for x, y in zip(found, wanted, strict=True):
         assert y.abs().max() > 1e-3
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+def as_quack() -> Any:
+    """QuACK's functions in torch: rows are gathered, gates and what they gate stand in turns."""
+
+    def product(a, b, cu_seqlens_m=None, cu_seqlens_k=None, rows=None) -> torch.Tensor:
+        borders = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
+        pieces = [slice(*border) for border in itertools.pairwise(borders)]
+        if cu_seqlens_m is None:
+            a = a if rows is None else a[:, rows]
+            return torch.stack([a[:, piece] @ b[piece] for piece in pieces])
+        a = a if rows is None else a[rows]
+        return torch.cat([a[piece] @ b[e] for e, piece in enumerate(pieces)])
+
+    def in_turns(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.stack(x.chunk(2, dim), dim).flatten(dim - 1, dim)
+
+    def gemm(A, B, out=None, A_idx=None, concat_layout=None, tuned=None, **borders) -> torch.Tensor:
+        B = in_turns(B, -2) if concat_layout == ("B",) else B
+        made = product(A, B, rows=A_idx, **borders)
+        if out is None:
+            return made
+        return out.copy_(
+            torch.cat([made[..., ::2], made[..., 1::2]], -1) if concat_layout == ("out",) else made
+        )
+
+    def swiglu(preact: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(preact[..., ::2]) * preact[..., 1::2]
+
+    def gemm_act(A, B, activation, cu_seqlens_m, A_idx, concat_layout, tuned) -> Any:
+        assert (activation, concat_layout) == ("swiglu", ("B",))
+        preact = product(A, in_turns(B, -1), cu_seqlens_m, rows=A_idx)
+        return preact, swiglu(preact)
+
+    def gemm_dact(A, B, preact, colvec_scale, cu_seqlens_m, A_idx, **options) -> Any:
+        assert options == {"activation": "swiglu", "colvec_reduce": True, "tuned": False}
+        grad = product(A, B, cu_seqlens_m, rows=A_idx)
+        with torch.enable_grad():
+            h = swiglu(preact.requires_grad_())
+        (dpreact,) = torch.autograd.grad(h, preact, grad * colvec_scale[:, None])
+        h = h.detach()
+        return dpreact, h * colvec_scale[:, None], (h * grad).sum(1)
+
+    return types.SimpleNamespace(gemm=gemm, gemm_act=gemm_act, gemm_dact=gemm_dact)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    theirs = experts_of("qwen3_moe", torch.float64)
+    ours = copy.deepcopy(theirs)
+    prepare_experts(ours)
+    given = inputs(theirs, torch.float64)
+    wanted = run(theirs, given)
+    assert expert_products.refusal(given[0], *ours.parameters()) == "it runs on Hopper"
+    monkeypatch.setattr(expert_products, "refusal", lambda *_: None)
+    monkeypatch.setattr(expert_products, "_quack", as_quack)
+    called = torch.compile(ours, backend="aot_eager", fullgraph=True) if is_compiled else ours
+    for x, y in zip(run(called, given), wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    ours.gate_up_proj.requires_grad_(False)
+    out = called(*given)
+    assert torch.autograd.grad(out.sum(), ours.down_proj)[0].abs().max() > 1e-3
+    ours.act_fn = torch.nn.GELU()
+    assert not _is_swiglu(ours) and not _is_swiglu(experts_of("gpt_oss", torch.float64))
+
+
+# of QuACK's own calls
+@pytest.mark.filterwarnings("ignore:cutlass.utils:DeprecationWarning")
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gated_experts_by_quack_on_a_gpu(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As near to float32 as torch's grouped products are."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=128, num_experts=16)
+    config._experts_implementation = "grouped_mm"
+    exact = Qwen3MoeExperts(config).cuda()
+    for parameter in exact.parameters():
+        torch.nn.init.normal_(parameter, std=0.05, generator=draw)
+    x = torch.randn(1000, 256, device="cuda", generator=draw).bfloat16().requires_grad_()
+    # an expert that no token chooses
+    chosen = torch.rand(1000, 15, device="cuda", generator=draw).topk(4).indices
+    weights = torch.rand(1000, 4, device="cuda", generator=draw).bfloat16().requires_grad_()
+    ours = copy.deepcopy(exact).bfloat16()
+    with torch.no_grad():
+        for theirs, narrow in zip(exact.parameters(), ours.parameters(), strict=True):
+            theirs.copy_(narrow)
+    exact.config = copy.deepcopy(config)
+    exact.config._experts_implementation = "eager"
+    wide = [y.detach().float().requires_grad_() for y in (x, weights)]
+    wanted = run(exact, [wide[0], chosen, wide[1]])
+    prepare_experts(ours)
+    if (problem := expert_products.refusal(x, *ours.parameters())) is not None:
+        pytest.skip(f"QuACK: {problem}")
+    found = run(torch.compile(ours) if is_compiled else ours, [x, chosen, weights])
+    monkeypatch.setattr(expert_products, "refusal", lambda *_: "not here")
+    for mine, grouped, y in zip(found, run(ours, [x, chosen, weights]), wanted, strict=True):
+        assert (mine - y).norm() < max(1.2 * (grouped - y).norm(), 2e-3 * y.norm())
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
