@@ -28,7 +28,7 @@ _WORDS = {
         "scaled_dot_product",
     ),
     "head": ("_LinearLogprobs",),
-    "grouped products": ("grouped_mm", "GroupedMm", "GroupProblemShape"),
+    "grouped products": ("grouped_mm", "GroupedMm", "GroupProblemShape", "prefixtree::experts_"),
     "dense products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "nvjet", "gemm"),
 }
 # then, of what is left, the first of these

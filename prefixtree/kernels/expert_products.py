@@ -85,7 +85,10 @@ def _act_gradient(
     rows: torch.Tensor,
     starts: torch.Tensor,
 ) -> _Three:
-    dpreact, weighed, dweights = _quack().gemm_dact(
+    quack = _quack()
+    # 1.27 ms of Qwen3-30B-A3B's on an H200; 1.87 by the default, of 128 x 192 in clusters of two
+    tile = quack.GemmConfig(128, 128, cluster_m=1, is_dynamic_persistent=False)
+    dpreact, weighed, dweights = quack.gemm_dact(
         grad,
         down,
         preact,
@@ -94,7 +97,7 @@ def _act_gradient(
         colvec_reduce=True,
         cu_seqlens_m=starts,
         A_idx=rows,
-        tuned=False,
+        config=tile,
     )
     return dpreact, weighed, dweights
 

@@ -114,7 +114,8 @@ def as_quack() -> Any:
         return preact, swiglu(preact)
 
     def gemm_dact(A, B, preact, colvec_scale, cu_seqlens_m, A_idx, **options) -> Any:
-        assert options == {"activation": "swiglu", "colvec_reduce": True, "tuned": False}
+        assert options.pop("config") == {"cluster_m": 1, "is_dynamic_persistent": False}
+        assert options == {"activation": "swiglu", "colvec_reduce": True}
         grad = product(A, B, cu_seqlens_m, rows=A_idx)
         with torch.enable_grad():
             h = swiglu(preact.requires_grad_())
@@ -122,7 +123,12 @@ def as_quack() -> Any:
         h = h.detach()
         return dpreact, h * colvec_scale[:, None], (h * grad).sum(1)
 
-    return types.SimpleNamespace(gemm=gemm, gemm_act=gemm_act, gemm_dact=gemm_dact)
+    return types.SimpleNamespace(
+        gemm=gemm,
+        gemm_act=gemm_act,
+        gemm_dact=gemm_dact,
+        GemmConfig=lambda *_, **options: options,
+    )
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
