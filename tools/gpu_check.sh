@@ -410,7 +410,7 @@ settings_on() {
   ours $name || return
   local run=("${keep[@]}" python3 "${launch[@]}" -m benchmarks update --backend "${BACKEND:-auto}" "${read_rollouts[@]}"
     --commit "$(cat "$files/commit" 2>/dev/null)" --sides packed)
-  (($1 == 1)) || run+=(--fsdp)
+  (($1 == 1)) || run+=(group --fsdp)
   for shape in "qwen3-0.6b --layers 28" "qwen3-8b --layers 12 --checked 4"; do
     # layers compiled, then as transformers has them
     limited "${name}_${shape%% *}_best" 150 "${run[@]}" --shape $shape --layers-by compile --recompute auto \

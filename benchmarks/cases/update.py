@@ -79,6 +79,7 @@ SIDES = {
     "fa2": "replicated, split by verl",
     "verl": "packed, split by verl",
     "packed": "packed, planned",
+    "group": "packed, every forest by all ranks",
 }
 # a side's error over that of the replicated bf16 run; of the worst token, which is one number
 FACTOR, WORST = 1.5, 3.0
@@ -291,7 +292,7 @@ def run_side(
     held = torch.cuda.memory_allocated() if is_gpu else 0
     first = Update.of_samples(side, model, samples, max_tokens, ranks, options, cost=cost)
     first.recompute = options.recompute
-    predicted, plan = first.predicted()
+    predicted, plan = (None, None) if side == "group" else first.predicted()
     # AdamW's two, each as large as the weights
     states = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters()) * 2
     del first
@@ -314,6 +315,8 @@ def run_side(
         sum(samples.lengths[step.indices].sum() for step in update.steps),
         sum(bool(step.indices) for step in update.steps),
     )
+    # of a group each rank has all samples, and computes its part
+    shared = ranks.count if side == "group" else 1
     steps = len(update.steps)
     del update, mine, found
     every = []
@@ -327,14 +330,14 @@ def run_side(
         "seconds": seconds,
         "all_seconds": every,
         "peak_bytes": peak,
-        "predicted_bytes": ranks.most(predicted + states)[0],
-        "modes": {mode: plan.modes.count(mode) for mode in MODES},
-        "micro_batches": int(micro_batches),
+        "predicted_bytes": None if predicted is None else ranks.most(predicted + states)[0],
+        "modes": {mode: plan.modes.count(mode) for mode in MODES} if plan else {},
+        "micro_batches": int(micro_batches) // shared,
         "steps": steps,
-        "replicated": int(replicated),
-        "computed": int(computed),
+        "replicated": int(replicated) // shared,
+        "computed": int(computed) // shared,
         "distinct": known["distinct"],
-        "tokens_per_s": replicated / seconds,
+        "tokens_per_s": replicated / shared / seconds,
         "distinct_per_s": known["distinct"] / seconds,
     }
 
@@ -401,6 +404,7 @@ def tables(*runs: Row) -> Parts:
         "fa2": "replicated, FA2, verl's micro-batches",
         "verl": "packed, verl's micro-batches",
         "packed": "packed, `plan_micro_batches`",
+        "group": "packed, `group=`",
     }
 
     def of_row(head: str, text: Callable[[Row], str]) -> Column:
@@ -537,7 +541,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="transformers",
     )
     what.add_argument("--recompute", choices=(*MODES, "auto"), default="all")
-    what.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    sides = list(SIDES)
+    what.add_argument(
+        "--sides", nargs="+", choices=sides, default=sides[:-1], help="group: under torchrun"
+    )
     what.add_argument("--fsdp", action="store_true", help="on the ranks of torchrun")
     options = parse(what, arguments)
     if options.read is not None:

@@ -310,7 +310,7 @@ def deal(
     with_empty: bool,
 ) -> tuple[list[tuple[np.ndarray, PrefixForest]], np.ndarray]:
     """This rank's micro-batches: samples and forest; and one weight per sample for the loss."""
-    if side != "packed":
+    if side not in ("packed", "group"):
         rows = verl_micro_batches(samples.lengths, max_tokens, ranks.count)[ranks.rank]
         parts = [np.array(row, np.int64) for row in rows]
         # averaged over the ranks again
@@ -320,13 +320,18 @@ def deal(
             for part in parts
         ]
         return list(zip(parts, forests, strict=True)), weights
-    plan = plan_micro_batches(samples.sequences, max_tokens, ranks.count, cost_model=model)
-    if with_empty and not plan.stats.empty_steps:
+    if side == "group":
+        # each rank computes its part of every forest
+        limit, count, rank = max_tokens * ranks.count, 1, 0
+    else:
+        limit, count, rank = max_tokens, ranks.count, ranks.rank
+    plan = plan_micro_batches(samples.sequences, limit, count, cost_model=model)
+    if side == "packed" and with_empty and not plan.stats.empty_steps:
         steps = plan.num_micro_batches + 1
         plan = plan_micro_batches(
-            plan.forest, max_tokens, ranks.count, min_micro_batches=steps, cost_model=model
+            plan.forest, limit, count, min_micro_batches=steps, cost_model=model
         )
-    mine = [(batch.sequence_indices, batch.forest) for batch in plan[ranks.rank]]
+    mine = [(batch.sequence_indices, batch.forest) for batch in plan[rank]]
     return mine, plan.loss_weights("token-mean", samples.masks)
 
 
@@ -335,11 +340,13 @@ class Update:
 
     Attributes:
         recompute: of `sequence_logprobs`, in the forwards that have a backward.
+        group: of `sequence_logprobs`: the ranks that compute every forest together.
     """
 
     def __init__(self, model: Any, steps: Sequence[Step]) -> None:
         self.model, self.steps = model, list(steps)
         self.recompute: Any = None
+        self.group: Any = None
 
     @classmethod
     def of_samples(
@@ -365,7 +372,9 @@ class Update:
             masks = some.masks or [np.zeros(1, bool)]
             loss = (weights[indices], some.advantages)
             steps.append(Step.of(name, indices.tolist(), forest, masks, *loss, options))
-        return cls(model, steps)
+        update = cls(model, steps)
+        update.group = dist.group.WORLD if side == "group" else None
+        return update
 
     @classmethod
     def of_batches(
@@ -407,7 +416,11 @@ class Update:
 
     def _score(self, step: Step) -> list[torch.Tensor]:
         return sequence_logprobs(
-            self.model, step.packed, loss_mask=step.masks, recompute=self.recompute
+            self.model,
+            step.packed,
+            loss_mask=step.masks,
+            recompute=self.recompute,
+            group=self.group,
         ).logprobs
 
     def old(self, step: Step) -> list[torch.Tensor]:

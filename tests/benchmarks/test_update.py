@@ -85,15 +85,20 @@ def test_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "files" / "data").mkdir(parents=True)
     packed = tmp_path / "files" / "data" / "airline_rollouts.jsonl.gz"
     packed.write_bytes(gzip.compress(write_rollouts(tmp_path / "rollouts.jsonl").read_bytes()))
-    words = {"BACKEND": "sdpa", "UPDATE_ARGS": " ".join(SMALL)}
+    arguments = [*SMALL, "--sides", *SIDES, "group"]
+    words = {"BACKEND": "sdpa", "UPDATE_ARGS": " ".join(arguments)}
     done = gpu_check(tmp_path, "update_2gpu", **words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all done: update_2gpu"
     data = result(tmp_path / "out" / "update_2gpu.json")
     assert data["ranks"] == 2 and data["fsdp"]
-    for row in rows_of(data).values():
-        assert row["red"] == [] and row["ranks"] == 2 and row["seconds"] > 0
+    group = data["rows"].pop()
+    # every token once, by one of the ranks
+    assert group["side"] == "group" and group["computed"] == group["distinct"]
+    for row in data["rows"]:
         assert row["predicted_bytes"] > 8 * data["parameters"]
+    for row in (group, *rows_of(data).values()):
+        assert row["red"] == [] and row["ranks"] == 2 and row["seconds"] > 0
         assert row["loss"] == pytest.approx(data["check"]["loss"], rel=1e-5)
     assert rows_of(data)["packed"]["checked_empty_steps"] >= 1
 
