@@ -12,24 +12,45 @@ turns.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import new_library, register
 
-_INSTALLED = installed("quack")
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _package_problem() -> str | None:
+    try:
+        found = version("quack-kernels")
+    except PackageNotFoundError:
+        return "it needs the package quack-kernels, which comes with flash-attn-4"
+    if not found.startswith("0.6."):
+        return f"version 0.6 of quack-kernels is served, and {found} is installed"
+    # it fingerprints functions, and would follow those of a package that it does not take for one
+    path = getattr(find_spec("cutlass"), "origin", None) or ""
+    if not {"site-packages", "dist-packages"} & set(Path(path).parts):
+        return f"it takes packages below site-packages, and cutlass is at {path}"
+    return None
+
+
+_PACKAGE_PROBLEM = _package_problem()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def refusal(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> str | None:
     """Says why QuACK cannot run these experts; None if it can. The text follows its name."""
+    if not all(type(y) in _PLAIN for y in (x, gate_up, down)):
+        return "it takes plain tensors"
     # Dynamo knows these properties, and follows no function that keeps what it returns
     if not x.is_cuda or torch.cuda.get_device_properties(x.device).major != 9:
         return "it runs on Hopper"
-    if not _INSTALLED:
-        return "it needs the package quack"
+    if _PACKAGE_PROBLEM is not None:
+        return _PACKAGE_PROBLEM
     if {x.dtype, gate_up.dtype, down.dtype} != {torch.bfloat16}:
         return "it takes bfloat16"
     # 16 bytes are copied at once

@@ -152,6 +152,26 @@ def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPat
     assert not _is_swiglu(ours) and not _is_swiglu(experts_of("gpt_oss", torch.float64))
 
 
+def test_who_quack_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sliced(torch.Tensor):
+        pass
+
+    x, weight = torch.zeros(2, 8), torch.zeros(1, 16, 8)
+    given = x, weight.as_subclass(Sliced), weight
+    assert expert_products.refusal(*given) == "it takes plain tensors"
+    path = "/venv/lib/python3.12/site-packages/cutlass/__init__.py"
+    for version, place, word in [
+        ("0.6.5", path, None),
+        ("0.7.0", path, "0.7.0 is installed"),
+        ("0.6.5", path.replace("site-", ""), "below site-packages"),
+    ]:
+        monkeypatch.setattr(expert_products, "version", lambda _, v=version: v)
+        spec = types.SimpleNamespace(origin=place)
+        monkeypatch.setattr(expert_products, "find_spec", lambda _, s=spec: s)
+        problem = expert_products._package_problem()
+        assert problem is None if word is None else word in problem
+
+
 # of QuACK's own calls
 @pytest.mark.filterwarnings("ignore:cutlass.utils:DeprecationWarning")
 @pytest.mark.gpu
