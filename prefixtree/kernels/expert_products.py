@@ -39,13 +39,14 @@ def _package_problem() -> str | None:
 
 
 _PACKAGE_PROBLEM = _package_problem()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def refusal(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> str | None:
     """Says why QuACK cannot run these experts; None if it can. The text follows its name."""
-    if not all(type(y) in _PLAIN for y in (x, gate_up, down)):
-        return "it takes plain tensors"
+    for given in (x, gate_up, down):
+        # sharded or quantised
+        if hasattr(type(given), "__tensor_flatten__"):
+            return "it takes plain tensors"
     # Dynamo knows these properties, and follows no function that keeps what it returns
     if not x.is_cuda or torch.cuda.get_device_properties(x.device).major != 9:
         return "it runs on Hopper"

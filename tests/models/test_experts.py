@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import Qwen3MoeConfig
 from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -153,12 +154,12 @@ def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_quack_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sliced(torch.Tensor):
-        pass
-
-    x, weight = torch.zeros(2, 8), torch.zeros(1, 16, 8)
-    given = x, weight.as_subclass(Sliced), weight
-    assert expert_products.refusal(*given) == "it takes plain tensors"
+    weight = torch.nn.Parameter(torch.zeros(1, 16, 8))
+    quantised = torch.nn.Parameter(TwoTensor(weight.detach(), weight.detach()))
+    refusal = torch.compile(expert_products.refusal, backend="eager", fullgraph=True)
+    for said in (expert_products.refusal, refusal):
+        assert said(weight.data[0], quantised, weight) == "it takes plain tensors"
+        assert said(weight.data[0], weight, weight) == "it runs on Hopper"
     path = "/venv/lib/python3.12/site-packages/cutlass/__init__.py"
     for version, place, word in [
         ("0.6.5", path, None),
