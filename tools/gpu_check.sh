@@ -405,15 +405,18 @@ experts_best() { with_experts experts_best 300 --sides packed --layers-by compil
 
 # settings_on GPUS: defaults, then compiled layers with as little recomputed as fits, of a small model and of a large one's layers
 settings_on() {
-  local name=settings launch=() shape
+  local name=settings launch=() shape unit
   (($1 == 1)) || { name=settings_2gpu; launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$1"); }
   ours $name || return
   local run=("${keep[@]}" python3 "${launch[@]}" -m benchmarks update --backend "${BACKEND:-auto}" "${read_rollouts[@]}"
     --commit "$(cat "$files/commit" 2>/dev/null)" --sides packed)
   (($1 == 1)) || run+=(group --fsdp)
   for shape in "qwen3-0.6b --layers 28" "qwen3-8b --layers 12 --checked 4"; do
+    # small layers are gathered seven at a time, and once
+    unit=()
+    (($1 == 1)) || [[ $shape != qwen3-0.6b* ]] || unit=(--fsdp-unit 7)
     # layers compiled, then as transformers has them
-    limited "${name}_${shape%% *}_best" 150 "${run[@]}" --shape $shape --layers-by compile --recompute auto \
+    limited "${name}_${shape%% *}_best" 150 "${run[@]}" --shape $shape --layers-by compile --recompute auto "${unit[@]}" \
       --out "$out/${name}_${shape%% *}_best.json" ${SETTINGS_ARGS:-}
     limited "${name}_${shape%% *}_default" 140 "${run[@]}" --shape $shape \
       --out "$out/${name}_${shape%% *}_default.json" ${SETTINGS_ARGS:-}

@@ -546,6 +546,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sides", nargs="+", choices=sides, default=sides[:-1], help="group: under torchrun"
     )
     what.add_argument("--fsdp", action="store_true", help="on the ranks of torchrun")
+    what.add_argument(
+        "--fsdp-unit",
+        type=int,
+        help="layers that FSDP2 gathers together, once per forward and backward",
+    )
     options = parse(what, arguments)
     if options.read is not None:
         return finish(Report.read(options))

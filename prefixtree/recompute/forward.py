@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -401,10 +402,17 @@ def _missing_gradients(model: nn.Module) -> int:
 
 def gathered_bytes(causal_lm: Any) -> int:
     """Bytes that FSDP2 takes for whole parameters, their gradients and their exchange."""
-    sizes = [
-        sum(p.nbytes for p in layer.parameters())
-        for layer in layers_of(causal_lm)
-        if isinstance(layer, FSDPModule)
-    ]
-    # two layers on their way in, one at work, and a layer's gradients on their way out
-    return 4 * max(sizes, default=0)
+    units: dict[Any, int] = defaultdict(int)
+    kept = 0
+    for layer in layers_of(causal_lm):
+        if isinstance(layer, FSDPModule):
+            # layers that were given together share it, and travel together
+            state: Any = layer._get_fsdp_state()
+            units[state] += sum(p.nbytes for p in layer.parameters())
+            group = state._fsdp_param_group
+            # of reshard_after_forward=False: whole until its backward
+            if group is not None and group.post_forward_mesh_info is None:
+                narrow = state._mp_policy.param_dtype
+                kept += sum(p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters())
+    # two units on their way in, one at work, and a unit's gradients on their way out
+    return kept + 4 * max(units.values(), default=0)

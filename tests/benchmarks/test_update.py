@@ -85,7 +85,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "files" / "data").mkdir(parents=True)
     packed = tmp_path / "files" / "data" / "airline_rollouts.jsonl.gz"
     packed.write_bytes(gzip.compress(write_rollouts(tmp_path / "rollouts.jsonl").read_bytes()))
-    arguments = [*SMALL, "--sides", *SIDES, "group"]
+    arguments = [*SMALL, "--sides", *SIDES, "group", "--fsdp-unit", "2"]
     words = {"BACKEND": "sdpa", "UPDATE_ARGS": " ".join(arguments)}
     done = gpu_check(tmp_path, "update_2gpu", **words)
     assert done.returncode == 0, done.stdout + done.stderr

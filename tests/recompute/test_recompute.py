@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import prefixtree as pt
 from prefixtree.kernels.attention import operator
@@ -243,16 +246,14 @@ def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share, un
 
 def test_what_is_left_for_activations(monkeypatch):
     """Free bytes and those that torch's allocator holds unused, less the reserve, gradients that
-    are still to come, and four times the largest layer that FSDP2 gathers."""
+    are still to come, and what FSDP2 gathers."""
     model = build("qwen3")
     layers = layers_of(model)
-    # one layer less than the others, one gradient that is there, one weight without any
-    layers[1].mlp = torch.nn.Identity()
+    # one gradient that is there, one weight without any
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     layers[0].mlp.up_proj.weight.requires_grad_(False)
     there = (model.lm_head.weight, layers[0].mlp.up_proj.weight)
     wanted = sum(4 * p.numel() for p in model.parameters() if all(p is not x for x in there))
-    largest = sum(4 * p.numel() for p in layers[0].parameters())
     bytes_of = {"mem_get_info": (50 << 30, 80 << 30), "memory_reserved": 7 << 30}
     for name, size in (bytes_of | {"memory_allocated": 4 << 30}).items():
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
@@ -260,8 +261,34 @@ def test_what_is_left_for_activations(monkeypatch):
     gpu = torch.device("cuda", 0)
     assert forward.available_bytes(gpu) == left
     assert forward._left_for_activations(model, model, gpu) == left - wanted
-    monkeypatch.setattr(forward, "FSDPModule", type(layers[0]))
-    assert forward._left_for_activations(model, model, gpu) == left - wanted - 4 * largest
+    monkeypatch.setattr(forward, "gathered_bytes", lambda _: 1000)
+    assert forward._left_for_activations(model, model, gpu) == left - wanted - 1000
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_fsdp2_gathers(together, kept):
+    """Four units; all layers too, in the dtype of the products, if they stay whole until their
+    backward."""
+    model = build("qwen3")
+    layers = list(layers_of(model))
+    # one layer less than the others
+    layers[1].mlp = torch.nn.Identity()
+    sizes = [sum(4 * p.numel() for p in layer.parameters()) for layer in layers]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        options = {
+            "mesh": init_device_mesh("cpu", (1,)),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            "reshard_after_forward": not kept,
+        }
+        for unit in [layers] if together else layers:
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
+        unit = sum(sizes) if together else max(sizes)
+        assert forward.gathered_bytes(model) == 4 * unit + kept * sum(sizes) // 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
