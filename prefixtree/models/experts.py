@@ -178,6 +178,9 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # with create_graph, what follows must not be taken for a constant
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("experts by QuACK's products are differentiable once, not twice")
         x, gate_up, down, weights, order, rows, by_token, starts, preact = ctx.saved_tensors
         grad = grad.to(x.dtype).contiguous()
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -146,6 +146,8 @@ def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPat
     called = torch.compile(ours, backend="aot_eager", fullgraph=True) if is_compiled else ours
     for x, y in zip(run(called, given), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(ours(*given).sum(), given[0], create_graph=True)
     ours.gate_up_proj.requires_grad_(False)
     out = called(*given)
     assert torch.autograd.grad(out.sum(), ours.down_proj)[0].abs().max() > 1e-3
