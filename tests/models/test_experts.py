@@ -17,10 +17,18 @@ from transformers import Qwen3MoeConfig
 from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from prefixtree import compile_layers
 from prefixtree.kernels import expert_products
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.models.experts import _is_swiglu, _runs_grouped, prepare_experts
-from tests.support.models import build, cases
+from tests.support.models import (
+    assert_same,
+    build,
+    cases,
+    ragged_objective,
+    ragged_packed,
+    run_packed,
+)
 
 # gated; with biases, transposed and gated by their own code; without a gate
 _TYPES = ["qwen3_moe", "gpt_oss", "nemotron_h"]
@@ -153,6 +161,32 @@ def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPat
     assert torch.autograd.grad(out.sum(), ours.down_proj)[0].abs().max() > 1e-3
     ours.act_fn = torch.nn.GELU()
     assert not _is_swiglu(ours) and not _is_swiglu(experts_of("gpt_oss", torch.float64))
+
+
+# of Dynamo, which looks at inputs of layers, and of PEFT
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("beside", ["recompute", "steps", "LoRA", "compiled layers"])
+def test_quack_goes_with(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    model = build("qwen3_moe")
+    if beside == "LoRA":
+        peft = pytest.importorskip("peft")
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(
+            r=2, target_modules=[], target_parameters=names, init_lora_weights=False
+        )
+        model = peft.get_peft_model(model, config)
+    packed, objective = ragged_packed(), ragged_objective()
+    wanted = run_packed(model, packed, objective)
+    monkeypatch.setattr(expert_products, "refusal", lambda *_: None)
+    asked = []
+    monkeypatch.setattr(expert_products, "_quack", lambda: asked.append(1) or as_quack())
+    if beside == "compiled layers":
+        compile_layers(model, backend="aot_eager")
+    options = {"recompute": {"recompute": "all"}, "steps": {"max_tokens": packed.num_tokens // 2}}
+    assert_same(run_packed(model, packed, objective, **options.get(beside, {})), wanted)
+    assert asked
 
 
 def test_who_quack_serves(monkeypatch: pytest.MonkeyPatch) -> None:
