@@ -409,9 +409,11 @@ def gathered_bytes(causal_lm: Any) -> int:
             # layers that were given together share it, and travel together
             state: Any = layer._get_fsdp_state()
             units[state] += sum(p.nbytes for p in layer.parameters())
-            group = state._fsdp_param_group
+            # torch 2.13 has a list, of one per mesh; asked for one of several, it raises
+            groups = vars(state).get("_fsdp_param_groups")
+            groups = [state._fsdp_param_group] if groups is None else groups
             # of reshard_after_forward=False: whole until its backward
-            if group is not None and group.post_forward_mesh_info is None:
+            if any(group and group.post_forward_mesh_info is None for group in groups):
                 narrow = state._mp_policy.param_dtype
                 kept += sum(p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters())
     # two units on their way in, one at work, and a unit's gradients on their way out

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import prefixtree as pt
 from prefixtree.kernels.attention import operator
@@ -287,6 +288,30 @@ def test_what_fsdp2_gathers(together, kept):
         fully_shard(model, **options)
         unit = sum(sizes) if together else max(sizes)
         assert forward.gathered_bytes(model) == 4 * unit + kept * sum(sizes) // 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parameters_of_several_meshes_are_gathered():
+    """As those of experts may be, which torch 2.13 keeps in groups of their own."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("this torch has one mesh per unit")
+    model = build("qwen3")
+    sizes = [sum(4 * p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        other = DeviceMesh.from_group(dist.new_group([0]), "cpu")
+        info = common.FSDPMeshInfo(other, shard_mesh_dim=0)
+
+        def place(parameter):
+            return common.ShardPlacementResult(Shard(0), info) if parameter.ndim > 1 else None
+
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh, shard_placement_fn=place)
+            assert len(layer._get_fsdp_state()._fsdp_param_groups) == 2
+        assert forward.gathered_bytes(model) == 4 * max(sizes)
     finally:
         dist.destroy_process_group()
 
