@@ -549,7 +549,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument(
         "--fsdp-unit",
         type=int,
-        help="layers that FSDP2 gathers together, once per forward and backward",
+        default=1,
+        help="layers that FSDP2 gathers together; several stay whole until their backward",
     )
     options = parse(what, arguments)
     if options.read is not None:

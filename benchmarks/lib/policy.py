@@ -137,11 +137,11 @@ def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:
     model.float()
     kind = torch.device(options.device).type
     more: dict[str, Any] = {"mesh": init_device_mesh(kind, (ranks.count,)), "mp_policy": policy}
-    layers, unit = list(model.model.layers), getattr(options, "fsdp_unit", None)
+    layers, unit = list(model.model.layers), getattr(options, "fsdp_unit", 1)
     # small layers: a unit of several waits less often for Python, and they fit as a whole
-    for first in range(0, len(layers), unit or 1):
-        kept = {} if unit is None else {"reshard_after_forward": False}
-        fully_shard(layers[first : first + (unit or 1)], **more, **kept)
+    kept = {"reshard_after_forward": False} if unit > 1 else {}
+    for first in range(0, len(layers), unit):
+        fully_shard(layers[first : first + unit], **more, **kept)
     # each gathered and reduced while layers run, and not at the ends of a step
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head.weight is not embedding.weight:
