@@ -124,9 +124,8 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
     most = most_work(q.shape[2], q.shape[1] // call.k.shape[1])
     is_faster = work <= most
-    from prefixtree.kernels.attention.flash import chains
-
-    by = ", by its variable-length kernels (no tree branches)" if chains.are_served(mask) else ""
+    no_branch = mask.chain_starts is not None
+    by = ", by its variable-length kernels (no tree branches)" if no_branch else ""
     return is_faster, (
         f"flash-attn-4 {'does' if is_faster else 'would do'} {work:.2f} times the work of the "
         f"visible pairs on this forest{by}, and was faster than triton up to {most:.2f} times"
@@ -159,11 +158,7 @@ def longest_key_tile_share(mask: HostMask, window: int) -> float:
 
 def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Costs of the query tiles and of the key tiles of flash-attn-4."""
-    from prefixtree.kernels.attention.flash import chains
-
-    if chains.are_served(mask):
-        starts = mask.chain_starts
-        assert starts is not None
+    if (starts := mask.chain_starts) is not None:
         # the mask of a chain is symmetrical: its key tiles, last to first, cost as much
         return (costs := chain_tile_costs(np.diff(starts), _TILE, window)), costs
     shape, host = TileShape(_TILE, _TILE), torch.device("cpu")

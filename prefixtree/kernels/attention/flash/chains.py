@@ -47,29 +47,19 @@ class Chains:
         }
 
 
-# Beyond so many sequences flash-attn-4 looks them up in another way, which no GPU test of ours has
-# seen: block lists serve those forests
-MOST_SEQUENCES = 256
-
 # chains live as long as their mask
 _made: weakref.WeakKeyDictionary[HostMask, dict[torch.device, Chains]] = weakref.WeakKeyDictionary()
 
 
 def chains_of(mask: HostMask, device: torch.device) -> Chains | None:
-    """The sequences of a mask, made once per device; None if a tree branches or there are more than
-    `MOST_SEQUENCES`. Nothing waits for the device."""
-    if not are_served(mask):
+    """The sequences of a mask, made once per device; None if a tree branches. Nothing waits for the
+    device."""
+    if mask.chain_starts is None:
         return None
-    assert mask.chain_starts is not None
     made = _made.setdefault(mask, {})
     if device not in made:
         made[device] = _build(mask.chain_starts, device)
     return made[device]
-
-
-def are_served(mask: HostMask) -> bool:
-    """Whether flash-attn-4's variable-length kernels run a mask."""
-    return mask.chain_starts is not None and len(mask.chain_starts) - 1 <= MOST_SEQUENCES
 
 
 @lasting

@@ -55,12 +55,13 @@ def test_sequences_that_end_within_a_chain_leave_it_a_chain() -> None:
     assert TreeMask(np.empty(0, np.int32)).host.chain_starts.tolist() == [0]
 
 
-def test_more_sequences_than_were_seen_on_a_gpu_take_block_lists(emulated: ModuleType) -> None:
-    for count, kind in ((chains.MOST_SEQUENCES, Sequences), (chains.MOST_SEQUENCES + 1, Counts)):
-        mask = mask_of(PrefixForest.from_parents([-1] * count, [2] * count))
-        assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64))
-        assert {type(x) for x in emulated.last.values()} == {kind}
-        assert len(choice._tile_costs(mask.host, 0)[0]) == (count if kind is Sequences else 5)
+@pytest.mark.parametrize("count", [256, 257, 3000])
+def test_as_many_sequences_as_there_are(emulated: ModuleType, count: int) -> None:
+    """flash-attn-4 looks more than 256 up in another way, and takes them alike."""
+    mask = mask_of(PrefixForest.from_parents([-1] * count, [2] * count))
+    assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64))
+    assert {type(x) for x in emulated.last.values()} == {Sequences}
+    assert len(choice._tile_costs(mask.host, 0)[0]) == count
 
 
 # ---- attention -----------------------------------------------------------------------------------
