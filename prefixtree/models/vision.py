@@ -157,24 +157,25 @@ class EncodedPictures:
         placed: those of the forest.
         inputs: keywords of the model's forward.
         tower: the vision tower.
+        encodings: the calls of the tower.
     """
 
     def __init__(self, placed: PlacedPictures, causal_lm: Any, encodings: list[Encoding]) -> None:
         self.placed, self.tower = placed, tower_of(causal_lm)
         self.inputs = {k: v for encoding in encodings for k, v in encoding.inputs().items()}
-        self._causal_lm, self._encodings = causal_lm, encodings
+        self._causal_lm, self.encodings = causal_lm, encodings
         self._grid_keyword = grid_keyword_of(causal_lm.config)
 
     def num_runs(self, patches: int, kept: int) -> list[int]:
         """The most runs in one call of the tower: of the first pictures, and of the last."""
-        each = [self._divided(encoding, patches, kept)[1:] for encoding in self._encodings]
+        each = [self._divided(encoding, patches, kept)[1:] for encoding in self.encodings]
         return [max((len(runs[i]) for runs in each), default=0) for i in range(2)]
 
     def _divided(
         self, encoding: Encoding, patches: int, kept: int
     ) -> tuple[TowerShape, list[Run], list[Run]]:
         """The sizes of a call and its runs; the calls behind it are the first that keep."""
-        for other in reversed(self._encodings):
+        for other in reversed(self.encodings):
             if other is encoding:
                 break
             kept -= sum(other.shape.patches)
@@ -190,7 +191,7 @@ class EncodedPictures:
         Raises:
             UnsupportedError: a model that does not call its tower as transformers' does.
         """
-        left = list(self._encodings)
+        left = list(self.encodings)
         current: list[Encoding] = []
 
         def before(tower: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -76,7 +76,7 @@ class StatesOfRanks:
         self._tails: dict[int | None, _Tails] = {}
 
     @cached_property
-    def _computes_above(self) -> bool:
+    def computes_above(self) -> bool:
         """Whether ranks compute the tokens above their own again; known to all of them."""
         above, own = self._parts.borrowed.sum(1), self._parts.num_own_tokens
         return bool((above <= MOST_ABOVE * own).all())
@@ -109,7 +109,7 @@ class StatesOfRanks:
         """`tree_delta_rule` of the own tokens: [t, Hk, K], .. -> [t, H, V]."""
         rows = query, key, value, g, beta
         rule: Callable[..., torch.Tensor] = tree_delta_rule
-        if self._computes_above:
+        if self.computes_above:
             return self._below(query, rows[1:], lambda *rows: rule(*rows, **options))
         self._check(value.shape[1], key.shape[1])
         return self._in_turns(rows, lambda rows, *_: rule(*rows, self._whole, **options))
@@ -130,7 +130,7 @@ class StatesOfRanks:
         """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]. A, D and dt_bias [H, ..] are
         those of all heads, and their gradients of what this rank computes: ranks' add up."""
         rule: Callable[..., torch.Tensor] = tree_ssd
-        if self._computes_above:
+        if self.computes_above:
             of_all = {"D": D, "dt_bias": dt_bias, **options}
             return self._below(
                 C, (x, dt, B), lambda C, x, dt, B, mask: rule(x, dt, A, B, C, mask, **of_all)

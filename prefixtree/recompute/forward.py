@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,7 +27,9 @@ from prefixtree.models.vision import tower_of
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
+from prefixtree.parallel.agreement import agree
 from prefixtree.recompute.layers import (
+    MODES,
     Mode,
     checkpoint_of_tower,
     checkpoints_itself,
@@ -35,22 +38,27 @@ from prefixtree.recompute.layers import (
 )
 from prefixtree.recompute.picture_work import RUN, PictureWork
 from prefixtree.recompute.plan import (
+    PartWork,
     RecomputePlan,
     Work,
+    place_of,
     plan_for,
     reserve,
     tokens_that_fit,
 )
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from prefixtree.models.vision import EncodedPictures
-    from prefixtree.packing.placements import Placements
     from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace import Adapters, ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
+# from the dtype in which a tower takes pixels to the pictures of a forward
+Shown = Callable[[torch.dtype], PictureWork | None]
 
 
 @with_hints
@@ -99,8 +107,10 @@ def plan_recomputation(
     memory = None if memory is None else _bytes(memory)
     if scored is not None:
         scored = integer("scored", scored, 0, or_none=True)
-    placements = None if pictures is None else place(packed, pictures)[0]
-    return _planned(model, packed, memory, scored, placements, pictures, moved=False)
+    shown: Shown | None = None
+    if pictures is not None and len((placements := place(packed, pictures)[0]).number):
+        shown = partial(PictureWork.of, placements, pictures, moved=False)
+    return _planned(model, packed, memory, scored, shown)
 
 
 def _planned(
@@ -108,28 +118,65 @@ def _planned(
     packed: PackedForest,
     memory: int | None,
     scored: int | None,
-    placements: Placements | None,
-    pictures: Pictures | None,
-    moved: bool,
+    shown: Shown | None,
     held: int = 0,
+    share: GroupShare | None = None,
 ) -> RecomputePlan:
-    """As `plan_recomputation`; moved: whether pixels are on the device; held: as in
-    `recomputed_forward`."""
+    """As `plan_recomputation`; held, share: as in `recomputed_forward`."""
     causal_lm = _transformer(model)
     scored = packed.num_tokens if scored is None else scored
     trains = lm_head_trains(causal_lm)
     # of a classifier nothing is scored: its rows are those of the last norm
-    work = Work(packed.forest, 0 if trains is None else scored, bool(trains))
+    scored = 0 if trains is None else scored
+    work: Work | PartWork = Work(packed.forest, scored, bool(trains))
+    if share is not None:
+        work = replace(share.work, scored=scored, trains_lm_head=bool(trains))
     traced = memory_of(model, causal_lm, packed.device)
     with_spare = memory is None
     if memory is None:
         memory = _left_for_activations(model, causal_lm, packed.device) - held
-    if placements is None or pictures is None or not len(placements.number):
+    if shown is None:
         return plan_for(traced, work, memory, with_spare=with_spare)
     tower = tower_memory_of(model, causal_lm, packed.device)
-    of_pictures = PictureWork.of(placements, pictures, tower.dtype, moved)
-    work = replace(work, pictures=of_pictures)
+    if share is not None:
+        # features travel between ranks behind the tower, all of whose runs are computed again
+        tower = replace(tower, may_keep=False)
+    work = replace(work, pictures=shown(tower.dtype))
     return plan_for(traced, work, memory, tower, with_spare=with_spare)
+
+
+@dataclass(frozen=True)
+class GroupShare:
+    """A part of a forest that "auto" plans on a rank of a group, whose ranks recompute the same
+    layers.
+
+    Attributes:
+        work: of the part, before its scored edges are known.
+        group: the process group.
+    """
+
+    work: PartWork
+    group: ProcessGroup
+
+    def agreed(self, device: torch.device, plan: Callable[[], RecomputePlan]) -> RecomputePlan:
+        """The plan of this rank, with as much recomputation in each layer as any rank needs.
+
+        Args:
+            device: where the group's collectives take tensors. plan: plans for this rank.
+
+        Raises:
+            RuntimeError: on the other ranks, if `plan` raised on one.
+        """
+        import torch.distributed as dist
+
+        own = agree(self.group, device, lambda: (plan(), {}), {})
+        # layers that recompute all stand first, and those that recompute nothing last
+        most = torch.tensor(place_of(own), device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        first, kept = most.tolist()
+        counts = first, kept - first, len(own.modes) - kept
+        modes = [mode for mode, n in zip(MODES, counts, strict=True) for _ in range(n)]
+        return replace(own, modes=tuple(modes))
 
 
 @with_hints
@@ -216,6 +263,7 @@ def recomputed_forward(
     recompute: Recompute,
     held: int = 0,
     shown: EncodedPictures | None = None,
+    share: GroupShare | None = None,
 ) -> AbstractContextManager[None]:
     """A context for one forward, in which layers, and the vision tower, recompute what was asked
     for.
@@ -224,6 +272,7 @@ def recomputed_forward(
         scored: edges whose log-probability is computed.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
         shown: the pictures that the forward encodes. Default: text alone.
+        share: of a rank of a group, which computes a part of the forest. Default: all of it.
 
     Raises:
         ValueError: an unknown mode, or a plan for another number of layers.
@@ -241,10 +290,14 @@ def recomputed_forward(
     modes: Sequence[Mode]
     of_tower: Mode | RecomputePlan
     if recompute == "auto":
-        placements, pictures = None, None
-        if shown is not None:
-            placements, pictures = shown.placed.placements, shown.placed.pictures
-        of_tower = _planned(model, packed, None, scored, placements, pictures, True, held)
+        of_pictures: Shown | None = None
+        if shown is not None and len(shown.placed.placements.number):
+            placed = shown.placed
+            of_pictures = partial(PictureWork.of, placed.placements, placed.pictures, moved=True)
+            if share is not None:
+                of_pictures = partial(PictureWork.of_rank, shown.encodings)
+        plan = partial(_planned, model, packed, None, scored, of_pictures, held, share)
+        of_tower = plan() if share is None else share.agreed(packed.device, plan)
         modes = of_tower.modes
     elif isinstance(recompute, RecomputePlan):
         of_tower, modes = recompute, recompute.modes

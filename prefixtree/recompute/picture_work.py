@@ -6,6 +6,7 @@ others it computes again, some at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from prefixtree.models.tower import TowerShape
 
 if TYPE_CHECKING:
+    from prefixtree.models.encodings import Encoding
     from prefixtree.packing.placements import Placements
     from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace_tower import TowerMemory
@@ -145,3 +147,20 @@ class PictureWork:
             if p.modality == "video" and p.grid.shape == (3,)
         }
         return cls(patches, features, taken, frames)
+
+    @classmethod
+    def of_rank(cls, encodings: Sequence[Encoding], dtype: torch.dtype) -> PictureWork:
+        """Those that a rank of a group encodes, whose pixels are on the device, beside features
+        that come from other ranks.
+
+        Args:
+            encodings: the calls of the tower. dtype: in which it takes pixels.
+        """
+        patches = [n for encoding in encodings for n in encoding.shape.patches]
+        features = taken = 0
+        for encoding in encodings:
+            pixels, _ = encoding.shown
+            taken += 0 if pixels.dtype == dtype else pixels.numel() * dtype.itemsize
+            # what the tower gives, what came, what stands in the place of placeholders
+            features += encoding.shape.features + encoding.rows.num_rows + len(encoding.rows.rows)
+        return cls(dict(enumerate(patches)), features, taken)

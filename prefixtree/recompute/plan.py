@@ -19,6 +19,7 @@ from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.picture_work import RUN, PictureWork, TowerChoice
 
 if TYPE_CHECKING:
+    from prefixtree.planning.parts import Part
     from prefixtree.recompute.trace import ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
@@ -85,7 +86,8 @@ class Work:
 
 @dataclass(frozen=True)
 class PartWork:
-    """A trunk, or a micro-batch that borrows from trunks, as the memory model sees it.
+    """A trunk, a micro-batch that borrows from trunks, or the part of a rank of a group, as the
+    memory model sees it.
 
     Attributes:
         runs: the position of the first token of each run of own tokens, and its tokens, int64
@@ -96,6 +98,9 @@ class PartWork:
         lent: rows that every layer lends. Default: none, as of a micro-batch.
         states: own tokens behind which recurrent layers lend their states.
         pictures: that it encodes. Default: text alone.
+        wide: rows of keys and values in float32 that the backward of attention has at once, beside
+            those of a whole forest. Default: as many as are borrowed.
+        above: others' tokens that recurrent layers compute again. Default: none.
     """
 
     runs: tuple[np.ndarray, np.ndarray]
@@ -105,11 +110,22 @@ class PartWork:
     lent: int = 0
     states: int = 0
     pictures: PictureWork | None = None
+    wide: float | None = None
+    above: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Own tokens."""
         return int(self.runs[1].sum())
+
+    @classmethod
+    def of(cls, part: Part, scored: int, trains_lm_head: bool, states: int = 0) -> PartWork:
+        """Of a part of a forest; the other arguments are attributes."""
+        position = part.host.position[part.own_tokens].astype(np.int64)
+        starts = np.flatnonzero(np.diff(position, prepend=-2) != 1)
+        runs = position[starts], np.diff(starts, append=len(position))
+        lent = len(part.lent_rows)
+        return cls(runs, part.num_borrowed, scored, trains_lm_head, lent, states)
 
 
 def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
@@ -135,7 +151,7 @@ def waiting_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
 
 def plan_for(
     memory: ModelMemory,
-    work: Work,
+    work: Work | PartWork,
     available: float,
     tower: TowerMemory | None = None,
     *,
@@ -293,14 +309,22 @@ def tokens_that_fit(
     return low
 
 
-def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int) -> np.ndarray:
+def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int | np.ndarray) -> np.ndarray:
     lines = np.array([getattr(layer, part) for layer in memory.layers[mode]])
     return lines[:, 0] * tokens + lines[:, 1]
 
 
+def _layer_tokens(memory: ModelMemory, work: Work | PartWork) -> int | np.ndarray:
+    """The tokens that a layer computes, or those of each layer."""
+    if isinstance(work, Work) or not work.above:
+        return work.num_tokens
+    return work.num_tokens + np.array([work.above if x.state else 0 for x in memory.cost.layers])
+
+
 def _held_by(memory: ModelMemory, work: Work | PartWork) -> dict[Mode, np.ndarray]:
     """Bytes that the layers before each keep from forward to backward, [layers + 1], by mode."""
-    held = {mode: _bytes(memory, mode, "held", work.num_tokens) for mode in MODES}
+    tokens = _layer_tokens(memory, work)
+    held = {mode: _bytes(memory, mode, "held", tokens) for mode in MODES}
     if isinstance(work, PartWork):
         # a copy beside its own rows, which is made again where attention is
         held["nothing"] += work.borrowed * _row_bytes(memory)
@@ -329,8 +353,9 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     tokens, scoring = work.num_tokens, scoring_bytes(memory, work)
     waiting = waiting_bytes(memory, work)
     held, reach = _held_by(memory, work), {}
+    of_layers = _layer_tokens(memory, work)
     for mode in MODES:
-        working = _bytes(memory, mode, "working", tokens)
+        working = _bytes(memory, mode, "working", of_layers)
         if isinstance(work, PartWork):
             working = working + _exchanged(memory, work, mode)
         # of a backward, where every layer before has this mode
@@ -360,9 +385,10 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
 
 def _exchanged(memory: ModelMemory, work: PartWork, mode: Mode) -> np.ndarray:
     """Bytes that borrowed rows add to the backward of each layer."""
-    copies = 0 if mode == "nothing" else 1
-    # their gradients are float32
-    return work.borrowed * _row_bytes(memory) * (copies + 4 / memory.cost.element_bytes)
+    copies = 0 if mode == "nothing" else work.borrowed
+    wide = work.borrowed if work.wide is None else work.wide
+    # gradients are float32
+    return _row_bytes(memory) * (copies + wide * 4 / memory.cost.element_bytes)
 
 
 def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:

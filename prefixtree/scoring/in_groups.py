@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import ROUTES, forward_inputs
-from prefixtree.models.family_table import INDEXED_BLOCKS, layer_types_of
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.vision import EncodedPictures, PlacedPictures
 from prefixtree.packing.gather import GatherIndex, gather
@@ -24,13 +21,15 @@ from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import Parts, agree
 from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.heads import HeadsMask, heads_problem
+from prefixtree.parallel.heads import HeadsMask
 from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
 from prefixtree.parallel.state_heads import StatesOfRanks, state_heads_problem
 from prefixtree.pictures import Pictures
 from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
 from prefixtree.planning.split import Split, split_tokens
+from prefixtree.recompute.forward import GroupShare
+from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_agreement import (
     FACTS,
@@ -41,13 +40,17 @@ from prefixtree.scoring.group_agreement import (
     parts_of_scores,
     parts_of_state,
 )
+from prefixtree.scoring.group_refusals import (
+    GroupMode,
+    check_averages,
+    check_mode,
+    check_served,
+    heads_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: What the ranks of a group exchange: keys and values that a rank's part of the tokens borrows, or
-#: tokens for heads.
-GroupMode = Literal["parts", "heads"]
 #: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
 #: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
 Rows = tuple[torch.Tensor, ...]
@@ -69,6 +72,7 @@ class LocalPart:
         order: gives int64 [U], the row of each scored edge once gathered. Default: as they are.
         shown: of a rank's part, the pictures that it encodes and those of its tokens. Default: text
             alone, or a whole forest.
+        share: of a rank's part, for recompute="auto". Default: none, as of other modes.
     """
 
     inputs: dict[str, Any]
@@ -79,6 +83,7 @@ class LocalPart:
     lengths: list[int]
     order: Callable[[], np.ndarray] | None = None
     shown: EncodedPictures | None = None
+    share: GroupShare | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,13 @@ class TokenPart:
     """The same where a model gives a value per token.
 
     Attributes:
-        inputs, mask: as in `LocalPart`.
+        inputs, mask, share: as in `LocalPart`.
         gathered: from the values of this process's tokens [t, ...] to those of all, [T, ...].
     """
 
     inputs: dict[str, Any]
     mask: TreeMask
+    share: GroupShare | None
     gathered: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -183,6 +189,7 @@ def part_of_rank(
             lengths=found.lengths,
             order=row_of_unit,
             shown=part.shown(),
+            share=part.share(causal_lm.config, options["recompute"]),
         )
 
     return _part_of_rank(model, packed, group, check, options, mode, local, pictures)
@@ -218,6 +225,7 @@ def token_part_of_rank(
         return TokenPart(
             inputs=part.inputs(transformer.config),
             mask=part.attended,
+            share=part.share(transformer.config, recompute),
             gathered=part.of_all_tokens(packed),
         )
 
@@ -253,12 +261,12 @@ class _RankPart:
     ) -> None:
         import torch.distributed as dist
 
-        self._placed = placed
+        self._placed, self._mode = placed, mode
         self.split, self._group, self.index = split, group, dist.get_rank(group)
         self.tokens = split[self.index]
         exchange = TokensForHeads(split, self.index, group)
         self.attended = split.packed.mask if mode == "heads" else self.tokens.mask
-        states = StatesOfRanks(split, exchange, self.attended)
+        self._states = states = StatesOfRanks(split, exchange, self.attended)
         self._mask: DividedMask
         if mode == "heads":
             self._mask = HeadsMask(split, exchange, lambda layer: states)
@@ -277,6 +285,25 @@ class _RankPart:
         if self._placed is None:
             return None
         return self._placed.of_rank(self.split, self.index, self._group)
+
+    def share(self, config: Any, recompute: Any) -> GroupShare | None:
+        """The part as "auto" plans it; None for other modes."""
+        if not isinstance(recompute, str) or recompute != "auto":
+            return None
+        work, own = PartWork.of(self.tokens, 0, True), self.tokens.num_tokens
+        borrowed, sent = self.tokens.num_borrowed, len(self.tokens.exchange.send_rows)
+        if self._mode == "heads":
+            # all tokens for some heads are as many rows as own tokens for all. Those of queries,
+            # keys and values travel both ways, and outputs are kept before and after
+            groups = [n / kv for n, kv in heads_of(config.get_text_config())]
+            most = max(groups, default=0.0)
+            work = replace(work, borrowed=round(own * most / 2), wide=own * (most + 1))
+        else:
+            above = borrowed if self._states.computes_above else 0
+            # gradients of all rows and of own ones, those that go back and those that come
+            wide = 2 * (own + borrowed) + sent if borrowed or sent else 0
+            work = replace(work, wide=wide, above=above)
+        return GroupShare(work, self._group)
 
     def of_all_tokens(self, packed: PackedForest) -> Callable[[torch.Tensor], torch.Tensor]:
         """From the values [t, C] of the own tokens to those of all tokens of the forest, [T, C]."""
@@ -347,11 +374,11 @@ def _part_of_rank(
 
     def prepare() -> tuple[tuple[Any, _Local], dict[str, Parts]]:
         inner, found = check()
-        _check_served(model, options["recompute"])
+        check_served(model)
         # what one layer refuses, all ranks do
         prepare_states(inner)
-        _check_averages(model, group)
-        _check_mode(mode, inner.config.get_text_config(), packed, ranks)
+        check_averages(model, group)
+        check_mode(mode, inner.config.get_text_config(), packed, ranks)
         for heads, shared in state_heads(inner):
             if problem := state_heads_problem(heads, shared, ranks):
                 raise ValueError(problem)
@@ -403,106 +430,3 @@ def edges_of(found: ScoredEdges | None) -> Edges | None:
     if found is None:
         return None
     return Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-def check_group_mode(mode: Any) -> None:
-    """Raises a ValueError for anything but a GroupMode."""
-    if mode not in get_args(GroupMode):
-        raise ValueError(
-            f"group_mode must be one of {', '.join(map(repr, get_args(GroupMode)))}, got {mode!r}"
-        )
-
-
-def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) -> None:
-    """Refuses what cannot be divided among ranks in this way."""
-    for heads, kv_heads in _heads_of(config):
-        if mode == "parts":
-            check_backend_of_parts(packed, heads, kv_heads)
-            continue
-        # groups of heads that choose keys apart are divided one by one
-        groups = kv_heads if INDEXED_BLOCKS in layer_types_of(config) else 1
-        if problem := heads_problem(heads // groups, kv_heads // groups, ranks):
-            each = "" if groups == 1 else f"of each of {groups} groups of heads that choose keys, "
-            raise ValueError(each + problem)
-
-
-def _heads_of(config: Any) -> set[tuple[int, int]]:
-    """The query heads and kv heads of a model's layers; none where they have no attention."""
-    layers = getattr(config, "per_layer_config", None)
-    each = [config] if layers is None else [layers[i] for i in range(config.num_hidden_layers)]
-    heads = ((c, getattr(c, "num_attention_heads", None)) for c in each)
-    return {(n, getattr(c, "num_key_value_heads", None) or n) for c, n in heads if n}
-
-
-def check_backend_of_parts(packed: PackedForest, heads: int, kv_heads: int) -> None:
-    """Refuses a backend that would refuse some parts alone, while other ranks wait."""
-    if packed.mask.backend == "flash" and heads == kv_heads:
-        raise UnsupportedError(
-            "backend 'flash' does not serve ranks of a group that borrow or lend keys of every "
-            "query head: use 'auto', which takes triton there"
-        )
-
-
-def _check_served(model: nn.Module, recompute: Any) -> None:
-    """Refuses what is not verified in groups."""
-    if isinstance(recompute, str) and recompute == "auto":
-        raise UnsupportedError(
-            "recompute='auto' plans by the free memory of each rank, and the ranks of a group must "
-            "recompute the same layers: pass 'all', 'all_but_attention', 'nothing' or a "
-            "RecomputePlan that all ranks share"
-        )
-    if runs_deepspeed(model):
-        raise UnsupportedError(
-            "DeepSpeed is not verified with group: use DistributedDataParallel or FSDP"
-        )
-    for module in model.modules():
-        # getattr of what most modules do not have would take most of the time
-        if vars(module).get("_is_hooked"):
-            raise UnsupportedError(
-                f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
-                "group: load the model without tp_plan and DistributedConfig, or leave group out"
-            )
-    _check_placements(model)
-
-
-def _check_placements(model: nn.Module) -> None:
-    """Refuses parameters that are spread by more than one dimension of FSDP2's."""
-    from torch.distributed.fsdp import FSDPModule
-
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    for name, parameter in model.named_parameters():
-        placements: Any = getattr(parameter, "placements", ())
-        if sum(not p.is_replicate() for p in placements) > is_sharded:
-            raise UnsupportedError(
-                f"{name} is a DTensor with placements {placements}, as tensor parallelism makes "
-                "them, which is not verified with group: leave parallelize_module or group out"
-            )
-
-
-def _check_averages(model: nn.Module, group: ProcessGroup) -> None:
-    """Refuses wrappers that average gradients over some ranks of the group alone."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not torch.is_grad_enabled():
-        return
-    averaged: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
-            averaged.update(dist.get_process_group_ranks(module.process_group))
-            # of FSDP1's hybrid sharding
-            if (others := getattr(module, "_inter_node_pg", None)) is not None:
-                averaged.update(dist.get_process_group_ranks(others))
-    meshes: Any = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
-    for mesh in meshes - {None}:
-        averaged.update(mesh.mesh.flatten().tolist())
-    if averaged and (missing := set(dist.get_process_group_ranks(group)) - averaged):
-        raise UnsupportedError(
-            f"the model's wrapper averages gradients over ranks {sorted(averaged)}. The group has "
-            f"ranks {sorted(missing)} too, whose gradients would be lost. Wrap the model over all "
-            "ranks that train it (FSDP2: a mesh of both dimensions, or none)"
-        )

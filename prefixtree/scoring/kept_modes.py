@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-import numpy as np
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -14,7 +13,6 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.vision import PlacedPictures
-from prefixtree.planning.parts import Part
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import (
@@ -115,7 +113,7 @@ def modes_of(
         # values have no lm_head, and their rows are those of the last norm
         counts = num_scored if trains_head is not None else [0] * len(num_scored)
         parts = zip(steps, counts, trunks.lent_states(), strict=True)
-        works = [_work(part, count, bool(trains_head), states) for part, count, states in parts]
+        works = [PartWork.of(part, n, bool(trains_head), int(states)) for part, n, states in parts]
         tower = None
         if placed is not None and len(placed.placements.number):
             tower = tower_memory_of(model, causal_lm, steps.packed.device)
@@ -150,11 +148,3 @@ def modes_of(
     spans = () if trunks is None else trunks.spans
     modes = [of_trunks if span.is_trunk else recompute for span in spans]
     return PartModes(modes, recompute, again)
-
-
-def _work(part: Part, scored: int, trains_head: bool, states: int) -> PartWork:
-    position = part.host.position[part.own_tokens].astype(np.int64)
-    starts = np.flatnonzero(np.diff(position, prepend=-2) != 1)
-    length = np.diff(starts, append=len(position))
-    runs = position[starts], length
-    return PartWork(runs, part.num_borrowed, scored, trains_head, len(part.lent_rows), int(states))

@@ -30,7 +30,7 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
 from prefixtree.pictures import Pictures
 from prefixtree.planning.borrow_cost import BorrowCost
-from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import (
     DeviceEdges,
     ScoredEdges,
@@ -38,13 +38,8 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_groups import (
-    GroupMode,
-    Rows,
-    check_group_mode,
-    part_of_rank,
-    whole_forest,
-)
+from prefixtree.scoring.group_refusals import GroupMode, check_group_mode
+from prefixtree.scoring.in_groups import Rows, part_of_rank, whole_forest
 from prefixtree.scoring.in_steps import scores_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 
@@ -119,10 +114,10 @@ def sequence_logprobs(
             Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
             (2^22 / vocabulary on a CPU).
         recompute: what layers compute again in the backward. "auto": as little as the free memory
-            allows, planned anew for each forest (`plan_recomputation`). "all" (gradient
-            checkpointing), "all_but_attention" (outputs of attention and of recurrences are kept)
-            or "nothing": the same in all layers. Or a `RecomputePlan`. Default: None, as the model
-            is set.
+            allows, planned anew for each forest (`plan_recomputation`), and alike on all ranks of a
+            group. "all" (gradient checkpointing), "all_but_attention" (outputs of attention and of
+            recurrences are kept) or "nothing": the same in all layers. Or a `RecomputePlan`.
+            Default: None, as the model is set.
         group: the ranks that compute this forest together. Default: this process alone computes it.
         group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
             of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
@@ -202,7 +197,8 @@ def sequence_logprobs(
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     forward = ModelForward(model, causal_lm, packed, recompute, wanted)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    forward.loss, forward.placed, forward.shown = loss, placed, local.shown
+    forward.loss, forward.placed = loss, placed
+    forward.shown, forward.share = local.shown, local.share
     if max_tokens is None:
         rows = local.gathered(forward.rows(local.mask, local.inputs, local.edges))
     else:
@@ -229,7 +225,7 @@ class ModelForward:
     Attributes:
         loss: the load-balancing loss to compute. Default: none.
         placed: the pictures of the forest. Default: text alone, or a rank's part.
-        shown: those of a rank's part. Default: text alone, or a forest that no ranks divide.
+        shown, share: of a rank's part, as in `LocalPart`. Default: a forest that no ranks divide.
     """
 
     def __init__(
@@ -245,6 +241,7 @@ class ModelForward:
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None
         self.shown: EncodedPictures | None = None
+        self.share: GroupShare | None = None
         self._model, self._causal_lm, self._packed = model, causal_lm, packed
         self._options = replace(options, rule=logit_rule(causal_lm))
 
@@ -278,8 +275,9 @@ class ModelForward:
         count = len(edges.target)
         if self._options.measure is not None:
             held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
+        planned = self.recompute, held_bytes, shown, self.share
         with (
-            recomputed_forward(model, causal_lm, packed, count, self.recompute, held_bytes, shown),
+            recomputed_forward(model, causal_lm, packed, count, *planned),
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
             scoring_lm_head(causal_lm, edges, self._options) as handed,

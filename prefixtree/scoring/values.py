@@ -86,7 +86,8 @@ def sequence_values(
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
-    with recomputed_forward(model, classifier, packed, 0, recompute):
+    share = None if local is None else local.share
+    with recomputed_forward(model, classifier, packed, 0, recompute, share=share):
         own = values_of_tokens(model, classifier, mask, inputs)
     return packed.unpack(own if local is None else local.gathered(own))
 

@@ -21,6 +21,7 @@ from tests.support.group_ranks import (
     FORESTS,
     HALF,
     MISTAKES,
+    PEAKS,
     QUICK,
     TEMPERATURES,
     WIDE_CASES,
@@ -102,13 +103,20 @@ def _check_exchanges(results: Results, name: str, case: Case) -> None:
     """The ranks did compute parts, and exchanged rows in every layer that was computed."""
     model = case.model()
     attends = [bool(attentions(layer)) for layer in layers_of(find_causal_lm(model))]
+    size = len(results) // num_groups(case)
     modes = getattr(case.recompute, "modes", (case.recompute,) * len(attends))
+    if case.recompute == "auto":
+        modes = results[0][name]["modes"]
+        for rank, result in enumerate(results):
+            # the other ranks have memory for less
+            assert result[name]["modes"] == modes or num_groups(case) > 1
+            assert result[name]["modes"] != (own := result[name]["own"]) or rank % size
+            assert set(own) == {"nothing"} or rank % size
     recomputed = [
         bool(case.checkpointing) or mode in ("all", "all_but_attention") for mode in modes
     ]
     layers = sum(attends)
     again = sum(a and r for a, r in zip(attends, recomputed, strict=True))
-    size = len(results) // num_groups(case)
     for place in range(num_groups(case)):
         calls = [result[name]["calls"] for result in results[place * size : (place + 1) * size]]
         assert all(len(of_rank) == layers + again for of_rank in calls)
@@ -187,6 +195,15 @@ def test_the_update_of_the_documentation(wide_results):
             expected = parameter.detach() - before[name]
             assert float((moved - expected).norm()) <= 1e-5 * max(1.0, float(expected.norm())), name
             assert float(expected.norm()) > 0, name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_rank_holds_what_was_planned_for_it(results, name, share):
+    for result in results:
+        counted, planned, modes = result["peak", name, share]
+        print(f"{name}, {share}: counted {counted:,}, {planned / counted:.3f} planned, {modes}")
+        assert counted <= planned < 1.3 * counted
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -330,7 +347,10 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
         "it is cut inside a picture",
         "RuntimeError: rank 0 of the group refused this call, so no rank computes it: ForestError",
     ),
-    "auto": ("recompute='auto' plans by the free memory of each rank",) * 2,
+    "auto": (
+        "RuntimeError: rank 1 of the group refused this call, so no rank computes it: OutOfMemory",
+        "GiB for activations with every layer recomputed",
+    ),
     "flash": ("backend 'flash' does not serve ranks of a group",) * 2,
     "DeepSpeed": ("DeepSpeed is not verified with group",) * 2,
     "ZeRO-3": ("DeepSpeed is not verified with group",) * 2,

@@ -61,7 +61,7 @@ def test_what_a_measure_takes_is_planned_for(monkeypatch):
     held: list[int] = []
 
     def note(_: Any, causal_lm: Any, *of: Any) -> Any:
-        _, scored, _, bytes_, _ = of
+        _, scored, _, bytes_, *_ = of
         held.append(bytes_ - 16 * 4 * scored * causal_lm.config.vocab_size)
         return nullcontext()
 

@@ -273,8 +273,8 @@ def test_features_without_gradients_are_seen(model_type, of_trunk, monkeypatch):
     def without(self: Any, own: Any = None) -> Any:
         found = of(self, own)
         if lost in own:
-            assert found._encodings
-            for encoding in found._encodings:
+            assert found.encodings
+            for encoding in found.encodings:
                 repeated = encoding._repeated
                 object.__setattr__(
                     encoding, "_repeated", lambda x, repeated=repeated: repeated(x).detach()

@@ -111,7 +111,7 @@ def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatc
     def without(self: Any, own: Any = None) -> Any:
         found = of(self, own)
         if own is not None and 0 in own:
-            for encoding in found._encodings:
+            for encoding in found.encodings:
                 repeated = encoding._repeated
                 object.__setattr__(
                     encoding, "_repeated", lambda x, repeated=repeated: repeated(x).detach()

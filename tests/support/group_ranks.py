@@ -25,8 +25,10 @@ from prefixtree.parallel import ranks as exchange_of_ranks
 from prefixtree.parallel.attention import PartMask
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.split import split_tokens
+from prefixtree.recompute import forward as forward_plan
 from prefixtree.recompute.layers import MODES
-from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
+from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import in_groups as shares
 from tests.support import distributed_ranks
 from tests.support.distributed_ranks import whole, wrap
@@ -56,7 +58,7 @@ class Case:
         family: of `models.build`.
         wrapper: "ddp", "fsdp1", "fsdp2", or "" where gradients are averaged by hand.
         checkpointing: "reentrant" or "not reentrant" checkpointing of every layer.
-        recompute: as `sequence_logprobs` takes it.
+        recompute: as `sequence_logprobs` takes it. Of "auto", ranks have memory for other plans.
         lora, double, half: adapters, float64 parameters, FSDP2's mixed precision with bfloat16
             parameters.
         compiled: the backend of compiled layers, or "" where they are not compiled. One case
@@ -105,13 +107,13 @@ CASES: dict[str, Case] = {
     "windows, softcap, checkpointing": Case("gemma2", "ddp", "not reentrant"),
     "reentrant checkpointing": Case("llama", "", "reentrant"),
     "sinks": Case("gpt_oss", recompute="all_but_attention"),
-    "MLA": Case("deepseek_v3", recompute="all"),
+    "MLA": Case("deepseek_v3", recompute="auto"),
     "experts, DDP": Case("qwen3_moe", "ddp"),
     "experts, their loss, routes": Case(
-        "qwen3_moe", "ddp", recompute="all", scattered=True, balance=300.0, replays=True
+        "qwen3_moe", "ddp", recompute="auto", scattered=True, balance=300.0, replays=True
     ),
     "adapters, DDP": Case(wrapper="ddp", lora=True, measured=True),
-    "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
+    "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="auto"),
     "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
     "scattered, FSDP2": Case("gemma2", "fsdp2", "not reentrant", scattered=True),
     "scattered, sinks": Case("gpt_oss", compiled="eager", recompute="all", scattered=True),
@@ -128,7 +130,7 @@ CASES: dict[str, Case] = {
     "heads, sinks, FSDP2": Case(
         "gpt_oss",
         "fsdp2",
-        recompute="all",
+        recompute="auto",
         group_mode="heads",
         measured=True,
         changes=(("num_key_value_heads", 4),),
@@ -146,9 +148,9 @@ CASES: dict[str, Case] = {
     "states, scattered, a plan": Case(
         "qwen3_5", recompute=RecomputePlan((*MODES, "all"), 0), scattered=True
     ),
-    "states, adapters, FSDP2": Case("olmo_hybrid", "fsdp2", lora=True, recompute="all"),
+    "states, adapters, FSDP2": Case("olmo_hybrid", "fsdp2", lora=True, recompute="auto"),
     "states, reentrant checkpointing": Case("kimi_linear", "", "reentrant", scattered=True),
-    "states, compiled layers": Case("qwen3_next", compiled="aot_eager", recompute="all"),
+    "states, compiled layers": Case("qwen3_next", compiled="aot_eager", recompute="auto"),
     "states, compiled layers, heads": Case("nemotron_h", compiled="eager", group_mode="heads"),
     "states, FSDP1": Case("nemotron_h", "fsdp1", "not reentrant"),
     "states, one scores nothing": Case("lfm2", "ddp", forest="one scores nothing"),
@@ -181,7 +183,7 @@ WIDE_CASES: dict[str, Case] = {
     ),
     "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups", measured=True),
     "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups", replays=True),
-    "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
+    "groups, DDP": Case("gemma2", "ddp", recompute="auto", forest="groups"),
     "states, groups, FSDP2": Case("qwen3_next", "fsdp2", "not reentrant", forest="groups"),
     # two groups of heads: each is two ranks'
     "states, heads, DDP": Case(
@@ -266,6 +268,32 @@ def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _memory_of_rank(share: float, seen: dict[str, Any]) -> Iterator[None]:
+    """Plans of "auto" have a share of the bytes between the least and the most that they may need;
+    notes the modes of the last forward, and what it needs by the memory model."""
+    planning, running = forward_plan.plan_for, forward_plan.recomputing
+    of_plan: dict[str, Any] = {}
+
+    def plan_for(memory: Any, work: Any, available: float, *_: Any, **__: Any) -> Any:
+        of_plan["peaks"] = peaks = peaks_of(memory, work)
+        least, most = float(peaks[-1, -1]), float(peaks[0, 0])
+        seen["own"] = (plan := planning(memory, work, least + share * (most - least) + 1)).modes
+        return plan
+
+    def recomputing(model: Any, modes: Any) -> Any:
+        seen["modes"] = tuple(modes)
+        if of_plan:
+            seen["bytes"] = float(of_plan["peaks"][place_of(RecomputePlan(tuple(modes), 0))])
+        return running(model, modes)
+
+    with (
+        patch.object(forward_plan, "plan_for", plan_for),
+        patch.object(forward_plan, "recomputing", recomputing),
+    ):
+        yield
+
+
 def _scattered(packed: pt.PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
     """In the place of `split_tokens`."""
     return Parts(packed, np.random.default_rng(1).integers(0, ranks, packed.num_tokens), ranks)
@@ -294,8 +322,14 @@ def _run(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str
         pt.compile_layers(model, backend=case.compiled)
     _check_wrapped(case, wrapped)
     calls: list[tuple[int, int]] = []
+    seen: dict[str, Any] = {}
+    share = 0.5 if dist.get_rank(group) else 1.0
     split = _scattered if case.scattered else shares.split_tokens
-    with _spied(calls), patch.object(shares, "split_tokens", split):
+    with (
+        _spied(calls),
+        _memory_of_rank(share, seen),
+        patch.object(shares, "split_tokens", split),
+    ):
         run = run_packed(
             wrapped,
             packed,
@@ -321,6 +355,7 @@ def _run(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str
     return {
         "run": {"logprobs": run.logprobs, "entropy": run.entropy, "gradients": averaged},
         "calls": calls,
+        **seen,
     }
 
 
@@ -361,6 +396,51 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 def _mistaken(mistake: tuple[Any, str, Any], group: Any, rank: int) -> dict[str, Any]:
     with patch.object(*mistake):
         return _run(Case(), group, rank)
+
+
+# ---- what a rank holds ------------------------------------------------------------------------
+
+PEAKS = {
+    "parts": Case(),
+    "scattered": Case(scattered=True),
+    "heads": Case(group_mode="heads"),
+    "values": Case(forest="values"),
+}
+
+
+def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, ...]]:
+    """The most bytes of an update beside weights and gradients, counted; what they were predicted
+    to be; the modes."""
+    packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 3000)])
+    # few scored edges, whose logits are next to nothing
+    masks = [np.arange(3000) >= 2992]
+    is_classifier = case.forest == "values"
+    model = reward_model("gemma2") if is_classifier else build(case.family, num_hidden_layers=4)
+    model = model.to(torch.bfloat16).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    seen: dict[str, Any] = {}
+    split = _scattered if case.scattered else shares.split_tokens
+
+    def update() -> None:
+        if is_classifier:
+            rows = pt.sequence_values(model, packed, recompute="auto", group=group)
+        else:
+            options = {"loss_mask": masks, "group": group, "group_mode": case.group_mode}
+            rows = pt.sequence_logprobs(model, packed, recompute="auto", **options).logprobs
+        torch.cat(rows).sum().backward()
+
+    with (
+        _memory_of_rank(share, seen),
+        patch.object(shares, "split_tokens", split),
+        patch("prefixtree.recompute.plan._LOGITS", 1 << 12),
+    ):
+        # tables are made once
+        update()
+        live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
+        with live:
+            update()
+    return live.restart(), seen["bytes"], seen["modes"]
 
 
 # ---- more on two ranks ------------------------------------------------------------------------
@@ -430,7 +510,7 @@ def _values_per_token(wrapper: str, sequences: Sequence[np.ndarray]) -> dict[str
         fully_shard(model)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-    recompute = "all" if wrapper == "fsdp2" else None
+    recompute = "auto" if wrapper == "fsdp2" else None
     rows = pt.sequence_values(model, packed, recompute=recompute, group=dist.group.WORLD)
     values = torch.cat(rows)
     (values * values_weight(values)).sum().backward()
@@ -518,6 +598,9 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
         results["heads in bfloat16"] = _tried(_heads_in_bfloat16, rank, dist.group.WORLD)
         return results
     group = dist.group.WORLD
+    for name, case in PEAKS.items():
+        for share in (0.0, 0.4, 1.0):
+            results["peak", name, share] = _tried(_peak, case, share, group)
     for name, mistake in MISTAKES.items():
         results["mistake", name] = _tried(_mistaken, mistake, group, rank)
     for name, call in BAD.items():

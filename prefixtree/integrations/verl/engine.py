@@ -99,8 +99,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         if self.packs:
             check_settings(model_config, engine_config, self.model_output)
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
-        ranks = engine_config.ulysses_sequence_parallel_size
-        check_recompute(self.recompute, self.packs, ranks)
+        check_recompute(self.recompute, self.packs)
         compiles = vars(hf_config).pop(COMPILE, None)
         is_served = self.packs and self.model_output == "log_probs"
         self.compiles = check_compile(compiles, is_served, engine_config.strategy)

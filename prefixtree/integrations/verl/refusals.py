@@ -158,7 +158,6 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
 def check_recompute(
     recompute: Any,
     is_served: bool,
-    sequence_parallel: int = 1,
     instead: str = "enable_gradient_checkpointing",
 ) -> None:
     """Refuses a setting of override_config that nothing would follow.
@@ -166,12 +165,10 @@ def check_recompute(
     Args:
         recompute: its value, None where it is not set.
         is_served: whether the engine packs.
-        sequence_parallel: ulysses_sequence_parallel_size.
         instead: the setting that is followed where this one is not.
 
     Raises:
-        UnsupportedError: without attn_implementation="prefixtree", or "auto" with ranks that
-            compute a forest together.
+        UnsupportedError: without attn_implementation="prefixtree".
         ValueError: an unknown value.
     """
     if recompute is None:
@@ -181,12 +178,6 @@ def check_recompute(
         raise _not_served(setting, "FSDP engines", f"; {instead} says what is recomputed")
     if recompute not in (values := ("auto", *MODES)):
         raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
-    if recompute == "auto" and sequence_parallel > 1:
-        raise UnsupportedError(
-            f"{setting} plans by the free memory of each rank, and with "
-            f"ulysses_sequence_parallel_size={sequence_parallel} ranks must recompute the same "
-            f"layers: set one of {', '.join(map(repr, MODES))}"
-        )
 
 
 def check_compile(compiles: Any, is_served: bool, strategy: str) -> bool:

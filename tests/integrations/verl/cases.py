@@ -14,6 +14,7 @@ class Settings:
         algorithm: "grpo" (reference, KL and entropy loss) or "ppo" (critic, entropy loss).
         tokens: max_token_len_per_gpu, or None for a fixed size of micro-batches.
         size: micro_batch_size_per_gpu where tokens is None.
+        recompute: prefixtree_recompute of ours. Default: not set.
         temperatures: a temperature a sample, unlike within a group.
         even: ranks get rollouts alike; otherwise the last one's share nothing.
         same_steps: both engines make the same micro-batches, so that every metric must agree;
@@ -31,6 +32,7 @@ class Settings:
     tokens: int | None = 60
     size: int = 4
     checkpointing: bool = True
+    recompute: str = ""
     temperatures: bool = False
     even: bool = True
     same_steps: bool = False
@@ -86,7 +88,9 @@ CASES: dict[str, Settings] = {
 TWO_RANKS = {"ulysses_sequence_parallel_size": 2}
 # on four ranks, two of which have the same data and compute each forest together
 SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
-    "grpo, two ranks a forest": Settings(model="qwen3_moe", engine=TWO_RANKS, tokens=30),
+    "grpo, two ranks a forest": Settings(
+        model="qwen3_moe", engine=TWO_RANKS, tokens=30, recompute="auto"
+    ),
     "grpo, two ranks a forest, lora": Settings(
         model_options={"lora_rank": 4, "lora_alpha": 8},
         lr=1.0,

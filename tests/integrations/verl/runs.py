@@ -186,11 +186,14 @@ def worker_config(
         settings = replace(settings, engine=engine)
     ranks = settings.engine.get("ulysses_sequence_parallel_size", 1)
     stock = theirs if ranks == 1 else VARLEN
+    ours = {"attn_implementation": "prefixtree"}
+    if settings.recompute:
+        ours["prefixtree_recompute"] = settings.recompute
     model_config = HFModelConfig(
         path=str(path),
         **{
             "external_lib": "prefixtree.integrations.verl" if packs else None,
-            "override_config": {"attn_implementation": "prefixtree" if packs else stock},
+            "override_config": ours if packs else {"attn_implementation": stock},
             "enable_gradient_checkpointing": settings.checkpointing,
             # verl's own needs flash-attn for it, or what stands for it among several ranks
             "use_remove_padding": packs or ranks > 1,

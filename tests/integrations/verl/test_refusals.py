@@ -69,14 +69,6 @@ def test_ligers_layers_where_they_are_verified(models: Path) -> None:
         refusals.check_settings(model_config, engine_config, "log_probs")
 
 
-def test_ranks_that_compute_a_forest_together() -> None:
-    """Plans by each rank's memory are refused."""
-    refusals.check_recompute("all", True, 2)
-    refusals.check_recompute("auto", True, 1)
-    with pytest.raises(UnsupportedError, match="'auto' plans by the free memory of each rank"):
-        refusals.check_recompute("auto", True, 2)
-
-
 def test_attention_dropout_is_refused_for_training_alone(models: Path) -> None:
     dropout = {"attn_implementation": "prefixtree", "attention_dropout": 0.1}
     settings = replace(SETTINGS, model_options={"override_config": dropout})

@@ -162,7 +162,8 @@ def test_numerics_of_features_of_chains_where_tiles_differ(dims: tuple[int, int]
 @pytest.mark.parametrize("count", [2, 40, 256, 257, 2000])
 @pytest.mark.parametrize("window", [0, 90])
 def test_numerics_of_many_chains(count: int, window: int) -> None:
-    most = {2: 2000, 40: 200}.get(count, 40)
+    # few tokens in all: the reference is dense
+    most = {2: 2000, 40: 200, 2000: 6}.get(count, 40)
     lengths = np.random.default_rng(count).integers(1, most, count)
     forest = PrefixForest.from_parents([-1] * count, lengths)
     mask = cuda_mask(forest)
