@@ -254,6 +254,7 @@ class _RankPart:
         tokens: this rank's.
         attended: the mask over which layers attend.
         index: this rank's place in the group.
+        states: of its recurrent layers.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class _RankPart:
         self.tokens = split[self.index]
         exchange = TokensForHeads(split, self.index, group)
         self.attended = split.packed.mask if mode == "heads" else self.tokens.mask
-        self._states = states = StatesOfRanks(split, exchange, self.attended)
+        self.states = states = StatesOfRanks(split, exchange, self.attended)
         self._mask: DividedMask
         if mode == "heads":
             self._mask = HeadsMask(split, exchange, lambda layer: states)
@@ -299,7 +300,7 @@ class _RankPart:
             most = max(groups, default=0.0)
             work = replace(work, borrowed=round(own * most / 2), wide=own * (most + 1))
         else:
-            above = borrowed if self._states.computes_above else 0
+            above = borrowed if self.states.computes_above else 0
             # gradients of all rows and of own ones, those that go back and those that come
             wide = 2 * (own + borrowed) + sent if borrowed or sent else 0
             work = replace(work, wide=wide, above=above)
@@ -379,15 +380,16 @@ def _part_of_rank(
         prepare_states(inner)
         check_averages(model, group)
         check_mode(mode, inner.config.get_text_config(), packed, ranks)
-        for heads, shared in state_heads(inner):
-            if problem := state_heads_problem(heads, shared, ranks):
-                raise ValueError(problem)
         whole, placed = padded_to_ranks(packed, ranks), None
         if pictures is not None:
             placed = PlacedPictures(model, inner, whole, pictures)
             whole = placed.packed
         split = _split(inner, whole, found, ranks, mode)
-        part = local(inner, found, _RankPart(split, placed, group, mode))
+        own = _RankPart(split, placed, group, mode)
+        for heads, shared in () if own.states.computes_above else state_heads(inner):
+            if problem := state_heads_problem(heads, shared, ranks):
+                raise ValueError(problem)
+        part = local(inner, found, own)
         return (inner, part), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),

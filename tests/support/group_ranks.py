@@ -156,6 +156,10 @@ CASES: dict[str, Case] = {
     "states, one scores nothing": Case("lfm2", "ddp", forest="one scores nothing"),
     "states, one token": Case("qwen3_next", "fsdp2", forest="one token"),
     "states, trees apart": Case("falcon_h1", forest="trees apart"),
+    # each rank computes tokens above its own again, for all heads
+    "states, odd heads": Case(
+        "qwen3_5", changes=(("linear_num_key_heads", 3), ("linear_num_value_heads", 3))
+    ),
 }
 # without those whose parts others have
 QUICK = [
