@@ -13,7 +13,9 @@ target that costs twice what tests/costs.json says, and two minutes more, fails:
 it happens.
 
 A target with `tests` runs those files of tests for which something changed that they can reach
-(tools/reach.py) since they were last recorded green. The nightly workflow runs all of them.
+(tools/reach.py) since they were last recorded green. Tests marked full, which few changes can
+break, wait for changes of their own room of the package, and of all beside the package. The nightly
+workflow runs all of them.
 
 The Python of the system runs this file, before there is any environment.
 """
@@ -56,9 +58,10 @@ class Target:
         all_cores: whether it keeps all cores busy by itself.
         tests: patterns of its files of tests, if each is left out while what it reaches stays.
         full: whether it runs the tests marked full alone, which few files have.
+        near: whether of the package its files wait for changes of their own room alone.
         whole: whether it runs all its files when one has to.
         left: the files of tests that it leaves out.
-        options: more of pytest's. One start runs the tests marked full beside the others.
+        options: more of pytest's.
         has_more: whether it has tests that run with --full alone, which --all gives it.
     """
 
@@ -67,6 +70,7 @@ class Target:
     all_cores: bool = False
     tests: tuple[str, ...] = ()
     full: bool = False
+    near: bool = False
     whole: bool = False
     left: tuple[str, ...] = ()
     options: str = ""
@@ -103,14 +107,19 @@ def targets() -> list[Target]:
     rooms -= {"kernels", "benchmarks", "integrations"}
     rest = ("tests/test_*.py", "tests/integrations/test_*.py")
     rest += tuple(f"tests/{room}/**/test_*.py" for room in sorted(rooms))
+    kernels = "tests/kernels"
     not_models = ("tests/models/test_torchao.py", "tests/benchmarks/test_precision.py")
     return [
         # the longest first
-        Target("test-trl", (trl,), tests=of["trl"], options=" --full"),
-        Target("test-verl", (verl,), tests=of["verl"], options=" --full"),
-        Target("test-flash", (flash,), tests=("tests/kernels/attention/flash/fa4/test_*.py",)),
+        Target("test-trl", (trl,), tests=of["trl"]),
+        Target("test-verl", (verl,), tests=of["verl"]),
+        Target("test-full-trl", (trl,), tests=of["trl"], full=True),
+        Target("test-full-verl", (verl,), tests=of["verl"], full=True),
+        Target(
+            "test-flash", (flash,), tests=(f"{kernels}/attention/flash/fa4/test_*.py",), near=True
+        ),
         Target("test-full PART=rest", tests=rest, full=True),
-        Target("test-full PART=kernels", tests=("tests/kernels/**/test_*.py",), full=True),
+        Target("test-full PART=kernels", tests=(f"{kernels}/**/test_*.py",), full=True),
         # `test` runs the others every time
         Target(
             "test-benchmarks", tests=("tests/benchmarks/test_*.py",), full=True, options=" -m full"
@@ -129,7 +138,7 @@ def targets() -> list[Target]:
             for version in (new, old)
         ),
         Target("test-verl-megatron", (megatron[new], verl), tests=(on_megatron,)),
-        Target("test-fla", (fla,), tests=("tests/kernels/recurrence/fla/test_*.py",)),
+        Target("test-fla", (fla,), tests=(f"{kernels}/recurrence/fla/test_*.py",)),
         Target("docs", (".venvs/docs/.ready",)),
         Target("lint"),
         Target("test", all_cores=True),
@@ -146,7 +155,8 @@ def fingerprints(target: Target, sources: Sources) -> dict[str, str]:
     """Of each of a target's files of tests: a hash of all that decides its result."""
     made = made_by(target.name, sources.text("Makefile"))
     made += f"{target.options}{target.full}{sys.version_info[:2]}"
-    return {name: sources.fingerprint(name, made) for name in files_of(target, sources)[0]}
+    near = target.near or target.full
+    return {name: sources.fingerprint(name, made, near) for name in files_of(target, sources)[0]}
 
 
 def files_of(target: Target, sources: Sources) -> tuple[list[str], list[str]]:

@@ -112,10 +112,21 @@ class Sources:
             found |= needed
         return found
 
-    def fingerprint(self, test: str, made_by: str) -> str:
-        """A hash of all that decides what a file of tests does, and of how its target is made."""
+    def near(self, test: str) -> set[str]:
+        """Of what a file of tests reaches: its own room of the package, and all that is beside the
+        package. Tests of a folder that has no room of its name reach all alike."""
+        _, *rooms, _ = test.split("/")
+        room = "/".join(rooms[: 2 if rooms[:1] == ["integrations"] else 1])
+        own = (f"{PACKAGE}/{room}/",) if f"{PACKAGE}/{room}" in self.folders else ()
+        if not rooms or not (own or room in self.folders):
+            return self.reach(test)
+        return {f for f in self.reach(test) if not f.startswith(f"{PACKAGE}/") or f.startswith(own)}
+
+    def fingerprint(self, test: str, made_by: str, near: bool = False) -> str:
+        """A hash of all that decides what a file of tests does, or of what is near it, and of how
+        its target is made."""
         digest = hashlib.sha256(made_by.encode())
-        for file in sorted(self.reach(test)):
+        for file in sorted(self.near(test) if near else self.reach(test)):
             digest.update(f"{file}\n".encode() + (self.root / file).read_bytes())
         return digest.hexdigest()[:12]
 

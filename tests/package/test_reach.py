@@ -95,6 +95,30 @@ def test_a_fingerprint_is_of_all_that_is_reached(checkout: Path) -> None:
     assert Sources(checkout).fingerprint("tests/folder/test_it.py", "other") not in seen
 
 
+@pytest.mark.parametrize(
+    "test, own",
+    [
+        ("tests/scoring/test_teacher.py", "prefixtree/scoring/"),
+        ("tests/kernels/attention/flash/test_chains.py", "prefixtree/kernels/"),
+        ("tests/integrations/trl/test_training.py", "prefixtree/integrations/trl/"),
+        ("tests/examples/test_fsdp2_grpo.py", "nothing"),
+        # of no room
+        ("tests/package/test_readme.py", "prefixtree/"),
+        ("tests/test_forest.py", "prefixtree/"),
+    ],
+)
+def test_what_is_near(test: str, own: str) -> None:
+    sources = Sources()
+    near, reach = sources.near(test), sources.reach(test)
+    assert {test, "pyproject.toml"} <= near <= reach
+    inside = {file for file in reach if file.startswith("prefixtree/")}
+    assert near & inside == {file for file in inside if file.startswith(own)}
+    assert reach - near <= inside and (own == "nothing" or near & inside)
+    if reach > near:
+        made = {sources.fingerprint(test, "make", near) for near in (False, True)}
+        assert len(made) == 2
+
+
 def test_what_makes_a_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     verl = made_by("test-full-verl", makefile)
