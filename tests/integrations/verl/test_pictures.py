@@ -9,15 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from verl.utils import tensordict_utils as tu
 
-from prefixtree.integrations.verl import engine
+from prefixtree import compile_layers
+from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl import pictures as room
 from prefixtree.models import vision
 from prefixtree.packing.placements import Placements
@@ -115,10 +118,17 @@ def test_a_forest_on_two_ranks(name: str, two_ranks: list[dict[Any, Any]], sees:
     ids=["fsdp1", "auto", "auto on text", "compiled"],
 )
 def test_other_settings(
-    engine: dict[str, Any], override: dict[str, Any], with_pictures: bool, sees: Path
+    engine: dict[str, Any],
+    override: dict[str, Any],
+    with_pictures: bool,
+    sees: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One update with weight decay, which moves the tower on text alone too. FSDP1 is refused with
     pictures."""
+    # inductor would take its time on a CPU
+    backend = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(engine_module, "compile_layers", partial(compile_layers, backend=backend))
     plain = VISION_CASES["qwen3_vl, text, decay"]
     options = {"override_config": {"attn_implementation": "prefixtree", **override}}
     ends = []
@@ -142,6 +152,7 @@ def test_other_settings(
         start = parameters(worker)
         worker.train_mini_batch(data)
         ends.append(parameters(worker))
+    assert (backend.frame_count > 0) == ("prefixtree_compile" in override)
     tower = [name for name in start if "visual." in name and "bias" not in name]
     assert tower and all(difference([ends[1][n]], [start[n]]) > 1e-3 for n in tower)
     # FSDP1 writes its wrappers into the names
@@ -177,7 +188,7 @@ def test_a_gradient_left_out_is_seen(
     def without(self: Any, features: torch.Tensor) -> torch.Tensor:
         return repeated(self, torch.cat([features[:8].detach(), features[8:]]))
 
-    with patch.object(engine, "kept_trunks", wraps=engine.kept_trunks) as kept:
+    with patch.object(engine_module, "kept_trunks", wraps=engine_module.kept_trunks) as kept:
         right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
     assert max(right) < 1e-5, right
     # old log-probabilities, reference and four updates
