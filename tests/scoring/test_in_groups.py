@@ -23,6 +23,7 @@ from tests.support.group_ranks import (
     MISTAKES,
     PEAKS,
     QUICK,
+    SHARES,
     TEMPERATURES,
     WIDE_CASES,
     Case,
@@ -197,7 +198,7 @@ def test_the_update_of_the_documentation(wide_results):
             assert float(expected.norm()) > 0, name
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", PEAKS)
 def test_a_rank_holds_what_was_planned_for_it(results, name, share):
     for result in results:

@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "windows, softcap, checkpointing": Case("gemma2", "ddp", "not reentrant"),
     "reentrant checkpointing": Case("llama", "", "reentrant"),
     "sinks": Case("gpt_oss", recompute="all_but_attention"),
-    "MLA": Case("deepseek_v3", recompute="auto"),
+    "MLA": Case("deepseek_v3", recompute="all"),
     "experts, DDP": Case("qwen3_moe", "ddp"),
     "experts, their loss, routes": Case(
         "qwen3_moe", "ddp", recompute="auto", scattered=True, balance=300.0, replays=True
@@ -405,19 +405,20 @@ def _mistaken(mistake: tuple[Any, str, Any], group: Any, rank: int) -> dict[str,
 # ---- what a rank holds ------------------------------------------------------------------------
 
 PEAKS = {
-    "parts": Case(),
     "scattered": Case(scattered=True),
     "heads": Case(group_mode="heads"),
     "values": Case(forest="values"),
 }
+# of the memory between the least and the most that a plan may need
+SHARES = (0.4, 1.0)
 
 
 def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, ...]]:
     """The most bytes of an update beside weights and gradients, counted; what they were predicted
     to be; the modes."""
-    packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 3000)])
+    packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 2000)])
     # few scored edges, whose logits are next to nothing
-    masks = [np.arange(3000) >= 2992]
+    masks = [np.arange(2000) >= 1992]
     is_classifier = case.forest == "values"
     model = reward_model("gemma2") if is_classifier else build(case.family, num_hidden_layers=4)
     model = model.to(torch.bfloat16).train()
@@ -603,7 +604,7 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
         return results
     group = dist.group.WORLD
     for name, case in PEAKS.items():
-        for share in (0.0, 0.4, 1.0):
+        for share in SHARES:
             results["peak", name, share] = _tried(_peak, case, share, group)
     for name, mistake in MISTAKES.items():
         results["mistake", name] = _tried(_mistaken, mistake, group, rank)
