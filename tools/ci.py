@@ -329,8 +329,9 @@ class Costs:
         """Why a run is red, or nothing."""
         if run.status != 0:
             return f"exit status {run.status}"
-        entry = self.recorded.get(run.target.label)
-        if entry is None or run.target.makes_environment or run.full:
+        # of a target that was never green as a whole, the files alone are known
+        entry = self.recorded.get(run.target.label, {})
+        if "loops" not in entry or run.target.makes_environment or run.full:
             return ""
         recorded = entry["loops"] * self.loop_seconds
         growth = run.processor / recorded
@@ -415,7 +416,8 @@ def write_table(recorded: dict[str, dict[str, object]]) -> None:
         "| target | tests | minutes | loops | most expensive files (s) |",
         "|---|---|---|---|---|",
     ]
-    entries = sorted(recorded.items(), key=lambda item: -float(str(item[1]["loops"])))
+    known = [(label, entry) for label, entry in recorded.items() if "loops" in entry]
+    entries = sorted(known, key=lambda item: -float(str(item[1]["loops"])))
     for label, entry in entries:
         most = entry.get("most", [])
         assert isinstance(most, list)

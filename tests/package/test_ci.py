@@ -127,6 +127,14 @@ def test_files_are_left_out_while_what_they_reach_stays(
     (folder / "t.log").write_text("b . c F.\n1 failed, 2 passed in 0.1s\n")
     costs.record([ci.replace(ended("t", status=1), target=part)])
     assert costs.to_run(target, False).left == ("b",)
+    # a target whose first run was red has no cost yet
+    other = ci.replace(target, name="other")
+    costs.to_run(other, False)
+    ci.log_of(other).with_suffix(".xml").write_text(f"<testsuite>{cases}</testsuite>")
+    ci.log_of(other).write_text("1 failed, 2 passed in 0.1s\n")
+    costs.record([ci.replace(ended("other", status=1), target=other)])
+    assert costs.problem(ended("other")) == "" and "`other`" not in ci.README.read_text()
+    assert costs.recorded["other"]["files"] == {"b": "4"}
 
 
 @pytest.mark.parametrize(
