@@ -29,7 +29,6 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.parallel.agreement import agree
 from prefixtree.recompute.layers import (
-    MODES,
     Mode,
     checkpoint_of_tower,
     checkpoints_itself,
@@ -41,6 +40,7 @@ from prefixtree.recompute.plan import (
     PartWork,
     RecomputePlan,
     Work,
+    modes_at,
     place_of,
     plan_for,
     reserve,
@@ -174,9 +174,7 @@ class GroupShare:
         most = torch.tensor(place_of(own), device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         first, kept = most.tolist()
-        counts = first, kept - first, len(own.modes) - kept
-        modes = [mode for mode, n in zip(MODES, counts, strict=True) for _ in range(n)]
-        return replace(own, modes=tuple(modes))
+        return replace(own, modes=modes_at(first, kept, len(own.modes)))
 
 
 @with_hints
@@ -293,8 +291,10 @@ def recomputed_forward(
         of_pictures: Shown | None = None
         if shown is not None and len(shown.placed.placements.number):
             placed = shown.placed
-            of_pictures = partial(PictureWork.of, placed.placements, placed.pictures, moved=True)
-            if share is not None:
+            if share is None:
+                shown_by = placed.placements, placed.pictures
+                of_pictures = partial(PictureWork.of, *shown_by, moved=True)
+            else:
                 of_pictures = partial(PictureWork.of_rank, shown.encodings)
         plan = partial(_planned, model, packed, None, scored, of_pictures, held, share)
         of_tower = plan() if share is None else share.agreed(packed.device, plan)

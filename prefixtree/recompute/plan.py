@@ -241,10 +241,14 @@ def place_of(plan: RecomputePlan) -> tuple[int, int]:
 def plan_at(peaks: np.ndarray, place: int) -> RecomputePlan:
     """The plan of a place in `peaks`, row after row."""
     a, b = divmod(place, peaks.shape[1])
-    layers = peaks.shape[0] - 1
-    counts = (a, b - a, layers - b)
-    modes = tuple(mode for mode, n in zip(MODES, counts, strict=True) for _ in range(n))
+    modes = modes_at(a, b, peaks.shape[0] - 1)
     return RecomputePlan(modes, round(float(peaks.flat[place])))
+
+
+def modes_at(a: int, b: int, layers: int) -> tuple[Mode, ...]:
+    """The modes of a plan whose layers before a recompute all, and from b on nothing."""
+    counts = (a, b - a, layers - b)
+    return tuple(mode for mode, n in zip(MODES, counts, strict=True) for _ in range(n))
 
 
 def reserve(total: int) -> int:

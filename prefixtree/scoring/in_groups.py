@@ -289,7 +289,7 @@ class _RankPart:
 
     def share(self, config: Any, recompute: Any) -> GroupShare | None:
         """The part as "auto" plans it; None for other modes."""
-        if not isinstance(recompute, str) or recompute != "auto":
+        if recompute != "auto":
             return None
         work, own = PartWork.of(self.tokens, 0, True), self.tokens.num_tokens
         borrowed, sent = self.tokens.num_borrowed, len(self.tokens.exchange.send_rows)
@@ -386,8 +386,9 @@ def _part_of_rank(
             whole = placed.packed
         split = _split(inner, whole, found, ranks, mode)
         own = _RankPart(split, placed, group, mode)
-        for heads, shared in () if own.states.computes_above else state_heads(inner):
-            if problem := state_heads_problem(heads, shared, ranks):
+        for heads, shared in state_heads(inner):
+            problem = state_heads_problem(heads, shared, ranks)
+            if problem and not own.states.computes_above:
                 raise ValueError(problem)
         part = local(inner, found, own)
         return (inner, part), {

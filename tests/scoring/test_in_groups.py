@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
 from prefixtree import tree_attention
-from prefixtree.models.checks import find_causal_lm
-from prefixtree.models.layers import layers_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import mostly
 from tests.support.group_bad_calls import BAD
-from tests.support.group_ranks import (
+from tests.support.group_cases import (
     BALANCED,
     CASES,
-    FORESTS,
     HALF,
-    MISTAKES,
-    PEAKS,
     QUICK,
-    SHARES,
     TEMPERATURES,
     WIDE_CASES,
     Case,
-    documented_names,
-    num_groups,
     objective_of,
     packed_of,
+)
+from tests.support.group_checks import Results, check, check_exchanges, check_values, run_alone
+from tests.support.group_ranks import (
+    MISTAKES,
+    documented_names,
     rows_in_bfloat16,
-    values_weight,
 )
 from tests.support.models import (
     Run,
     assert_same,
-    attentions,
     build,
     errors,
     gradients,
     numbers_and_logprob,
     pack_sequences,
     ragged_packed,
-    reward_model,
     run_packed,
-    tolerance,
 )
 from tests.support.spawn import run_ranks
 
@@ -54,8 +45,6 @@ pytestmark = [
     # PEFT asks transformers under the old name of the property
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ]
-
-Results = list[dict[Any, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -70,78 +59,16 @@ def wide_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_ranks("tests.support.group_ranks", tmp_path_factory.mktemp("four"), 4)
 
 
-@cache
-def _alone(case: Case) -> list[Run]:
-    """One process, the forest of each group."""
-    model = case.model()
-    objectives = [objective_of(case, place) for place in range(num_groups(case))]
-    return [run_packed(model, packed_of(case, o), o) for o in objectives]
-
-
-def _check(results: Results, name: str, case: Case) -> None:
-    """Every rank has all scores of its forest, and the ranks' mean gradient is the whole one's."""
-    alone = _alone(case)
-    mean = {
-        key: sum(run.gradients[key] for run in alone) / len(alone) for key in alone[0].gradients
-    }
-    for rank, result in enumerate(results):
-        assert isinstance(result[name], dict), result[name]
-        mine = alone[rank * len(alone) // len(results)]
-        found = Run(**result[name]["run"])
-        if sum(len(p) for p in mine.logprobs):
-            reference = Run(mine.logprobs, mine.entropy, mean)
-            worst = assert_same(found, reference, tolerance(case.family))
-            print(f"{name}, rank {rank}: {worst}")
-        else:
-            assert [len(p) for p in found.logprobs] == [0]
-            assert all(g.abs().max() == 0 for g in found.gradients.values())
-        # averaged over ranks, to the bit
-        first = results[0][name]["run"]["gradients"]
-        assert all(torch.equal(g, first[n]) for n, g in found.gradients.items())
-
-
-def _check_exchanges(results: Results, name: str, case: Case) -> None:
-    """The ranks did compute parts, and exchanged rows in every layer that was computed."""
-    model = case.model()
-    attends = [bool(attentions(layer)) for layer in layers_of(find_causal_lm(model))]
-    size = len(results) // num_groups(case)
-    modes = getattr(case.recompute, "modes", (case.recompute,) * len(attends))
-    if case.recompute == "auto":
-        modes = results[0][name]["modes"]
-        for rank, result in enumerate(results):
-            # the other ranks have memory for less
-            assert result[name]["modes"] == modes or num_groups(case) > 1
-            assert result[name]["modes"] != (own := result[name]["own"]) or rank % size
-            assert set(own) == {"nothing"} or rank % size
-    recomputed = [
-        bool(case.checkpointing) or mode in ("all", "all_but_attention") for mode in modes
-    ]
-    layers = sum(attends)
-    again = sum(a and r for a, r in zip(attends, recomputed, strict=True))
-    for place in range(num_groups(case)):
-        calls = [result[name]["calls"] for result in results[place * size : (place + 1) * size]]
-        assert all(len(of_rank) == layers + again for of_rank in calls)
-        own, came = (sum(of_rank[0][i] for of_rank in calls) for i in range(2))
-        assert own == max(packed_of(case, objective_of(case, place)).num_tokens, size)
-        if case.group_mode == "heads":
-            assert came == own * (size - 1)
-        else:
-            assert (came > 0) == (case.forest not in ("one token", "trees apart"))
-        if case.scattered:
-            # from one another, and so not one after another
-            assert all(of_rank[0][1] > 0 for of_rank in calls)
-
-
 @pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_two_ranks(results, name):
-    _check(results, name, CASES[name])
-    _check_exchanges(results, name, CASES[name])
+    check(results, name, CASES[name])
+    check_exchanges(results, name, CASES[name])
 
 
 @pytest.mark.parametrize("name", WIDE_CASES)
 def test_four_ranks(wide_results, name):
-    _check(wide_results, name, WIDE_CASES[name])
-    _check_exchanges(wide_results, name, WIDE_CASES[name])
+    check(wide_results, name, WIDE_CASES[name])
+    check_exchanges(wide_results, name, WIDE_CASES[name])
 
 
 def test_a_kv_head_of_several_ranks_gets_its_gradient_in_float32(wide_results):
@@ -166,17 +93,7 @@ def test_a_kv_head_of_several_ranks_gets_its_gradient_in_float32(wide_results):
 @pytest.mark.parametrize("name", ["ragged", "one token"])
 def test_values_per_token(results, wide_results, name, wrapper):
     """Of a reward model; also of a forest that is padded, so that every rank has a token."""
-    model, values = reward_model("gemma2", "eager"), []
-    for tokens in FORESTS[name](0).sequences:
-        states = model.model(torch.from_numpy(tokens)[None], use_cache=False).last_hidden_state
-        values.append(model.score(states)[0])
-    flat = torch.cat(values)
-    (flat * values_weight(flat)).sum().backward()
-    expected = Run([flat.detach()], [flat.detach()], gradients(model))
-    for result in (*results, *wide_results):
-        got = result["values", name, wrapper]
-        assert isinstance(got, dict), got
-        assert_same(Run([got["values"]], [got["values"]], got["gradients"]), expected)
+    check_values([r["values", name, wrapper] for r in (*results, *wide_results)], name)
 
 
 def test_the_update_of_the_documentation(wide_results):
@@ -198,19 +115,10 @@ def test_the_update_of_the_documentation(wide_results):
             assert float(expected.norm()) > 0, name
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", PEAKS)
-def test_a_rank_holds_what_was_planned_for_it(results, name, share):
-    for result in results:
-        counted, planned, modes = result["peak", name, share]
-        print(f"{name}, {share}: counted {counted:,}, {planned / counted:.3f} planned, {modes}")
-        assert counted <= planned < 1.3 * counted
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_red_with_a_mistake(results, mistake):
     """Scores do not show it, gradients do."""
-    (alone,) = _alone(Case())
+    (alone,) = run_alone(Case())
     for result in results:
         found = errors(Run(**result["mistake", mistake]["run"]), alone)
         assert max(found.logprob, found.entropy) <= 1e-5 and found.gradient > 0.1
@@ -218,7 +126,7 @@ def test_red_with_a_mistake(results, mistake):
 
 def test_gradients_are_those_of_the_mean_of_the_ranks_losses(results):
     """One rank computes the objective, the other three times that."""
-    (alone,) = _alone(Case())
+    (alone,) = run_alone(Case())
     doubled = {name: 2 * gradient for name, gradient in alone.gradients.items()}
     for result in results:
         found = Run(**result["losses of their own"]["run"])

@@ -102,11 +102,13 @@ CASES: dict[int, dict[str, Case]] = {
         "FSDP2, runs": Case("qwen3_vl", wrapper="fsdp2", recompute="all", double=False),
         "FSDP2, a plan": Case("qwen3_vl", wrapper="fsdp2", recompute=_PLAN, double=False),
         "FSDP2, one picture": Case(
-            "qwen3_vl", "one", wrapper="fsdp2", recompute="auto", double=False
+            "qwen3_vl", "one", wrapper="fsdp2", recompute="all_but_attention", double=False
         ),
+        "FSDP2, auto": Case("qwen3_vl", "one", wrapper="fsdp2", recompute="auto", double=False),
         "FSDP2, states": Case("qwen3_5", wrapper="fsdp2", double=False),
         "DDP, videos, heads": Case("qwen3_vl", "videos", "heads", wrapper="ddp", double=False),
-        "compiled layers": Case("qwen2_5_vl", compiled=True, recompute="auto", double=False),
+        "compiled layers": Case("qwen2_5_vl", compiled=True, recompute="all", double=False),
+        "compiled layers, auto": Case("qwen2_5_vl", compiled=True, recompute="auto", double=False),
         "no gradients come back": Case("qwen3_vl", mistake="left out"),
         "gradients come twice": Case("qwen3_vl", mistake="twice"),
     },

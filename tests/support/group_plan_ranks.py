@@ -1,0 +1,139 @@
+"""One rank of test_plans_in_groups.py: plans of "auto" that the ranks of a group share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import prefixtree as pt
+from prefixtree.recompute import forward
+from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
+from prefixtree.recompute.trace import LiveBytes
+from prefixtree.scoring import in_groups as shares
+from tests.support import group_cases
+from tests.support.full import asked_for, quick_ones_run
+from tests.support.group_cases import FORESTS, Case
+from tests.support.group_ranks import run_case, scattered, tried, values_per_token
+from tests.support.models import build, pack_sequences, reward_model
+
+
+def _planned(cases: dict[str, Case], *names: str) -> dict[str, Case]:
+    return {name: replace(cases[name], recompute="auto") for name in names}
+
+
+# on two ranks
+CASES = _planned(
+    group_cases.CASES,
+    "experts, their loss, routes",
+    "heads, sinks, FSDP2",
+    "states, adapters, FSDP2",
+    "adapters, FSDP2",
+    "states, compiled layers",
+)
+QUICK = [name for name in CASES if name not in ("adapters, FSDP2", "states, compiled layers")]
+# on four
+WIDE_CASES = _planned(group_cases.WIDE_CASES, "groups, DDP")
+PEAKS = {
+    "scattered": Case(scattered=True),
+    "heads": Case(group_mode="heads"),
+    "values": Case(forest="values"),
+}
+# of the memory between the least and the most that a plan may need
+SHARES = (0.4, 1.0)
+
+
+@contextmanager
+def _memory_of_rank(share: float, seen: dict[str, Any]) -> Iterator[None]:
+    """Plans of "auto" have a share of the bytes between the least and the most that they may need;
+    notes the modes of the last forward, and what it needs by the memory model."""
+    planning, running = forward.plan_for, forward.recomputing
+    of_plan: dict[str, Any] = {}
+
+    def plan_for(memory: Any, work: Any, available: float, *_: Any, **__: Any) -> Any:
+        of_plan["peaks"] = peaks = peaks_of(memory, work)
+        least, most = float(peaks[-1, -1]), float(peaks[0, 0])
+        seen["own"] = (plan := planning(memory, work, least + share * (most - least) + 1)).modes
+        return plan
+
+    def recomputing(model: Any, modes: Any) -> Any:
+        seen["modes"] = tuple(modes)
+        if of_plan:
+            seen["bytes"] = float(of_plan["peaks"][place_of(RecomputePlan(tuple(modes), 0))])
+        return running(model, modes)
+
+    with (
+        patch.object(forward, "plan_for", plan_for),
+        patch.object(forward, "recomputing", recomputing),
+    ):
+        yield
+
+
+def _run(case: Case, group: Any, rank: int) -> dict[str, Any]:
+    """As the case runs, and the modes: of its own plan, and of what ran."""
+    seen: dict[str, Any] = {}
+    # the other ranks have memory for less
+    with _memory_of_rank(0.5 if dist.get_rank(group) else 1.0, seen):
+        return run_case(case, group, rank) | seen
+
+
+def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, ...]]:
+    """The most bytes of an update beside weights and gradients, counted; what they were predicted
+    to be; the modes."""
+    packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 2000)])
+    # few scored edges, whose logits are next to nothing
+    masks = [np.arange(2000) >= 1992]
+    is_classifier = case.forest == "values"
+    model = reward_model("gemma2") if is_classifier else build(case.family, num_hidden_layers=4)
+    model = model.to(torch.bfloat16).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    seen: dict[str, Any] = {}
+    split = scattered if case.scattered else shares.split_tokens
+
+    def update() -> None:
+        if is_classifier:
+            rows = pt.sequence_values(model, packed, recompute="auto", group=group)
+        else:
+            options = {"loss_mask": masks, "group": group, "group_mode": case.group_mode}
+            rows = pt.sequence_logprobs(model, packed, recompute="auto", **options).logprobs
+        torch.cat(rows).sum().backward()
+
+    with (
+        _memory_of_rank(share, seen),
+        patch.object(shares, "split_tokens", split),
+        patch("prefixtree.recompute.plan._LOGITS", 1 << 12),
+    ):
+        # tables are made once
+        update()
+        live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
+        with live:
+            update()
+    return live.restart(), seen["bytes"], seen["modes"]
+
+
+def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
+    """Results, or tracebacks."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
+    if ranks > 2:
+        group = mesh["cp"].get_group()
+        return {name: tried(_run, case, group, rank) for name, case in WIDE_CASES.items()}
+    group = dist.group.WORLD
+    asked = asked_for(CASES, QUICK)
+    results: dict[Any, Any] = {name: tried(_run, CASES[name], group, rank) for name in asked}
+    if not quick_ones_run():
+        return results
+    results["values"] = tried(values_per_token, "fsdp2", FORESTS["ragged"](0).sequences, "auto")
+    for name, case in PEAKS.items():
+        for share in SHARES:
+            results["peak", name, share] = tried(_peak, case, share, group)
+    return results
