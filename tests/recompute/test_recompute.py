@@ -32,6 +32,7 @@ from tests.support.models import (
     build,
     cases,
     enable_checkpointing,
+    gradients,
     mostly_full,
     ragged_objective,
     ragged_packed,
@@ -121,6 +122,38 @@ def test_modes_recompute_what_they_say(model_type, calls):
     assert ran["all_but_attention"].count("attention") == ran["nothing"].count("attention") > 0
     assert same_bits(runs["all"], runs["nothing"])
     assert same_bits(runs["all_but_attention"], runs["nothing"])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_several_backwards_of_one_graph_add_up(model_type, autocast):
+    """In every mode, as torch has it: what was kept serves every run of a layer."""
+    model, packed = build(model_type), ragged_packed()
+
+    def run(mode: Any, times: int) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            scores = pt.sequence_logprobs(model, packed, recompute=mode, return_entropy=True)
+        losses = torch.cat(scores.logprobs).sum(), torch.cat(scores.entropy).sum()
+        for i in range(times):
+            (losses[i % 2] if times > 1 else sum(losses)).backward(retain_graph=i + 1 < times)
+        return gradients(model)
+
+    whole = run(None, 1)
+    for mode in MODES:
+        for name, found in run(mode, 4).items():
+            error = (found / 2 - whole[name]).norm() / whole[name].norm()
+            assert error < (0.05 if autocast else 1e-4), (mode, name)
+
+
+def test_a_kept_output_that_a_layer_writes_to_is_refused():
+    model = build("qwen3")
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda module, args: (args[0].mul_(2),)
+    )
+    scores = pt.sequence_logprobs(model, ragged_packed(), recompute="all_but_attention")
+    with pytest.raises(pt.UnsupportedError, match="wrote in place to an output of"):
+        torch.cat(scores.logprobs).sum().backward()
 
 
 def test_what_was_set_before_is_set_again():
