@@ -101,7 +101,8 @@ def sequence_logprobs(
             alone.
         return_entropy: whether to compute entropies too. Default: False.
         return_statistics: which statistics of the distributions to compute too, without gradients:
-            "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
+            "mean_logits", the mean over the vocabulary of the logits divided by the temperature
+            (-inf where one is);
             "is_top1", 1 where the token has the largest logit (the first of equal ones);
             "log_sum_sq_probs", log sum p^2. Default: none.
         measure: a function of a chunk's logits [r, V] (float32, divided by the temperature) and its

@@ -151,7 +151,7 @@ def lm_head_logprobs(
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if options.with_entropy:
-            columns.append(-(logp.exp() * logp).sum(-1))
+            columns.append(-(logp.exp() * logp.clamp(min=eager.LEAST)).sum(-1))
         others = z.new_empty(len(z), len(options.statistics))
         write_statistics(x, t, temp, options.rule, options.statistics, others)
         found = [torch.stack(columns, -1), others]
