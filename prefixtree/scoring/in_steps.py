@@ -23,6 +23,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
+from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
@@ -279,6 +280,7 @@ def scores_in_steps(
     rows = run_in_steps(run, device, trains)
     if stamp is not None:
         stamp.settle()
+        warn_of_hooks(model, "each step of max_tokens=")
     return rows
 
 

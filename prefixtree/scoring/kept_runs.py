@@ -27,6 +27,7 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
@@ -313,6 +314,13 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._check()
         if self._turn is None:
             return
+        if self._turn.backwards != self._turn.whole:
+            raise RuntimeError(
+                f"gradients of micro-batch {self._at} were asked for by torch.autograd.grad or "
+                "backward(inputs=), which reach its own tokens and not the trunks of kept trunks: "
+                "call loss.backward(), which adds those of all to .grad; optimizer.zero_grad() "
+                "before you score again"
+            )
         if self._trains and not self._turn.backwards:
             raise RuntimeError(
                 f"no backward of the scores of micro-batch {self._at} ran within its turn of the "
@@ -354,8 +362,9 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             scores, index, lengths = self._joined(part_of, own)
         if self._stamp is not None and self._at == 0:
             self._stamp.settle()
+            warn_of_hooks(self._model, "each micro-batch and each trunk of kept trunks")
         if self._trains:
-            scores.register_hook(turn.note)
+            scores = turn.watched(scores)
             if own is not None:
                 self._run_dummies(BACKWARD)
         return self._forward.result(scores, index, lengths)
@@ -459,20 +468,40 @@ class _Turn:
     Attributes:
         exchanges: what it borrows by; None where it runs no forward that borrows.
         backwards: how often its backward ran.
+        whole: how often of these it added to all leaves of the graph.
     """
 
     def __init__(self) -> None:
         self.exchanges: StepExchanges | None = None
-        self.backwards = 0
+        self.backwards = self.whole = 0
 
-    def note(self, gradient: torch.Tensor) -> None:
-        """The hook of its scores."""
-        self.backwards += 1
+    def watched(self, scores: torch.Tensor) -> torch.Tensor:
+        """Its scores, whose backwards are counted."""
+        # a leaf that nobody asks for by name
+        leaf = torch.zeros((), device=scores.device, requires_grad=True)
+        leaf.register_hook(self._note)
+        watched: torch.Tensor = _Watched.apply(scores, leaf, self)
+        return watched
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.whole += 1
 
     def end(self) -> None:
         """A backward behind this one comes too late."""
         if self.exchanges is not None:
             self.exchanges.is_over = True
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, leaf: torch.Tensor, turn: _Turn) -> torch.Tensor:
+        ctx.turn = turn
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        ctx.turn.backwards += 1
+        return gradient, gradient.new_zeros(()), None
 
 
 def _backward(scores: torch.Tensor, gradient: torch.Tensor | None) -> None:

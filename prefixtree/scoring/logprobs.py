@@ -20,6 +20,7 @@ from prefixtree._hints import with_hints
 from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
+from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.replay import check_routes, replaying
 from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
@@ -81,7 +82,8 @@ def sequence_logprobs(
 
     With `max_tokens`, a larger forest is computed in steps, each of which borrows the keys and
     values above it from earlier ones; the backward runs them again, last to first. Any loss works.
-    Its backward adds the gradients to the parameters' `.grad`; `torch.autograd.grad` finds none.
+    Its backward adds the gradients to the parameters' `.grad`. `torch.autograd.grad` and
+    `backward(inputs=)` find none; a warning says so when scores are let go without a backward.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
@@ -238,6 +240,7 @@ class ModelForward:
         options: ScoreOptions,
     ) -> None:
         prepare_states(causal_lm)
+        warn_past_ddp(model)
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None

@@ -24,6 +24,7 @@ from prefixtree.models.checks import (
     transformer_of,
 )
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
+from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
@@ -108,6 +109,7 @@ def values_of_tokens(
         UnsupportedError: a model that does not give a value per token.
     """
     prepare_states(classifier)
+    warn_past_ddp(model)
     with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
         values = getattr(model(**inputs), "logits", None)
     expected = 1, mask.num_queries, classifier.config.num_labels
