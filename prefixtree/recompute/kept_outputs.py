@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of some operators, for every time that it runs again.
+"""Outputs of some operators that a checkpoint keeps, for every time that it runs again.
 
 torch's own contexts (`create_selective_checkpoint_contexts`) hand an output out once, so a second
 backward of one graph ends in an error. They also count all operators, and those differ between two
@@ -70,8 +70,7 @@ class _Taking(_Mode):
         if _versions(outputs) != versions:
             raise UnsupportedError(
                 f"a layer wrote in place to an output of {func}, which "
-                'recompute="all_but_attention" keeps for the backward: write to a copy, or give '
-                'recompute="all" or "nothing"'
+                'recompute="all_but_attention" keeps for the backward: make it write to a copy'
             )
         return _detached(outputs)
 
