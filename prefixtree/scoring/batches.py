@@ -109,7 +109,7 @@ def batch_logprobs(
                 f"{[len(tokens) for tokens in sequences]}"
             )
     # of padding alone a dummy runs; any id does
-    forest = PrefixForest.from_sequences(sequences or [[0]])
+    forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
     packed = pack(forest if sequences else forest.dummy()).to(input_ids.device)
     masks, scored = _masks(layout, loss_mask)
     if not len(layout.lengths):

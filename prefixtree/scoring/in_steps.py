@@ -282,7 +282,7 @@ def scores_in_steps(
 
 
 def dummy_of(packed: PackedForest) -> PackedForest:
-    """What a rank runs while others have a step more."""
+    """A dummy, which a rank runs while others have a step more."""
     return pack(packed.forest.dummy()).to(packed.device)
 
 
