@@ -89,7 +89,8 @@ def check_model(
     if causal_lm.training and torch.is_grad_enabled():
         check_checkpointing(causal_lm, text)
     if (tokens := packed.forest.tokens) is not None:
-        check_tokens(config, tokens)
+        given = () if pictures is None else {picture.modality for picture in pictures.distinct}
+        check_tokens(config, tokens, given)
         if pictures is not None:
             tokens = pictures.with_placeholders(tokens)
         check_vocabulary(causal_lm, tokens)

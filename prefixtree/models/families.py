@@ -5,7 +5,8 @@ The list is `models.family_table`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -240,28 +241,41 @@ def _check_version(config: Any) -> None:
         )
 
 
-def placeholder_in(config: Any, tokens: np.ndarray) -> tuple[str, int] | None:
-    """The first placeholder of images, videos or sound among token ids: its name and id."""
-    for name in ("image_token_id", "video_token_id", "audio_token_id"):
-        if (token := getattr(config, name, None)) is not None and (tokens == token).any():
-            return name, token
-    return None
+def check_tokens(
+    config: Any, tokens: np.ndarray, given: Collection[str] = (), sees: bool = True
+) -> None:
+    """Warns of placeholders of images, videos and sound that are read as text, as transformers
+    reads them without pixels: a policy may have sampled them.
 
+    Args:
+        given: the modalities of the pictures that were given with the tokens.
+        sees: whether the caller takes pictures.
 
-def check_tokens(config: Any, tokens: np.ndarray) -> None:
-    """Refuses placeholders of images and videos: equal ids may stand for different pixels."""
-    if (found := placeholder_in(config, tokens)) is None:
-        return
-    name, token = found
-    if name == "audio_token_id":
-        raise UnsupportedError(
-            f"the sequences hold audio_token_id {token}: sound is not verified; drop them"
+    Raises:
+        UnsupportedError: a placeholder of a modality that was given: equal ids may stand for
+            different pixels.
+    """
+    for modality in ("image", "video", "audio"):
+        token = getattr(config, f"{modality}_token_id", None)
+        if token is None or not (tokens == token).any():
+            continue
+        which = f"the sequences hold {modality}_token_id {token}"
+        if modality in given:
+            raise UnsupportedError(
+                f"{which} beside pictures, and it would be shared whatever it shows: make the "
+                "forest of pictures.sequences, where each picture has an id"
+            )
+        mend = "which is not verified here: drop them"
+        if sees and modality != "audio":
+            mend = (
+                "make the forest of pictures.sequences and pass pictures=pictures, with pictures = "
+                "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
+            )
+        warnings.warn(
+            f"{which}: no {modality} was given, so it is read as text, as transformers reads it. "
+            f"That is right where a policy sampled it; where it shows a picture or sound, {mend}",
+            stacklevel=2,
         )
-    raise UnsupportedError(
-        f"the sequences hold {name} {token}, which would be shared whatever it shows: make "
-        "the forest of pictures.sequences and pass pictures=pictures, with pictures = "
-        "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
-    )
 
 
 def check_modules(model: nn.Module, *, may_change: bool = False) -> None:

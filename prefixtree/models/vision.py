@@ -136,6 +136,7 @@ class PlacedPictures:
             # ranks with pictures run the tower, and wait for those without; and a part without
             # pictures may borrow from one with some, whose gradients must pass its layers
             found = [blank(self._causal_lm.config, self.packed.device)]
+            return EncodedPictures(self, self._causal_lm, found, is_blank=True)
         return EncodedPictures(self, self._causal_lm, found)
 
     def pixels(self) -> dict[str, torch.Tensor]:
@@ -160,7 +161,14 @@ class EncodedPictures:
         encodings: the calls of the tower.
     """
 
-    def __init__(self, placed: PlacedPictures, causal_lm: Any, encodings: list[Encoding]) -> None:
+    def __init__(
+        self,
+        placed: PlacedPictures,
+        causal_lm: Any,
+        encodings: list[Encoding],
+        is_blank: bool = False,
+    ) -> None:
+        self._is_blank = is_blank
         self.placed, self.tower = placed, tower_of(causal_lm)
         self.inputs = {k: v for encoding in encodings for k, v in encoding.inputs().items()}
         self._causal_lm, self.encodings = causal_lm, encodings
@@ -211,6 +219,10 @@ class EncodedPictures:
         with changing(self._causal_lm) as changes:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
+            base = self._causal_lm.model
+            if self._is_blank and hasattr(base, "get_placeholder_mask"):
+                masks = _of_no_image(base.get_placeholder_mask, self._causal_lm.config)
+                changes.set(base, get_placeholder_mask=masks)
             forward = in_few_calls(self.tower)
             if (most := runs.patches) is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
@@ -225,6 +237,18 @@ class EncodedPictures:
             yield
         if left:
             raise UnsupportedError(f"{UNEXPECTED} {len(left)} times less")
+
+
+def _of_no_image(masks: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """A model's `get_placeholder_mask` in a forward whose placeholders of images are all text."""
+    if config.model_type in TOWERS:
+        # reads the masks for the embedding of text too
+        return masks
+
+    def of_others(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return masks(input_ids.masked_fill(input_ids == config.image_token_id, -1), *args, **kwargs)
+
+    return of_others
 
 
 def tower_of(causal_lm: Any) -> nn.Module:
@@ -368,8 +392,9 @@ def _alone_inputs(
     types = torch.zeros_like(ids, dtype=torch.int32)
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types}
     held = [pictures.distinct[n] for n in numbers]
+    is_shown = torch.from_numpy(np.asarray(tokens) >= pictures.first_id)[None]
     for value, (modality, token) in enumerate(pictures.placeholders.items(), 1):
-        types[ids == token] = value
+        types[(ids == token) & is_shown] = value
         if shown := [picture for picture in held if picture.modality == modality]:
             inputs |= inputs_of(modality, pictures.model_type, shown)
     return inputs

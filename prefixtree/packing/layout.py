@@ -79,7 +79,7 @@ class PackedForest:
         position_ids: int64 [T], each token's position in its sequences.
         subtree_end: int32 [T], one past the last packed token below each token.
         predictor: int32 [T], the token before it on its path; -1 at roots and padding.
-        multiplicity: int32 [T], how many sequences hold the token; 0 for padding.
+        multiplicity: int32 [T], how many sequences hold the token; 0 for padding and in a dummy.
         mask: the TreeMask, which `tree_attention` takes.
     """
 
@@ -241,7 +241,7 @@ class PackedForest:
                 Default: every token, the first included.
 
         Returns:
-            One tensor [n, ...] per sequence, in the dtype of `values`.
+            One tensor [n, ...] per sequence, in the dtype of `values`. Of a dummy, zeros.
 
         Raises:
             TypeError: values that are no tensor.
@@ -253,7 +253,7 @@ class PackedForest:
         wanted = self._sequence_indices(sequences)
         selected = None if loss_mask is None else self.flat_selection(loss_mask)
         index, counts = self.copy_index(wanted, selected)
-        flat = gather(values, GatherIndex(index, self.num_tokens, self.device))
+        flat = gather(values, self._gather_index(index))
         return list(flat.split(counts.tolist()))
 
     @with_hints
@@ -275,7 +275,7 @@ class PackedForest:
                 length of the longest sequence.
 
         Returns:
-            [S, L, ...] in the dtype of `values`.
+            [S, L, ...] in the dtype of `values`. Of a dummy, zeros.
 
         Raises:
             TypeError: as `unpack`.
@@ -305,7 +305,7 @@ class PackedForest:
         place = np.repeat(rows - self._offsets[:-1], lengths) + np.arange(len(index))
         padded = np.full(len(lengths) * length, -1, np.int32)
         padded[place] = index
-        out = gather(values, GatherIndex(padded, self.num_tokens, self.device))
+        out = gather(values, self._gather_index(padded))
         if padding_value != 0:
             empty = move(torch.from_numpy(padded < 0), self.device)
             out = out.masked_fill(empty.view(-1, *[1] * (values.ndim - 1)), padding_value)
@@ -418,6 +418,12 @@ class PackedForest:
         # what is compiled takes arrays alone
         chosen = np.empty(0, np.uint8) if selected is None else selected
         return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, chosen)
+
+    def _gather_index(self, index: np.ndarray) -> GatherIndex:
+        if self.forest.is_dummy:
+            # zeros, which give no gradient
+            index = np.full_like(index, -1)
+        return GatherIndex(index, self.num_tokens, self.device)
 
     @property
     def _nodes(self) -> tuple[np.ndarray, ...]:

@@ -20,9 +20,10 @@ from prefixtree.planning.steps import StepStats
 class MicroBatch:
     """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
 
-    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds one dummy
-    sequence of one token, which has no predictor and so no score. It runs through a model like any
-    other (collectives match) and its scores sum to 0, with a graph to every parameter.
+    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds a dummy
+    (`PrefixForest.dummy`), one token that stands for nothing. It runs through a model like any
+    other (collectives match). It has no score, and its values and losses of routers are 0, with a
+    graph to the parameters.
 
     Attributes:
         sequence_indices: int64 [s], ascending indices into the planned sequences. Sequence i of
@@ -69,7 +70,7 @@ class MicroBatch:
         It is made at the first access, without comparing tokens, and kept.
         """
         if self._forest is None and self.is_empty:
-            self._forest = _dummy_forest(self._source)
+            self._forest = self._source.dummy()
         elif self._forest is None:
             self._forest = cut_out(self._source, self.sequence_indices)
         return self._forest
@@ -173,10 +174,3 @@ def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
         new_id[np.searchsorted(nodes, ends)][sequence_end],
         routes=routes,
     )
-
-
-def _dummy_forest(forest: PrefixForest) -> PrefixForest:
-    # a token that the model is sure to know: the largest may stand for pictures
-    tokens = None if forest.tokens is None else forest.tokens.min(keepdims=True)
-    routes = None if forest.routes is None else forest.routes[:1]
-    return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -25,7 +25,7 @@ from prefixtree.models.checks import (
     every_layer_attends,
     find_causal_lm,
 )
-from prefixtree.models.families import family_of, forward_inputs, placeholder_in
+from prefixtree.models.families import check_tokens, family_of, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.paths import not_kept
 from prefixtree.models.stamp import ModelStamp
@@ -185,12 +185,8 @@ class CachedForward:
             )
 
     def check_tokens(self, tokens: np.ndarray) -> None:
-        """Refuses token ids that the model does not have, and those of images."""
-        if (found := placeholder_in(self._causal_lm.config, tokens)) is not None:
-            raise UnsupportedError(
-                f"the tokens hold {found[0]} {found[1]}, and the sampler reads text alone: sample "
-                "with model.generate"
-            )
+        """Refuses token ids that the model does not have, and warns of those of images."""
+        check_tokens(self._causal_lm.config, tokens, sees=False)
         check_vocabulary(self._causal_lm, tokens)
 
     def own(self, rows: Any) -> None:

@@ -137,7 +137,6 @@ class Rows:
             TypeError: tokens that are no mapping.
             IndexError: a row that does not exist.
             ForestError: tokens that are negative or not integers.
-            UnsupportedError: placeholders of images.
             ValueError: a token id beyond the model's vocabulary.
         """
         self._forward.check_owner(self)

@@ -65,7 +65,7 @@ def batch_logprobs(
     is shared is what the micro-batches hold: `plan_micro_batches` puts histories together.
 
     One of `attention_mask`, `position_ids` and `cu_seqlens` says where sequences stand. A batch of
-    padding alone runs one token, whose gradients are zero, as other ranks may wait.
+    padding alone runs a dummy (`PrefixForest.dummy`), as other ranks may wait.
 
     Args:
         model: as in `sequence_logprobs`.
@@ -99,8 +99,7 @@ def batch_logprobs(
     layout = BatchLayout.of(ids.shape, attention_mask, position_ids, cu_seqlens)
     pictures = options.get("pictures")
     if pictures is None:
-        # of padding alone one token runs; any id does
-        sequences = layout.sequences("input_ids", ids) or [np.zeros(1, np.int64)]
+        sequences = layout.sequences("input_ids", ids)
     else:
         sequences = pictures.sequences
         if [len(tokens) for tokens in sequences] != layout.lengths.tolist():
@@ -109,7 +108,9 @@ def batch_logprobs(
                 f"sequences of {layout.lengths.tolist()} tokens, got "
                 f"{[len(tokens) for tokens in sequences]}"
             )
-    packed = pack(PrefixForest.from_sequences(sequences)).to(input_ids.device)
+    # of padding alone a dummy runs; any id does
+    forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
+    packed = pack(forest if sequences else forest.dummy()).to(input_ids.device)
     masks, scored = _masks(layout, loss_mask)
     if not len(layout.lengths):
         temperature, masks = 1.0, None

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
@@ -285,13 +284,8 @@ def scores_in_steps(
 
 
 def dummy_of(packed: PackedForest) -> PackedForest:
-    """One token that the model is sure to know: what a rank runs while others have a step more."""
-    tokens, routes = packed.forest.tokens, packed.forest.routes
-    assert tokens is not None
-    first = None if routes is None else routes[:1]
-    # the largest may stand for pictures
-    known = tokens.min(keepdims=True)
-    return pack(PrefixForest.from_parents([-1], [1], known, routes=first)).to(packed.device)
+    """A dummy, which a rank runs while others have a step more."""
+    return pack(packed.forest.dummy()).to(packed.device)
 
 
 # ---- wrappers and ranks --------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
     if classifier.training and torch.is_grad_enabled():
         check_checkpointing(classifier, classifier.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
-        check_tokens(classifier.config, tokens)
+        check_tokens(classifier.config, tokens, sees=False)
         check_vocabulary(classifier, tokens)
     if getattr(packed.forest, "routes", None) is not None:
         raise UnsupportedError(
