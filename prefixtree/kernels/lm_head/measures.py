@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +32,19 @@ NUM_KEPT = 5
 _STEPS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 
 
+class EdgeSource(Protocol):
+    """All edges of a call, in their forest (`scoring.edge_source`)."""
+
+    def tokens_in(self, packed: Any, device: torch.device) -> torch.Tensor:
+        """As `MeasuredEdges.tokens_in`, of all edges of the call."""
+
+
 @dataclass(frozen=True)
 class MeasuredEdges:
     """The scored edges whose logits a measure gets.
+
+    Numbers belong to one forest and one loss mask. `tokens_in`, `Teacher` and
+    `SequenceScores.of_edges` compare forests, and find the same edges in another one.
 
     Attributes:
         edge: int64 [r], rows of `packed.edges(loss_mask)`.
@@ -42,12 +52,47 @@ class MeasuredEdges:
             one temperature serves all.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
+        source: all edges of the call, by which they are found in other forests. None of edges that
+            were made by hand.
     """
 
     edge: torch.Tensor
     scored_edge: torch.Tensor
     token: torch.Tensor
     temperature: torch.Tensor
+    source: EdgeSource | None = None
+
+    @torch.compiler.disable
+    def tokens_in(self, packed: Any) -> torch.Tensor:
+        """The packed tokens that these edges score, for what stands at the tokens of a forest:
+        `packed.pack_values(values)[edges.tokens_in(packed)]`.
+
+        Args:
+            packed: the packed forest that is scored, or another one that has its scored edges: of
+                the whole plan, say, where a micro-batch is scored.
+
+        Returns:
+            int64 [r], on the edges' device.
+
+        Raises:
+            ForestError: a forest without one of the scored edges, or with one more than once.
+            ValueError: edges that were made by hand.
+        """
+        return source_of(self).tokens_in(packed, self.edge.device)[self.scored_edge]
+
+
+def source_of(edges: MeasuredEdges) -> Any:
+    """All edges of the call that these are of.
+
+    Raises:
+        ValueError: edges that were made by hand.
+    """
+    if edges.source is None:
+        raise ValueError(
+            "these MeasuredEdges were made by hand and do not say of which forest they are: take "
+            "those that a measure is called with"
+        )
+    return edges.source
 
 
 #: (logits [r, V], edges) -> [r, C]. The logits are float32, after the family's scale and softcap,
@@ -62,7 +107,7 @@ def measure_bytes(rows: int, vocabulary: int) -> int:
 
 def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
     columns = edges.edge, edges.scored_edge, edges.token, edges.temperature
-    return MeasuredEdges(*(column[which] for column in columns))
+    return MeasuredEdges(*(column[which] for column in columns), source=edges.source)
 
 
 @dataclass(frozen=True)
