@@ -124,7 +124,7 @@ class ForestEdges:
     def kept(
         self, other: Any, device: torch.device, find: Callable[[], np.ndarray]
     ) -> torch.Tensor:
-        """What `find` gives for these edges and another object, moved to a device once."""
+        """The result of `find` for these edges and another object, moved to a device once."""
         of_these = _found.setdefault(self, WeakKeyDictionary())
         of_both: dict[torch.device, torch.Tensor] = of_these.setdefault(other, {})
         if device not in of_both:
@@ -158,8 +158,8 @@ def _rows_in(edges: torch.Tensor, other: torch.Tensor, which: torch.Tensor) -> t
 
 
 _library = new_library("_edges_library")
-#: (handle of `ForestEdges`, of an object, int64 [r]) -> int64 [r]: for some of the edges what
-#: the object's `rows_of` gives for all.
+#: (handle of `ForestEdges`, of an object, int64 [r]) -> int64 [r]: for some of the edges what the
+#: object's `rows_of(edges, device)` gives for all, int64 [U]
 rows_in = register(
     _library,
     "edge_rows_in",

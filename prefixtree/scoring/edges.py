@@ -19,6 +19,7 @@ from prefixtree._numbers import numbers
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.lm_head.measures import MeasuredEdges, source_of
 from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
@@ -54,7 +55,7 @@ class SequenceScores:
         router_logits: [T, E] per layer of experts, differentiable, the logits by which
             `aux_loss` was computed, for losses of your own: weigh each packed token by
             `packed.multiplicity`. Empty without `aux_loss`.
-        source: the edges of `measured_edges`, for `of_edges`.
+        source: the edges of `measured_edges` in their forest, for `of_edges`.
     """
 
     logprobs: list[torch.Tensor]
@@ -64,9 +65,9 @@ class SequenceScores:
     router_logits: tuple[torch.Tensor, ...] = ()
     measured: list[torch.Tensor] | None = None
     measured_edges: torch.Tensor | None = None
-    source: ForestEdges | None = field(default=None, repr=False)
+    source: Any = field(default=None, repr=False)
 
-    @torch.compiler.disable
+    @uncompiled
     def of_edges(self, edges: MeasuredEdges) -> torch.Tensor:
         """The rows of `measured_edges` for the edges that the measure of another call gets.
 

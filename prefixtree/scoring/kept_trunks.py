@@ -83,7 +83,7 @@ def kept_trunks(
             before their backward, so that between both only keys and values wait. Default: "again"
             where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
         measure: as in `sequence_logprobs`, without `measured_edges`. The numbers of edges are those
-            of `scored.packed`.
+            of `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
 
     Yields:
         An iterator over the micro-batches with their scores. Its `packed` is the packed forest of

@@ -167,7 +167,7 @@ def sequence_logprobs(
         )
     in_group = group is not None and num_ranks(group) > 1
 
-    def check() -> tuple[Any, ScoredEdges]:
+    def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         # refuses, on all ranks of a group
         ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree._numbers import number
 from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
 from prefixtree.kernels.lm_head.measures import Divergence, Measure, MeasuredEdges, source_of
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
@@ -84,9 +85,9 @@ class Teacher:
         causal_lm = find_causal_lm(model)
         # on the host: packed.edges would come back from the device
         rows = np.unique(find_edges(packed, 1.0, loss_mask).predictor)
-        self._forest, self._handle = packed.forest, make_handle(self)
-        self._row_of_token = np.full(packed.num_tokens, -1)
-        self._row_of_token[rows] = np.arange(len(rows))
+        row = np.full(packed.num_tokens, -1)
+        row[rows] = np.arange(len(rows))
+        self._rows = _Rows(packed.forest, row)
         lm_head = causal_lm.get_output_embeddings()
         is_sharded = _is_sharded(model, lm_head)
         with torch.no_grad():
@@ -146,31 +147,47 @@ class Teacher:
     @torch.no_grad()
     def _output(self, edges: MeasuredEdges) -> torch.Tensor:
         """The lm_head's output for edges, [r, V]."""
-        rows = self._rows(edges)
+        rows = self._rows.of(edges)
         with self._of_forward.autocast():
             return self._of_forward.head(self._hidden[rows])
 
-    def _rows(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The rows of `_hidden` for edges, [r]."""
+
+class _Rows:
+    """Which row of a teacher's hidden states an edge reads.
+
+    Args:
+        forest: of the teacher.
+        row: int64 [T], the row of each packed token as a predictor; -1 where none was kept.
+
+    Attributes:
+        handle: stands for these rows in the operator.
+    """
+
+    def __init__(self, forest: PrefixForest, row: np.ndarray) -> None:
+        self._forest, self._row = forest, row
+        self.handle = make_handle(self)
+
+    def of(self, edges: MeasuredEdges) -> torch.Tensor:
+        """int64 [r]"""
         source, which = source_of(edges), edges.scored_edge
         if torch.compiler.is_compiling():
-            return rows_in(source.handle, self._handle, which)
+            return rows_in(source.handle, self.handle, which)
         return self.rows_of(source, which.device)[which]
 
     def rows_of(self, source: ForestEdges, device: torch.device) -> torch.Tensor:
-        """The rows of `_hidden` for all edges of a call, int64 [U] on a device.
+        """int64 [U] on a device, of all edges of a call.
 
         Raises:
             ForestError: an edge that has none.
         """
-        return source.kept(self, device, lambda: self._rows_of(source))
+        return source.kept(self, device, lambda: self._find(source))
 
-    def _rows_of(self, source: ForestEdges) -> np.ndarray:
+    def _find(self, source: ForestEdges) -> np.ndarray:
         at = find_paths(source.forest, self._forest).at[source.predictor]
         source.refuse(
             at < 0, f"have no row in the Teacher, which is of another packed forest: {MEND}"
         )
-        rows: np.ndarray = self._row_of_token[at]
+        rows: np.ndarray = self._row[at]
         source.refuse(
             rows < 0,
             "have no row in the Teacher, whose loss_mask leaves them out: give it the loss_mask of "

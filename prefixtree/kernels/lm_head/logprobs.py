@@ -21,7 +21,7 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logit_statistics import write_statistics
-from prefixtree.kernels.lm_head.measures import BoundMeasure, EdgeSource, MeasuredEdges
+from prefixtree.kernels.lm_head.measures import BoundMeasure, MeasuredEdges
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 
@@ -35,7 +35,7 @@ _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
 _FUSED_BYTES = 1 << 29
 
 #: int64 [E] twice, `MeasuredEdges.edge` and `.scored_edge`; and `.source`.
-EdgeNumbers = tuple[torch.Tensor, torch.Tensor, EdgeSource | None]
+EdgeNumbers = tuple[torch.Tensor, torch.Tensor, Any]
 
 
 def linear_logprobs(

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.torch_library import uncompiled
 
 # logits in float32 that a measure gets at once; under autograd it holds some eight times as many
 _BLOCK = 1 << 25
@@ -30,13 +31,6 @@ _ALIGNED = 8
 NUM_KEPT = 5
 # irrational steps: logits without two that are equal
 _STEPS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
-
-
-class EdgeSource(Protocol):
-    """All edges of a call, in their forest (`scoring.edge_source`)."""
-
-    def tokens_in(self, packed: Any, device: torch.device) -> torch.Tensor:
-        """As `MeasuredEdges.tokens_in`, of all edges of the call."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +46,17 @@ class MeasuredEdges:
             one temperature serves all.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
-        source: all edges of the call, by which they are found in other forests. None of edges that
-            were made by hand.
+        source: all edges of the call in their forest (`scoring.edge_source.ForestEdges`), by which
+            they are found in others. None of edges that were made by hand.
     """
 
     edge: torch.Tensor
     scored_edge: torch.Tensor
     token: torch.Tensor
     temperature: torch.Tensor
-    source: EdgeSource | None = None
+    source: Any = None
 
-    @torch.compiler.disable
+    @uncompiled
     def tokens_in(self, packed: Any) -> torch.Tensor:
         """The packed tokens that these edges score, for what stands at the tokens of a forest:
         `packed.pack_values(values)[edges.tokens_in(packed)]`.
@@ -78,7 +72,8 @@ class MeasuredEdges:
             ForestError: a forest without one of the scored edges, or with one more than once.
             ValueError: edges that were made by hand.
         """
-        return source_of(self).tokens_in(packed, self.edge.device)[self.scored_edge]
+        of_all: torch.Tensor = source_of(self).tokens_in(packed, self.edge.device)
+        return of_all[self.scored_edge]
 
 
 def source_of(edges: MeasuredEdges) -> Any:
@@ -106,8 +101,8 @@ def measure_bytes(rows: int, vocabulary: int) -> int:
 
 
 def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
-    columns = edges.edge, edges.scored_edge, edges.token, edges.temperature
-    return MeasuredEdges(*(column[which] for column in columns), source=edges.source)
+    columns = "edge", "scored_edge", "token", "temperature"
+    return replace(edges, **{name: getattr(edges, name)[which] for name in columns})
 
 
 @dataclass(frozen=True)
