@@ -27,35 +27,41 @@ def hashes(above, value):
 
 
 @njit(cache=True)
-def keep_equal(found, above, value, first, other_above, other_value):
+def are_equal(first, above, value):
+    """bool [T]: whether a token and the first one with its hash have one path.
+
+    Args:
+        first: int64 [T], the first token with the hash of each.
+        above, value: int64 [T], as in `hashes`.
+    """
+    out = np.empty(len(first), np.bool_)
+    for t in range(len(first)):
+        a, b = above[t], above[first[t]]
+        if a < 0 or b < 0:
+            is_above_equal = a < 0 and b < 0
+        else:
+            is_above_equal = first[a] == first[b] and out[a] and out[b]
+        out[t] = is_above_equal and value[t] == value[first[t]]
+    return out
+
+
+@njit(cache=True)
+def keep_equal(found, above, value, first, is_equal, other_above, other_value):
     """Sets to -1, in place, what does not have the path of its token.
 
     Args:
         found: int64 [Q], for each token the first token of the other forest with its hash, or -1.
         above, value: int64 [Q], as in `hashes`.
-        first: int64 [T], of the other forest, the first token with the hash of each.
-        other_above, other_value: int64 [T], of the other forest.
+        first, is_equal, other_above, other_value: of the other forest, as in `are_equal`.
     """
-    is_first_equal = np.empty(len(first), np.bool_)
-    for t in range(len(first)):
-        a, b = other_above[t], other_above[first[t]]
-        is_first_equal[t] = other_value[t] == other_value[first[t]] and (
-            (a < 0 and b < 0)
-            or (
-                a >= 0
-                and b >= 0
-                and first[a] == first[b]
-                and is_first_equal[a]
-                and is_first_equal[b]
-            )
-        )
     for q in range(len(found)):
         at = found[q]
         if at < 0:
             continue
         a, b = above[q], other_above[at]
-        is_equal = value[q] == other_value[at] and (
-            (a < 0 and b < 0) or (a >= 0 and b >= 0 and found[a] == first[b] and is_first_equal[b])
-        )
-        if not is_equal:
+        if a < 0 or b < 0:
+            is_above_equal = a < 0 and b < 0
+        else:
+            is_above_equal = found[a] == first[b] and is_equal[b]
+        if not is_above_equal or value[q] != other_value[at]:
             found[q] = -1

@@ -31,12 +31,33 @@ class Found(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """Those of a forest: its hashes ascending, the first token with each, and of each token the
-    first with its hash."""
+    """Those of a forest.
 
+    Attributes:
+        above, value: int64 [T], the token before each, and what makes tokens the same.
+        hashes, first: those of its tokens, ascending, and the first token with each.
+        first_of: int64 [T], the first token with the hash of each; is_equal: whether it has its
+            path, bool [T].
+        comes_again: bool [T], of a first token, whether others have its hash.
+    """
+
+    above: np.ndarray
+    value: np.ndarray
     hashes: np.ndarray
     first: np.ndarray
     first_of: np.ndarray
+    is_equal: np.ndarray
+    comes_again: np.ndarray
+
+    @classmethod
+    def of(cls, forest: PrefixForest, value: np.ndarray) -> _Paths:
+        above = _token_above(forest)
+        every = loops.paths.hashes(above, value)
+        hashes, first, inverse = np.unique(every, return_index=True, return_inverse=True)
+        first_of = first[inverse]
+        is_equal = loops.paths.are_equal(first_of, above, value)
+        comes_again = np.bincount(first_of, minlength=len(above)) > 1
+        return cls(above, value, hashes, first, first_of, is_equal, comes_again)
 
 
 _paths: WeakKeyDictionary[PrefixForest, _Paths] = WeakKeyDictionary()
@@ -62,20 +83,19 @@ def find_paths(forest: PrefixForest, other: PrefixForest) -> Found:
             return nothing
         both = np.concatenate([value, other_value]), np.concatenate([forest.routes, other.routes])
         value, other_value = np.split(numbers_of(*both), [len(value)])
-    above, other_above = _token_above(forest), _token_above(other)
+    # numbers of routes are those of this pair of forests
     paths = _paths.get(other) if other.routes is None else None
     if paths is None:
-        hashes = loops.paths.hashes(other_above, other_value)
-        unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        paths = _Paths(unique, first, first[inverse])
+        paths = _Paths.of(other, other_value)
         if other.routes is None:
             _paths[other] = paths
+    above = _token_above(forest)
     wanted = loops.paths.hashes(above, value)
     place = np.searchsorted(paths.hashes, wanted).clip(max=len(paths.hashes) - 1)
     at = np.where(paths.hashes[place] == wanted, paths.first[place], -1)
-    loops.paths.keep_equal(at, above, value, paths.first_of, other_above, other_value)
-    copies = np.bincount(paths.first_of, minlength=other.num_tokens)
-    return Found(at, (at >= 0) & (copies[at] > 1))
+    others = paths.first_of, paths.is_equal, paths.above, paths.value
+    loops.paths.keep_equal(at, above, value, *others)
+    return Found(at, (at >= 0) & paths.comes_again[at])
 
 
 def _is_alike(a: PrefixForest, b: PrefixForest) -> bool:
