@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from prefixtree._picture_inputs import Modality, Picture, PictureRule, picture_key
 from prefixtree._tokens import flatten
 from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
 
 __all__ = ["Picture", "Pictures", "picture_key"]
 
@@ -135,6 +137,11 @@ class Pictures:
         return cls(
             rows, walk.distinct, of_sequences, rule.first_id, rule.placeholders, rule.model_type
         )
+
+    @cached_property
+    def forest(self) -> PrefixForest:
+        """That of `sequences`."""
+        return PrefixForest.from_sequences(self.sequences)
 
     @property
     def num_given(self) -> int:

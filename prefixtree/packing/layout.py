@@ -311,42 +311,58 @@ class PackedForest:
             out = out.masked_fill(empty.view(-1, *[1] * (values.ndim - 1)), padding_value)
         return out.view(len(lengths), length, *values.shape[1:])
 
-    def pack_values(self, values: Sequence[Any]) -> torch.Tensor:
+    @with_hints
+    def pack_values(
+        self, values: Sequence[Any], loss_mask: Sequence[Any] | None = None
+    ) -> torch.Tensor:
         """The inverse of `unpack`: joins inputs given per sequence.
 
         Args:
             values: one entry per sequence, [n, ...] (a tensor, an array or a list); equal on shared
                 tokens; without a gradient, as it is not clear which copy should get it.
+            loss_mask: as in `edges`. The copies that it selects are compared and taken, others do
+                not count: of turns of one rollout, the sampled token has its data in the turn that
+                sampled it alone, and is prompt in the next. Default: every copy counts.
 
         Returns:
-            [T, ...] on the packed forest's device; 0 at padding.
+            [T, ...] on the packed forest's device; 0 at padding, and where no copy counts.
 
         Raises:
             ForestError: values that are no numbers or require a gradient, another number or length
-                than the sequences, or a shared token whose copies differ (NaN equals NaN).
+                than the sequences, or a shared token whose copies differ (NaN equals NaN); masks as
+                in `edges`.
         """
         given = per_sequence("values", values, self.forest.num_sequences)
         tensors = [self._tensor(f"values[{i}]", v) for i, v in enumerate(given)]
         lengths = [t.shape[0] if t.ndim else -1 for t in tensors]
         check_lengths("values", lengths, self.forest.sequence_lengths)
         flat = torch.cat(tensors)
-        forest = self.forest
-        at = loops.sequence_copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
-        packed = flat.index_select(0, move(torch.from_numpy(at), self.device))
         index, _ = self.copy_index(self._sequence_indices(None))
+        if loss_mask is None:
+            copies = np.arange(len(index))
+        else:
+            copies = np.flatnonzero(self.flat_selection(loss_mask))
+            flat = flat.index_select(0, move(torch.from_numpy(copies), self.device))
+            index = index[copies]
+        first = loops.sequence_copies.first_copy(index, self.forest.num_tokens)
+        has_copy = np.flatnonzero(first >= 0)
+        packed = flat.new_zeros((self.num_tokens, *flat.shape[1:]))
+        both = move(torch.from_numpy(np.stack([has_copy, first[has_copy]])), self.device)
+        packed.index_copy_(0, both[0], flat.index_select(0, both[1]))
         copied = packed.index_select(0, move(torch.from_numpy(index), self.device))
         differs = (copied != flat) & ~(copied.isnan() & flat.isnan())
         differs = differs.flatten(1).any(1) if flat.ndim > 1 else differs
         if bool(differs.any()):
             bad = int(differs.int().argmax())
-            sequence = int(np.searchsorted(self._offsets, bad, side="right")) - 1
+            sequence = int(np.searchsorted(self._offsets, copies[bad], side="right")) - 1
+            mend = "give loss_mask= where some copies do not count (those in a prompt), "
             raise ForestError(
-                f"values[{sequence}][{bad - self._offsets[sequence]}] differs from another copy of "
-                f"the same shared token (packed token {index[bad]}); values that differ between "
-                "sequences cannot be packed: give them namespaces=, or keep them per sequence"
+                f"values[{sequence}][{copies[bad] - self._offsets[sequence]}] differs from another "
+                f"copy of the same shared token (packed token {index[bad]}); values that differ "
+                f"between sequences cannot be packed: {mend * (loss_mask is None)}give the forest "
+                "namespaces=, or keep them per sequence"
             )
-        padding = packed.new_zeros((self.num_padding, *packed.shape[1:]))
-        return torch.cat([packed, padding])
+        return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedForest:
         return _rebuild(self.forest, self._buffer, self.mask)

@@ -24,10 +24,10 @@ from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
 from prefixtree.models.tower import TowerRuns, has_compiled_blocks
 from prefixtree.models.vision import tower_of
-from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.parallel.agreement import agree
+from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.layers import (
     Mode,
     checkpoint_of_tower,
@@ -64,7 +64,7 @@ Shown = Callable[[torch.dtype], PictureWork | None]
 @with_hints
 def plan_recomputation(
     model: nn.Module,
-    packed: PackedForest,
+    packed: PackedForest | MicroBatch,
     memory: int | None = None,
     scored: int | None = None,
     *,
@@ -84,7 +84,7 @@ def plan_recomputation(
 
     Args:
         model: as `sequence_logprobs` or `sequence_values` takes it.
-        packed: the packed forest, on the model's device.
+        packed: the packed forest, on the model's device, or a MicroBatch.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
             are not there yet and 5 % of the device's memory (1 GiB at least). A plan that keeps
             anything then leaves half of what the backward of a layer takes, for what fragments.
@@ -96,14 +96,14 @@ def plan_recomputation(
         RecomputePlan: for `sequence_logprobs(recompute=)` and `sequence_values(recompute=)`.
 
     Raises:
-        TypeError: anything but a packed forest.
+        TypeError: anything but a packed forest or a MicroBatch.
         ValueError: memory or scored that is no such number.
         UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
             recomputes by itself.
         torch.OutOfMemoryError: the forest does not fit with every layer recomputed, or its largest
             picture does not fit.
     """
-    check_packed(packed, "plan_recomputation", subset=True)
+    packed = packed_of(packed, "plan_recomputation", lambda: device_of(_transformer(model)))
     memory = None if memory is None else _bytes(memory)
     if scored is not None:
         scored = integer("scored", scored, 0, or_none=True)

@@ -19,6 +19,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.transfers import move
+from prefixtree.pictures import Pictures
 from prefixtree.scoring.logprobs import sequence_logprobs
 
 
@@ -81,7 +82,8 @@ def batch_logprobs(
         loss_mask: [B, L], 1 where a token is scored. Default: every token of a sequence but the
             first.
         **options: the other keywords of `sequence_logprobs`. `pictures` must be made of the
-            sequences of this batch, in its order.
+            sequences of this batch, in its order: token ids are compared. Rows of one text with
+            pictures of one size cannot be told apart.
 
     Returns:
         BatchScores, differentiable as `SequenceScores`. Trainers that keep the score of token t at
@@ -91,23 +93,17 @@ def batch_logprobs(
         ForestError: none of the three arguments, or cu_seqlens beside another; a hole in a row of
             the mask; positions that do not restart at 0, or that do not follow the mask; borders
             that descend or lie beyond the batch; a loss_mask of another shape, or with a 1 where no
-            token stands; and what `sequence_logprobs` raises.
+            token stands; pictures of other sequences; and what `sequence_logprobs` raises.
         ValueError: a temperature of another shape, and what `sequence_logprobs` raises.
         TypeError, UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
     """
     ids = to_numpy(input_ids, "input_ids")
     layout = BatchLayout.of(ids.shape, attention_mask, position_ids, cu_seqlens)
+    sequences = layout.sequences("input_ids", ids)
     pictures = options.get("pictures")
-    if pictures is None:
-        sequences = layout.sequences("input_ids", ids)
-    else:
+    if pictures is not None:
+        _check_pictures(sequences, pictures)
         sequences = pictures.sequences
-        if [len(tokens) for tokens in sequences] != layout.lengths.tolist():
-            raise ForestError(
-                "pictures must be made of the sequences of this batch, in its order: expected "
-                f"sequences of {layout.lengths.tolist()} tokens, got "
-                f"{[len(tokens) for tokens in sequences]}"
-            )
     # of padding alone a dummy runs; any id does
     forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
     packed = pack(forest if sequences else forest.dummy()).to(input_ids.device)
@@ -127,6 +123,24 @@ def batch_logprobs(
         aux_loss=scores.aux_loss,
         router_logits=scores.router_logits,
     )
+
+
+def _check_pictures(sequences: list[np.ndarray], pictures: Pictures) -> None:
+    """Refuses pictures of other sequences than those of the batch, or in another order."""
+    mend = (
+        "pictures must be made of the sequences of this batch, in its order: make them "
+        "(Pictures.from_batch) behind whatever cuts, drops or shuffles rows"
+    )
+    lengths, expected = ([len(s) for s in rows] for rows in (pictures.sequences, sequences))
+    if lengths != expected:
+        raise ForestError(f"{mend}; expected sequences of {expected} tokens, got {lengths}")
+    for i, (given, theirs) in enumerate(zip(sequences, pictures.sequences, strict=True)):
+        # the batch has the processor's placeholders, or the ids of the pictures
+        for at in np.flatnonzero((given != pictures.with_placeholders(theirs)) & (given != theirs)):
+            raise ForestError(
+                f"{mend}; token {at} of sequence {i} is {given[at]} in input_ids and {theirs[at]} "
+                "in pictures.sequences"
+            )
 
 
 def _masks(layout: BatchLayout, loss_mask: Any) -> tuple[list[np.ndarray] | None, np.ndarray]:

@@ -26,10 +26,11 @@ from prefixtree.models.checks import (
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
 from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.packing.arguments import check_packed
+from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.lm_head import check_rows_alone
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 @with_hints
 def sequence_values(
     model: nn.Module,
-    packed: PackedForest,
+    packed: PackedForest | MicroBatch,
     *,
     recompute: Recompute = None,
     group: ProcessGroup | None = None,
@@ -60,7 +61,7 @@ def sequence_values(
             `AutoModelForSequenceClassification`) with attn_implementation="prefixtree", wrapped
             (DDP, FSDP2, PEFT) or not. Of a sequence classifier the score layer is read at every
             token, where transformers reads it at the last one.
-        packed: the packed forest, on the model's device.
+        packed: the packed forest, on the model's device; or a MicroBatch, which is moved there.
         recompute: as in `sequence_logprobs`.
         group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
             this process alone computes it.
@@ -70,14 +71,14 @@ def sequence_values(
         `config.num_labels`.
 
     Raises:
-        TypeError: anything but a PackedForest, or a model that is no module.
+        TypeError: anything but a PackedForest or a MicroBatch, or a model that is no module.
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
         ForestError: a forest without token ids.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
             another model; ranks of a group that differ.
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
-    check_packed(packed, "sequence_values", subset=True)
+    packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     check = partial(checked_classifier, model, packed)

@@ -498,6 +498,49 @@ def test_placeholders_and_ids_without_pictures(model_type):
         pt.sequence_logprobs(model, raw, pictures=pictures)
 
 
+def _padded(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = [torch.as_tensor(row) for row in rows]
+    ones = [torch.ones_like(row) for row in ids]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(ids, batch_first=True), pad(ones, batch_first=True)
+
+
+def test_pictures_of_the_rows_of_a_batch():
+    """Rows that are others now are refused, whatever their lengths."""
+    model, pictures, made = build("qwen3_vl"), _pictures("qwen3_vl"), batch("qwen3_vl")
+    with torch.no_grad():
+        expected = pt.sequence_logprobs(model, _pack(pictures), pictures=pictures).logprobs
+        # the processor's ids, and those of pictures
+        for rows in (made.sequences, pictures.sequences):
+            found = pt.batch_logprobs(model, *_padded(rows), pictures=pictures).logprobs
+            for row, alone in zip(found, expected, strict=True):
+                assert torch.equal(row[1 : 1 + len(alone)], alone)
+    for kind in (made.sequences, pictures.sequences):
+        wrong = [row.copy() for row in kind]
+        wrong[7][-1] += 1
+        with pytest.raises(
+            pt.ForestError, match=r"in its order: make them .* behind .*; token \d+"
+        ):
+            pt.batch_logprobs(model, *_padded(wrong), pictures=pictures)
+    with pytest.raises(pt.ForestError, match=r"in its order: .* expected sequences of"):
+        pt.batch_logprobs(model, *_padded(made.sequences[1:]), pictures=pictures)
+
+
+def test_pictures_of_another_batch():
+    """The same numbers of pictures and sizes, behind other tokens; what begins as a sequence of
+    theirs is served."""
+    model, pictures = build("qwen3_vl"), _pictures("qwen3_vl")
+    cut = [row[:-2] for row in pictures.sequences]
+    pt.sequence_logprobs(model, pt.pack(pt.PrefixForest.from_sequences(cut)), pictures=pictures)
+    moved = [np.where(row < 60, row ^ 1, row) for row in pictures.sequences]
+    with pytest.raises(
+        pt.ForestError, match=r"token \d+ \(id \d+\) of sequence \d+ shows picture 0"
+    ):
+        pt.sequence_logprobs(
+            model, pt.pack(pt.PrefixForest.from_sequences(moved)), pictures=pictures
+        )
+
+
 def test_a_forward_with_pictures_is_refused():
     """A bare call shares placeholders whatever they show."""
     for model_type in TREE:

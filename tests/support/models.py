@@ -394,8 +394,9 @@ def logprob_and_entropy(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Ten
 
 
 def numbers_and_logprob(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-    """The numbers of the edges, and log p of token 7."""
+    """The numbers of the edges, log p of token 7, and their tokens in the ragged forest."""
     numbers = edges.edge, edges.scored_edge, logits.log_softmax(-1)[:, 7]
+    numbers = *numbers, edges.tokens_in(ragged_packed())
     return torch.stack([n.float() for n in numbers], -1)
 
 
