@@ -110,9 +110,15 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         # whether one runs now
         self._window: KeptWindow | None = None
         self._done, self._in_step = 0, False
-        self._sharing = SharingReport(self, sharing_advice(self.args))
+        together = self._micro_batches_together()
+        self._sharing = SharingReport(
+            self,
+            sharing_advice(self.args),
+            recompute=self._recompute,
+            max_tokens=self._max_tokens,
+            micro_batches_that_keep_trunks=together if self._keeps else None,
+        )
         if self.accelerator.is_main_process:
-            together = self._micro_batches_together()
             warn_of_micro_batches(self.args, self.aux_loss_enabled, together)
 
     def _get_per_token_logps_and_entropies(

@@ -1,15 +1,20 @@
-"""How much is shared: the metrics of every batch, and one warning where nothing is."""
+"""How much is shared: a line at the start, the metrics of every batch, and one warning where
+nothing is."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import TrainerCallback
 
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.announcement import announce
+from prefixtree.models.checks import transformer_of
 from prefixtree.sharing.near_misses import tokens_to_win
 
 DATA_SET_ADVICE = (
@@ -22,7 +27,7 @@ DATA_SET_ADVICE = (
 class SharingReport(TrainerCallback):
     """Logs what packing saves, and warns once if nothing was shared or packed.
 
-    Of every micro-batch that is trained on, on the process that logs:
+    When training begins, the main process logs that packing is on (`announce`). Of every micro-batch that is trained on, on the process that logs:
 
         prefixtree/replication_ratio    tokens of all sequences over distinct ones
         prefixtree/tokens_computed      distinct tokens
@@ -36,9 +41,11 @@ class SharingReport(TrainerCallback):
     Args:
         trainer: a trainer of TRL, which gets the callback.
         advice: what to set where sequences share no token; it follows a semicolon.
+        settings: of the plan, by name, for the line at the start.
     """
 
-    def __init__(self, trainer: Any, advice: str) -> None:
+    def __init__(self, trainer: Any, advice: str, **settings: Any) -> None:
+        self._settings = settings
         self._advice = advice
         self._metrics = trainer._metrics["train"]
         self._tokens = self._distinct = 0
@@ -68,6 +75,13 @@ class SharingReport(TrainerCallback):
             self._metrics[f"prefixtree/{name}"].append(float(value))
         self._tokens += replicated
         self._distinct += computed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING:
+            return
+        model = transformer_of(kwargs["model"])
+        autocast = {args.bf16: torch.bfloat16, args.fp16: torch.float16}
+        announce(model.config, args.device, autocast.get(True, model.dtype), **self._settings)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._done:

@@ -104,6 +104,15 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         is_served = self.packs and self.model_output == "log_probs"
         self.compiles = check_compile(compiles, is_served, engine_config.strategy)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._announce(
+            hf_config,
+            self._autocast_dtype,
+            gives=self.model_output,
+            recompute=self.recompute,
+            max_token_len_per_gpu=engine_config.max_token_len_per_gpu
+            if engine_config.use_dynamic_bsz
+            else None,
+        )
 
     def _build_module(self) -> Any:
         """As verl builds it; a checkpoint with a vision tower without verl's patches."""

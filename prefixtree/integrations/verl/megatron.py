@@ -85,6 +85,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         if self.packs:
             check_megatron_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._announce(hf_config, self.param_dtype)
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.micro_batches import sharing_advice
 from prefixtree.integrations.trl.sharing_report import SharingReport
-from tests.integrations.trl.runs import SameOrder, rollouts, sharing_report, train
+from tests.integrations.trl.runs import SameOrder, make, rollouts, sharing_report, train
+from tests.integrations.trl.sample_runs import make_dpo
 
 FIRST = "the first optimiser step"
 
@@ -48,6 +50,27 @@ def test_completions_that_are_alone(folder: Path) -> None:
 
 def test_groups_that_share_their_prompt(folder: Path) -> None:
     assert warned(PrefixTreeGRPOTrainer, folder) == []
+
+
+@pytest.mark.parametrize("is_dpo", [False, True])
+def test_the_start_says_that_packing_is_on(
+    folder: Path, is_dpo: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the kernel and the plan; not where the user wants errors alone."""
+    maker: Any = make_dpo if is_dpo else make
+    kind = PrefixTreeDPOTrainer if is_dpo else PrefixTreeGRPOTrainer
+    options: dict[str, Any] = {"recompute": "all"}
+    options |= {} if is_dpo else {"max_tokens": 500}
+    for level in ("passive", "error"):
+        caplog.clear()
+        maker(kind, folder, max_steps=1, log_level=level, options=options).train()
+        lines = [r.getMessage() for r in caplog.records if r.name == "prefixtree"]
+        assert len(lines) == (level == "passive")
+        for line in lines:
+            assert line.startswith("packing is on") and "would run 'sdpa': q is on cpu" in line
+            assert all(f"{name}={value!r}" in line for name, value in options.items())
+    # the last run's
+    logging.set_verbosity_warning()
 
 
 def test_another_forward(folder: Path) -> None:
