@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -295,9 +294,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
             )
         return window
 
-    def _plans_of(
-        self, model: nn.Module, blocks: list[list[Rows]], width: int
-    ) -> list[WindowPlan]:
+    def _plans_of(self, model: nn.Module, blocks: list[list[Rows]], width: int) -> list[WindowPlan]:
         """The plans of the generation: made for the first of the models that score it."""
         if not is_kept(model):
             # something wrapped it behind the constructor

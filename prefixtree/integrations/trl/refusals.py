@@ -95,8 +95,8 @@ def _warn_of_attention(args: Any) -> None:
         if isinstance(name, str) and name != "prefixtree":
             warnings.warn(
                 f"{setting}={{'attn_implementation': {name!r}}} is not used: packed rows need "
-                "'prefixtree', which the trainer sets. Leave it out (`prefixtree doctor` says which "
-                f"kernels 'prefixtree' runs here), or use TRL's trainer for {name!r}",
+                "'prefixtree', which the trainer sets. Leave it out (`prefixtree doctor` names the "
+                f"kernels that 'prefixtree' runs here), or use TRL's trainer for {name!r}",
                 stacklevel=4,
             )
 

@@ -27,7 +27,8 @@ DATA_SET_ADVICE = (
 class SharingReport(TrainerCallback):
     """Logs what packing saves, and warns once if nothing was shared or packed.
 
-    When training begins, the main process logs that packing is on (`announce`). Of every micro-batch that is trained on, on the process that logs:
+    When training begins, the main process logs that packing is on (`announce`). Of every
+    micro-batch that is trained on, on the process that logs:
 
         prefixtree/replication_ratio    tokens of all sequences over distinct ones
         prefixtree/tokens_computed      distinct tokens

@@ -161,7 +161,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             self._recorded = None
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
-        results = in_order(outputs, batches)
+        results = in_order(outputs, [batch.sequence_indices for batch in batches])
         if recorded is not None:
             results["model_output"]["routed_experts"] = recorded
         return results

@@ -37,6 +37,12 @@ class Work:
     squares: int = 0
     to_win: int | None = None
 
+    def plus(self, other: Work) -> Work:
+        """The work of both."""
+        to_win = None if other.to_win is None else (self.to_win or 0) + other.to_win
+        sums = (getattr(self, n) + getattr(other, n) for n in ("replicated", "packed", "squares"))
+        return Work(*sums, to_win)
+
     @classmethod
     def of(
         cls, batches: Iterable[MicroBatch], sampled: Sequence[torch.Tensor] | None = None
