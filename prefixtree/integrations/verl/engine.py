@@ -107,15 +107,6 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         is_served = self.packs and self.model_output == "log_probs"
         self.compiles = check_compile(compiles, is_served, engine_config.strategy)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self._announce(
-            hf_config,
-            self._autocast_dtype,
-            gives=self.model_output,
-            recompute=self.recompute,
-            max_token_len_per_gpu=engine_config.max_token_len_per_gpu
-            if engine_config.use_dynamic_bsz
-            else None,
-        )
 
     def _build_module(self) -> Any:
         """As verl builds it; a checkpoint with a vision tower without verl's patches."""
@@ -133,6 +124,14 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         if self.packs:
             # now, while adapters are on: a reference without them is planned alike
             self._borrow_cost(as_trained=True)
+            limit = self.engine_config.max_token_len_per_gpu
+            self._announce(
+                self.model_config.hf_config,
+                self._autocast_dtype,
+                gives=self.model_output,
+                recompute=self.recompute,
+                max_token_len_per_gpu=limit if self.engine_config.use_dynamic_bsz else None,
+            )
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False

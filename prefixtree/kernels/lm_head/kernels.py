@@ -87,8 +87,9 @@ def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
     q = tl.exp(log_q)
     apart = log_q - log_p
     if DIVERGENCE == "forward":
-        own = -q
-        each = tl.where(q == 0.0, 0.0, q * apart)
+        # it sums to 0: where both are equal, the gradient is exactly 0
+        own = p - q
+        each = tl.where(q == 0.0, 0.0, q * apart) + own
     elif DIVERGENCE == "reverse":
         own = tl.where(p == 0.0, 0.0, -p * apart)
         each = own

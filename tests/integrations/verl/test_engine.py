@@ -499,8 +499,13 @@ def test_seconds_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == (4.0, forward_only)
 
 
-def test_metrics_come_with_every_update_and_inference(models: Path) -> None:
+def test_metrics_come_with_every_update_and_inference(
+    models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    # and one line at the start
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "prefixtree"]
+    assert "packing is on" in line and "max_token_len_per_gpu=" in line and "'sdpa'" in line
     data = batch_of(rollouts(1, groups=2, size=4), temperature=1.0, global_token_num=None)
     tu.assign_non_tensor(data, compute_loss=False)
     metrics = tu.get(worker.infer_batch(data), "metrics")
