@@ -220,10 +220,12 @@ def plan_windows(
     """
     plans, saved = [], 0
     try:
-        for rows in blocks if cost is not None else ():
-            planned, fewer = _planned(model, rows, width, max_tokens, cost, sees)
-            plans.append(planned)
-            saved += fewer
+        for rows in blocks:
+            found = _planned(model, rows, width, max_tokens, cost, sees)
+            if found is None:
+                break
+            plans.append(found[0])
+            saved += found[1]
     except (ForestError, UnsupportedError):
         pass
     numbers = torch.tensor([len(plans) < len(blocks), saved], device=accelerator.device)
@@ -236,15 +238,21 @@ def _planned(
     rows: Sequence[Rows],
     width: int,
     max_tokens: int | None,
-    cost: WindowCost,
+    cost: WindowCost | None,
     sees: bool,
-) -> tuple[WindowPlan, int]:
-    """The plan of micro-batches, and how many tokens fewer it computes."""
+) -> tuple[WindowPlan, int] | None:
+    """The plan of micro-batches, and how many tokens fewer it computes; None where there is none.
+
+    Raises:
+        ForestError, UnsupportedError: trunks that do not fit; images.
+    """
+    if cost is None:
+        return None
     input_ids = torch.cat([each.input_ids for each in rows]).cpu()
     attention_mask = torch.cat([each.attention_mask for each in rows]).cpu()
     if not bool(attention_mask[:, : input_ids.shape[1] - width].any(1).all()):
-        # refused where a micro-batch is scored by itself
-        raise UnsupportedError("a row has an empty prompt: give every prompt a token")
+        # an empty prompt is refused where a micro-batch is scored by itself
+        return None
     border = np.cumsum([0, *(len(each.input_ids) for each in rows)])
     members = [np.arange(a, b) for a, b in itertools.pairwise(border)]
     pictures, token = None, cost.token

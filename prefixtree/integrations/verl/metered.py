@@ -52,7 +52,7 @@ class MeteredEngine:
         """Logs on the first rank that packing is on."""
         if self.packs and (not dist.is_initialized() or dist.get_rank() == 0):
             name = get_device_name()
-            device = torch.device(name, None if name == "cpu" else get_device_id())
+            device = torch.device("cpu") if name == "cpu" else torch.device(name, get_device_id())
             announce(hf_config, device, dtype, **settings)
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:

@@ -39,9 +39,12 @@ class Work:
 
     def plus(self, other: Work) -> Work:
         """The work of both."""
-        to_win = None if other.to_win is None else (self.to_win or 0) + other.to_win
-        sums = (getattr(self, n) + getattr(other, n) for n in ("replicated", "packed", "squares"))
-        return Work(*sums, to_win)
+        return Work(
+            self.replicated + other.replicated,
+            self.packed + other.packed,
+            self.squares + other.squares,
+            None if other.to_win is None else (self.to_win or 0) + other.to_win,
+        )
 
     @classmethod
     def of(

@@ -87,9 +87,8 @@ def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
     q = tl.exp(log_q)
     apart = log_q - log_p
     if DIVERGENCE == "forward":
-        # it sums to 0: where both are equal, the gradient is exactly 0
-        own = p - q
-        each = tl.where(q == 0.0, 0.0, q * apart) + own
+        own = -q
+        each = tl.where(q == 0.0, 0.0, q * apart)
     elif DIVERGENCE == "reverse":
         own = tl.where(p == 0.0, 0.0, -p * apart)
         each = own
