@@ -30,8 +30,8 @@ from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES, la
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
 _FIX = (
-    "call the model with **packed.model_inputs(), or pass tree_mask=packed.mask; for ordinary "
-    'batches use model.set_attn_implementation("sdpa")'
+    "call the model with **packed.model_inputs(), or pass tree_mask=packed.mask; ordinary batches "
+    'run within torch.no_grad(), and with gradients after model.set_attn_implementation("sdpa")'
 )
 _LOST_CACHE = (
     "a key-value cache was taken away. Gradient checkpointing does that in training mode: call "
@@ -193,8 +193,8 @@ def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tens
         what = "attention_mask" if attention_mask is not None else "key-value cache"
         raise ValueError(
             f"a packed forest takes no {what}: tree_mask says what sees what. Drop it (padding of "
-            "the original batch is not packed); to train on ordinary batches use "
-            'model.set_attn_implementation("sdpa")'
+            "the original batch is not packed). Ordinary batches run within torch.no_grad(), and "
+            'with gradients after model.set_attn_implementation("sdpa")'
         )
     if _drops_rows(kwargs.get("config")):
         kwargs["allow_is_causal_skip"] = False

@@ -150,10 +150,12 @@ class Divergence:
                 f"the teacher gives {t.shape[-1]} logits per token and the model {s.shape[-1]}: "
                 "they must have one vocabulary"
             )
+        # less what sums to 0, so that equal logits have a gradient of exactly 0
+        apart = s.exp() - t.exp()
         if self.beta == 0:
-            each = _times(t.exp(), t - s)
+            each = _times(t.exp(), t - s) + apart
         elif self.beta == 1:
-            each = _times(s.exp(), s - t)
+            each = _times(s.exp(), s - t) - apart
         else:
             # -inf - -inf would be NaN, and so would its gradient
             t, s = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (t, s))
