@@ -29,6 +29,7 @@ from prefixtree.models.families import (
 )
 from prefixtree.models.family_table import ATTENDING_TYPES, layer_types_of
 from prefixtree.models.layers import device_of
+from prefixtree.models.rope import check_rope
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures
@@ -71,13 +72,18 @@ def find_causal_lm(model: nn.Module) -> Any:
 
 
 def check_model(
-    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures | None = None
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    pictures: Pictures | None = None,
+    divided: str | None = None,
 ) -> None:
     """Refuses what would not give the scores of the replicated batch.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
         pictures: those of the forest. Default: text alone.
+        divided: what cuts the forest into several forwards, in words. Default: one forward.
 
     Raises:
         UnsupportedError: with the part of the model and the way to mend it.
@@ -85,6 +91,7 @@ def check_model(
     """
     _check_gathered(causal_lm)
     check_parts(model, causal_lm)
+    check_rope(causal_lm, packed.mask.host, pictures is not None, divided)
     config, text = causal_lm.config, causal_lm.config.get_text_config()
     if causal_lm.training and torch.is_grad_enabled():
         check_checkpointing(causal_lm, text)

@@ -90,6 +90,8 @@ class PackedForest:
         columns = _columns(buffer)
         self.input_ids = columns.token if forest.tokens is not None else None
         self.position_ids = columns.position
+        if not mask.host.is_subset:
+            mask.host.shortest = int(forest.sequence_lengths.min())
         self.mask = mask.given_with(self.position_ids)
         self.subtree_end = columns.subtree_end
         self.predictor = columns.predictor

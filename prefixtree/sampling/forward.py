@@ -28,6 +28,7 @@ from prefixtree.models.checks import (
 from prefixtree.models.families import family_of, forward_inputs, placeholder_in
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.paths import not_kept
+from prefixtree.models.rope import fixed_lengths, longest_row
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
@@ -62,6 +63,7 @@ class CachedForward:
         if getattr(config.get_text_config(), "output_router_logits", False):
             # a load-balancing loss is of no use here
             self._keywords["output_router_logits"] = False
+        self._longest: int | None = None
         self._owner: weakref.ref[Any] | None = None
         self._stamp: ModelStamp | None = None
         self._numbers = b""
@@ -70,6 +72,11 @@ class CachedForward:
     def device(self) -> torch.device:
         """The model's device."""
         return next(self._causal_lm.parameters()).device
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether a forward looks at numbers of positions, which a CUDA graph cannot."""
+        return bool(fixed_lengths(self._causal_lm.config.get_text_config()))
 
     @property
     def state(self) -> int:
@@ -85,6 +92,7 @@ class CachedForward:
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
+        self._longest = longest_row(self._causal_lm, packed.mask.host)
         prepare_states(self._causal_lm)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
@@ -192,6 +200,19 @@ class CachedForward:
                 "with model.generate"
             )
         check_vocabulary(self._causal_lm, tokens)
+
+    def check_length(self, longest: int) -> None:
+        """Refuses rows that would grow beyond what one set of RoPE's frequencies serves.
+
+        Args:
+            longest: the most tokens that a row may come to have.
+        """
+        if self._longest is not None and longest > self._longest:
+            raise UnsupportedError(
+                f"RoPE has other frequencies for sequences of more than {self._longest} tokens, "
+                f"and rows may come to have {longest}, beside keys that were rotated by these: "
+                "lower max_new_tokens, or sample with model.generate"
+            )
 
     def own(self, rows: Any) -> None:
         """From now on the cache holds the keys and states of these rows."""

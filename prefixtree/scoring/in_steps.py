@@ -24,6 +24,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
+from prefixtree.models.rope import check_rope
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
@@ -217,6 +218,7 @@ def scores_in_steps(
         if packed.num_tokens > max_tokens:
             count = 2
             if undivided is None:
+                check_rope(causal_lm, packed.mask.host, divided="each step of max_tokens")
                 cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
                 count = len(steps)

@@ -48,6 +48,8 @@ from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
 from prefixtree.scoring.kept_modes import RecomputeTrunks, modes_of
 
 _INSTEAD = "leave kept trunks out and score each micro-batch by itself"
+# what cuts a forest, where it matters how long sequences are
+KEPT = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 

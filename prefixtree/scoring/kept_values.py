@@ -25,7 +25,7 @@ from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.kept_modes import RecomputeTrunks, check_modes
-from prefixtree.scoring.kept_runs import KeptRuns, running
+from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.values import checked_classifier, values_of_tokens
 
 
@@ -73,7 +73,7 @@ def kept_values(
     check_modes(model, *modes, sees=False)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _ValuesOfParts:
-        return _ValuesOfParts(model, checked_classifier(model, packed), packed)
+        return _ValuesOfParts(model, checked_classifier(model, packed, KEPT), packed)
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run

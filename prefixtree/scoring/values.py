@@ -25,6 +25,7 @@ from prefixtree.models.checks import (
 )
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
 from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.rope import check_rope
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -79,8 +80,10 @@ def sequence_values(
     check_packed(packed, "sequence_values", subset=True)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
-    check = partial(checked_classifier, model, packed)
-    if group is not None and num_ranks(group) > 1:
+    in_group = group is not None and num_ranks(group) > 1
+    divided = "the ranks of a group" if in_group else None
+    check = partial(checked_classifier, model, packed, divided)
+    if group is not None and in_group:
         local = token_part_of_rank(model, packed, group, check, recompute)
         classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
     else:
@@ -120,8 +123,8 @@ def values_of_tokens(
     return values.squeeze(0).to(torch.promote_types(values.dtype, torch.float32))
 
 
-def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
-    """The classifier inside wrappers and adapters.
+def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | None = None) -> Any:
+    """The classifier inside wrappers and adapters; `divided` as in `check_model`.
 
     Raises:
         UnsupportedError, ValueError, ForestError: as `sequence_values`.
@@ -134,6 +137,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
             "sequence_logprobs or kept_trunks"
         )
     check_parts(model, classifier)
+    check_rope(classifier, packed.mask.host, divided=divided)
     if classifier.training and torch.is_grad_enabled():
         check_checkpointing(classifier, classifier.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
