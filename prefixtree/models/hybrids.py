@@ -83,12 +83,18 @@ def prepare(model: _Model) -> _Model:
     return model
 
 
+class _Registers:
+    """What a model holds whose attention is ours: unpickling it imports prefixtree, which tells
+    transformers of it."""
+
+
 def prepare_states(transformer: Any) -> None:
     """Gives recurrent layers and indexers their forward along the tree, and experts theirs.
 
     Raises:
         UnsupportedError: a recurrent layer or an indexer that is not as the family's proof had it.
     """
+    transformer._prefixtree = _Registers()
     prepare_experts(transformer)
     config = transformer.config.get_text_config()
     family = family_of(config)
