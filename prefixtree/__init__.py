@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         max_micro_batch_tokens,
         plan_recomputation,
     )
-    from prefixtree.sampling import Draws, TreeSampler
+    from prefixtree.sampling import Draws, Rows, Samples, TreeSampler
     from prefixtree.scoring.batches import BatchScores, batch_logprobs
     from prefixtree.scoring.in_steps import borrow_cost
     from prefixtree.scoring.kept_trunks import kept_trunks
@@ -63,6 +63,8 @@ __all__ = [
     "PrefixForest",
     "RecomputePlan",
     "ReuseStats",
+    "Rows",
+    "Samples",
     "SequenceScores",
     "StepStats",
     "Teacher",
@@ -99,7 +101,7 @@ _LATER = {
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),
-    "prefixtree.sampling": ("Draws", "TreeSampler"),
+    "prefixtree.sampling": ("Draws", "Rows", "Samples", "TreeSampler"),
     "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",
@@ -110,7 +112,6 @@ _LATER = {
 _ELSEWHERE = {
     "prefixtree.integrations.transformers": ("allow_model_type", "supported_model_types"),
     "prefixtree.rollouts": ("Rollouts", "expand_turns", "read_rollouts"),
-    "prefixtree.sampling": ("Rows", "Samples"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What messages say of names that are not there, and of values of another type."""
+"""Hints of messages: the name that is nearest to an unknown one, and the type of a wrong value."""
 
 from __future__ import annotations
 

@@ -426,7 +426,7 @@ def _bench(
         typer.Option(metavar="H HK", help="Query and kv heads. Default: 32 8, on a CPU 8 2."),
     ] = (0, 0),
     head_dim: Annotated[
-        int, typer.Option(help="Head dim of q, k and v. Default: 128, on a CPU 64.")
+        int, typer.Option(min=0, help="Head dim of q, k and v. Default: 128, on a CPU 64.")
     ] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],

@@ -43,6 +43,7 @@ from prefixtree.parallel.states import LayerStates
 # in the place of the mask where a forest is divided, among steps or ranks
 _DividedStates = LayerStates | StatesOfRanks
 _MARK = "_prefixtree_prepared"
+_HELD = "_prefixtree_registers"
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -84,8 +85,7 @@ def prepare(model: _Model) -> _Model:
 
 
 class _Registers:
-    """What a model holds whose attention is ours: unpickling it imports prefixtree, which tells
-    transformers of it."""
+    """Held by models with our attention: unpickling it imports prefixtree, which registers that."""
 
 
 def prepare_states(transformer: Any) -> None:
@@ -94,7 +94,7 @@ def prepare_states(transformer: Any) -> None:
     Raises:
         UnsupportedError: a recurrent layer or an indexer that is not as the family's proof had it.
     """
-    transformer._prefixtree = _Registers()
+    setattr(transformer, _HELD, _Registers())
     prepare_experts(transformer)
     config = transformer.config.get_text_config()
     family = family_of(config)
