@@ -79,13 +79,14 @@ def prepare(model: _Model) -> _Model:
     # the model may be called by itself from now on, whatever trains then
     check_modules(model, may_change=True)
     set_attention(transformer)
+    setattr(transformer, _HELD, _Registers())
     attention_modules(transformer)
     prepare_states(transformer)
     return model
 
 
 class _Registers:
-    """Held by models with our attention: unpickling it imports prefixtree, which registers that."""
+    """Held by prepared models: unpickling it imports prefixtree, which registers that."""
 
 
 def prepare_states(transformer: Any) -> None:
@@ -94,7 +95,6 @@ def prepare_states(transformer: Any) -> None:
     Raises:
         UnsupportedError: a recurrent layer or an indexer that is not as the family's proof had it.
     """
-    setattr(transformer, _HELD, _Registers())
     prepare_experts(transformer)
     config = transformer.config.get_text_config()
     family = family_of(config)

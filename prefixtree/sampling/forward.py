@@ -170,7 +170,6 @@ class CachedForward:
                 "the forest has recorded routes, and sampled tokens would have none: make it "
                 "without routes="
             )
-        check_loaded(self._causal_lm)
         self.check_tokens(forest.tokens)
         attention_modules(self._causal_lm)
         parts = *self._model.named_modules(), *self._causal_lm.named_parameters()
@@ -195,6 +194,7 @@ class CachedForward:
                 f"the parameters are on {', '.join(devices)}, and keys are kept on one device: "
                 "load the model on one device, without device_map"
             )
+        check_loaded(self._causal_lm)
 
     def check_tokens(self, tokens: np.ndarray) -> None:
         """Refuses token ids that the model does not have, and those of images."""

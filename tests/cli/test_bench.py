@@ -99,6 +99,8 @@ def test_nan_is_red(monkeypatch):
         ),
         (("--heads", 0, 2), "--heads 0 2: query heads must be a multiple"),
         (("--device", "imaginary"), "--device imaginary"),
+        (("--device", "meta"), "--device meta: it holds no numbers"),
+        (("--head-dim", -4), "Invalid value for '--head-dim'"),
         (("--backend", "imaginary"), "backend 'imaginary' does not exist"),
         (("missing.jsonl",), "missing.jsonl: cannot be read"),
     ],
