@@ -6,7 +6,7 @@ The list is `models.family_table`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -26,6 +26,7 @@ from prefixtree.models.family_table import (
 )
 from prefixtree.models.gradient_paths import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
+from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
@@ -91,8 +92,6 @@ ROUTER_LOGITS = (
     "prefixtree.sequence_logprobs(model, packed, output_router_logits=True), or set "
     "config.output_router_logits to False and pass no output_router_logits"
 )
-
-_ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
 
 # names under which configurations keep a dropout or a jitter of the forward
 _DROPOUTS = (
@@ -198,12 +197,7 @@ def check_config(config: Any, training: bool) -> None:
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways not in (None, False, "vision") or not getattr(config, "is_causal", True):
         raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
-    for rope in _rope_types(config):
-        if rope not in _ROPE_TYPES:
-            raise UnsupportedError(
-                f"RoPE type {rope!r} looks at the longest sequence of the batch, so that packed "
-                f"logits differ; set rope_parameters to one of {', '.join(sorted(_ROPE_TYPES))}"
-            )
+    check_rope_types(config)
     _check_groups(config)
     if training:
         check_noise(config)
@@ -373,11 +367,3 @@ def check_router_logits(config: Any, keywords: dict[str, Any]) -> None:
     asked = keywords.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(ROUTER_LOGITS)
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    """RoPE types of a configuration, one for all layers or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    for entry in nested or [parameters]:
-        yield str(entry.get("rope_type", entry.get("type", "default")))

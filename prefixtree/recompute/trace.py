@@ -29,6 +29,7 @@ from prefixtree.models.experts import set_experts, traced_as
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import decoder_of, layers_of
+from prefixtree.models.rope import as_default_rope
 from prefixtree.models.router_loss import router_keywords
 from prefixtree.packing.layout import pack
 from prefixtree.planning.model_cost import ModelCost, auto_class, model_cost
@@ -278,6 +279,8 @@ def _traced(
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
     set_experts(config, key.experts)
+    # whose frequencies look at numbers, and keep no other memory
+    as_default_rope(config.get_text_config())
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="prefixtree"

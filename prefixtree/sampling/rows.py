@@ -248,6 +248,7 @@ class Rows:
                     "an interruption left the keys of some rows behind their tokens: call "
                     "sampler.start again; rows.samples() has what was sampled"
                 )
+            self._forward.check_length(length + len(row.pending) + room)
         writing = rows if room else reading
         # an interruption while keys move would leave them nowhere
         self._forward.own(None)

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import runs_deepspeed, transformer_of
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
+from prefixtree.models.rope import check_rope
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
@@ -119,9 +120,10 @@ def borrow_cost(
 
     Raises:
         UnsupportedError: a family whose memory cannot be traced.
-        ValueError: a model without a layer of softmax attention.
+        ValueError: a model without a layer of softmax attention, or on the meta device.
     """
     transformer = transformer_of(model)
+    check_loaded(transformer)
     device = device_of(transformer)
     return step_cost_of(model, transformer, device, recompute, recompute_trunks)
 
@@ -217,6 +219,7 @@ def scores_in_steps(
         if packed.num_tokens > max_tokens:
             count = 2
             if undivided is None:
+                check_rope(causal_lm, packed.mask.host, divided="each step of max_tokens")
                 cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
                 count = len(steps)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.models.checks import runs_deepspeed, transformer_of
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.indexers import compresses_keys
@@ -49,6 +49,8 @@ from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
 from prefixtree.scoring.kept_modes import RecomputeTrunks, modes_of
 
 _INSTEAD = "leave kept trunks out and score each micro-batch by itself"
+# what cuts a forest, where it matters how long sequences are
+KEPT = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 
@@ -214,6 +216,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
                 "plan_micro_batches(..., trunks=True)"
             )
         check_kept(model)
+        check_loaded(self._transformer)
         self._trunks = trunks
         self._steps = None if trunks is None else trunks.on(self._device)
         packed, members = batches[-1].packed.to(self._device), None

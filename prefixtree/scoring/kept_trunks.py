@@ -31,7 +31,7 @@ from prefixtree.planning.micro_batch import MicroBatch, of_plan
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores, edges_on_device, find_edges, scores_of
 from prefixtree.scoring.kept_modes import RecomputeTrunks, check_modes
-from prefixtree.scoring.kept_runs import KeptRuns, running
+from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.logprobs import ModelForward
 
 
@@ -105,7 +105,7 @@ def kept_trunks(
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _ScoresOfParts:
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
-        check_model(model, causal_lm, packed, pictures)
+        check_model(model, causal_lm, packed, pictures, KEPT)
         if router_loss(causal_lm, packed, None) is not None:
             raise UnsupportedError(
                 "the load-balancing loss of experts is not verified with kept trunks: set "

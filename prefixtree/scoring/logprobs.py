@@ -177,7 +177,8 @@ def sequence_logprobs(
         causal_lm = find_causal_lm(model)
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
-        check_model(model, causal_lm, packed, pictures)
+        divided = "the ranks of a group" if in_group else None
+        check_model(model, causal_lm, packed, pictures, divided)
         check_routes(model, causal_lm, packed)
         # refuses a family without such a loss
         router_loss(causal_lm, packed, output_router_logits)

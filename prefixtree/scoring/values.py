@@ -17,7 +17,10 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
+    check_loaded,
+    check_module,
     check_parts,
+    check_positions,
     check_vocabulary,
     every_layer_attends,
     foreign_module,
@@ -27,6 +30,7 @@ from prefixtree.models.families import check_checkpointing, check_tokens, forwar
 from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
+from prefixtree.models.rope import check_rope
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
@@ -79,10 +83,11 @@ def sequence_values(
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
-    check = partial(checked_classifier, model, packed)
-    if group is not None and num_ranks(group) > 1:
+    check_module(model)
+    in_group = group is not None and num_ranks(group) > 1
+    divided = "the ranks of a group" if in_group else None
+    check = partial(checked_classifier, model, packed, divided)
+    if group is not None and in_group:
         local = token_part_of_rank(model, packed, group, check, recompute)
         classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
     else:
@@ -123,8 +128,8 @@ def values_of_tokens(
     return values.squeeze(0).to(torch.promote_types(values.dtype, torch.float32))
 
 
-def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
-    """The classifier inside wrappers and adapters.
+def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | None = None) -> Any:
+    """The classifier inside wrappers and adapters; `divided` as in `check_model`.
 
     Raises:
         UnsupportedError, ValueError, ForestError: as `sequence_values`.
@@ -136,12 +141,15 @@ def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
             "language-model head: load it with AutoModelForTokenClassification, or use "
             "sequence_logprobs or kept_trunks"
         )
+    check_loaded(classifier)
     check_parts(model, classifier)
+    check_rope(classifier, packed.mask.host, divided=divided)
     if classifier.training and torch.is_grad_enabled():
         check_checkpointing(classifier, classifier.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
         check_tokens(classifier.config, tokens, sees=False)
         check_vocabulary(classifier, tokens)
+    check_positions(classifier, packed.mask.host.deepest)
     if getattr(packed.forest, "routes", None) is not None:
         raise UnsupportedError(
             "routes of experts are not verified for values: make the forest without routes"
