@@ -18,7 +18,7 @@ _FOREST = (-1, 0, 0, 0, 0), (2048, 512, 512, 512, 512)
 
 
 def announce(config: Any, device: torch.device, dtype: torch.dtype, **settings: Any) -> None:
-    """Logs it, as a warning of the logger "prefixtree", which users see.
+    """Logs that packing is on, as a warning of the logger "prefixtree", which users see.
 
     Args:
         config: of the model.

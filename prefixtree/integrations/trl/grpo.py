@@ -231,7 +231,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         return super()._generate_and_score_completions(inputs)
 
     def _cost_of_policy(self) -> WindowCost | None:
-        """What tokens take in all models that score this generation, so that all plan alike."""
+        """The cost of tokens by which all models that score a generation are planned."""
         if self._cost is None and (self._keeps or self._max_tokens is not None):
             checkpointing: Recompute = "all" if self.args.gradient_checkpointing else None
             self._cost = window_cost(self.model, self._recompute or checkpointing, self._is_vlm)

@@ -69,7 +69,7 @@ def is_kept(model: nn.Module) -> bool:
 
 
 class WindowCost(NamedTuple):
-    """What tokens of the policy take.
+    """The memory that tokens of the policy take.
 
     Attributes:
         token: the bytes of a token, for plans.
