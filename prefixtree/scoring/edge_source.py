@@ -157,11 +157,11 @@ def _rows_in(edges: torch.Tensor, other: torch.Tensor, which: torch.Tensor) -> t
     return rows
 
 
-_library = new_library("_edges_library")
+_edges_library = new_library("_edges_library")
 #: (handle of `ForestEdges`, of an object, int64 [r]) -> int64 [r]: for some of the edges what the
 #: object's `rows_of(edges, device)` gives for all, int64 [U]
 rows_in = register(
-    _library,
+    _edges_library,
     "edge_rows_in",
     "(Tensor edges, Tensor other, Tensor which) -> Tensor",
     _rows_in,
