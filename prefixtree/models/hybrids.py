@@ -43,6 +43,7 @@ from prefixtree.parallel.states import LayerStates
 # in the place of the mask where a forest is divided, among steps or ranks
 _DividedStates = LayerStates | StatesOfRanks
 _MARK = "_prefixtree_prepared"
+_HELD = "_prefixtree_registers"
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -78,9 +79,14 @@ def prepare(model: _Model) -> _Model:
     # the model may be called by itself from now on, whatever trains then
     check_modules(model, may_change=True)
     set_attention(transformer)
+    setattr(transformer, _HELD, _Registers())
     attention_modules(transformer)
     prepare_states(transformer)
     return model
+
+
+class _Registers:
+    """Held by prepared models: unpickling it imports prefixtree, which registers that."""
 
 
 def prepare_states(transformer: Any) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree._hints import with_hints
+from prefixtree._hints import kind_of, with_hints
 from prefixtree._numbers import (
     check_unmasked,
     check_without_gradient,
@@ -28,7 +28,7 @@ from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.no_labels import NoLabels
 from prefixtree.packing.per_sequence import check_lengths, flat_selection, per_sequence
-from prefixtree.packing.transfers import lasting, move
+from prefixtree.packing.transfers import check_device, lasting, move
 
 
 class Edges(NamedTuple):
@@ -68,6 +68,18 @@ def _columns(buffer: Any) -> _Columns:
     wide = buffer[: 4 * num_tokens].view(int64)
     narrow = buffer[4 * num_tokens :].reshape(4, num_tokens)
     return _Columns(wide[:num_tokens], wide[num_tokens:], *(narrow[i] for i in range(4)))
+
+
+# what people look for on a packed forest
+_NO_DTYPE = "its numbers are integers whatever the model computes in"
+_MENDS = {
+    "cuda": '.to("cuda") copies it there',
+    "cpu": '.to("cpu") copies it there',
+    **dict.fromkeys(("half", "float", "bfloat16", "dtype"), _NO_DTYPE),
+    "tokens": "packed ones are .input_ids, those of sequence i .forest.path(i)",
+    "attention_mask": "what a token sees is in .mask, which models take as tree_mask=",
+    "shape": "it has num_tokens and forest.num_sequences",
+}
 
 
 class PackedForest:
@@ -123,10 +135,18 @@ class PackedForest:
         Returns:
             A PackedForest on `device`. Its mask shares the host tables of this one.
         """
+        check_device(device)
         buffer = move(self._buffer, device)
         columns = _columns(buffer)
         mask = self.mask.adopt(columns.subtree_end, columns.narrow_position)
         return PackedForest(self.forest, buffer, mask)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            mend = _MENDS.get(name)
+            mend = f"; {mend}" if mend else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{mend}")
 
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
@@ -497,7 +517,7 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
         mend = "PrefixForest.from_sequences makes one"
         if hasattr(forest, "packed"):
             mend = "batch.packed is its packed forest"
-        raise TypeError(f"pack takes a PrefixForest, got {type(forest).__name__}; {mend}")
+        raise TypeError(f"pack takes a PrefixForest, got {kind_of(forest, PrefixForest)}; {mend}")
     if pad_to_multiple_of is not None:
         pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, or_none=True)
     padding = 0 if pad_to_multiple_of is None else -forest.num_tokens % pad_to_multiple_of

@@ -200,7 +200,10 @@ def max_micro_batch_tokens(
     """
     memory = None if memory is None else _bytes(memory)
     scored_share = number("scored_share", scored_share, 0)
+    from prefixtree.models.checks import check_loaded
+
     causal_lm = _transformer(model)
+    check_loaded(causal_lm)
     device = device_of(causal_lm)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
@@ -218,8 +221,8 @@ def _bytes(memory: Any) -> int:
 def _transformer(model: nn.Module) -> Any:
     from prefixtree.models.checks import find_causal_lm, transformer_of
 
-    _check_unwrapped(model)
     transformer = transformer_of(model)
+    _check_unwrapped(model)
     # what AutoModel gives is no classifier either
     return find_causal_lm(model) if transformer.base_model is transformer else transformer
 

@@ -15,12 +15,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from prefixtree._hints import kind_of
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import (
     attention_modules,
+    check_loaded,
     check_model,
     check_parts,
+    check_positions,
     check_vocabulary,
     every_layer_attends,
     find_causal_lm,
@@ -63,7 +66,7 @@ class CachedForward:
         if getattr(config.get_text_config(), "output_router_logits", False):
             # a load-balancing loss is of no use here
             self._keywords["output_router_logits"] = False
-        self._longest: int | None = None
+        self._rope_length: int | None = None
         self._owner: weakref.ref[Any] | None = None
         self._stamp: ModelStamp | None = None
         self._numbers = b""
@@ -92,7 +95,7 @@ class CachedForward:
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
-        self._longest = longest_row(self._causal_lm, packed.mask.host)
+        self._rope_length = longest_row(self._causal_lm, packed.mask.host)
         prepare_states(self._causal_lm)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
@@ -157,7 +160,7 @@ class CachedForward:
         """
         if not isinstance(forest, PrefixForest):
             raise TypeError(
-                f"start takes a PrefixForest, got {type(forest).__name__}; "
+                f"start takes a PrefixForest, got {kind_of(forest, PrefixForest)}; "
                 "PrefixForest.from_sequences(histories) makes one"
             )
         if forest.tokens is None:
@@ -191,6 +194,7 @@ class CachedForward:
                 f"the parameters are on {', '.join(devices)}, and keys are kept on one device: "
                 "load the model on one device, without device_map"
             )
+        check_loaded(self._causal_lm)
 
     def check_tokens(self, tokens: np.ndarray) -> None:
         """Refuses token ids that the model does not have, and those of images."""
@@ -202,16 +206,18 @@ class CachedForward:
         check_vocabulary(self._causal_lm, tokens)
 
     def check_length(self, longest: int) -> None:
-        """Refuses rows that would grow beyond what one set of RoPE's frequencies serves.
+        """Refuses rows that would grow beyond what learned positions, or one set of RoPE's
+        frequencies, serve.
 
         Args:
             longest: the most tokens that a row may come to have.
         """
-        if self._longest is not None and longest > self._longest:
+        check_positions(self._causal_lm, longest, "max_new_tokens counted")
+        if self._rope_length is not None and longest > self._rope_length:
             raise UnsupportedError(
-                f"RoPE has other frequencies for sequences of more than {self._longest} tokens, "
-                f"and rows may come to have {longest}, beside keys that were rotated by these: "
-                "lower max_new_tokens, or sample with model.generate"
+                f"RoPE has other frequencies for sequences of more than {self._rope_length} "
+                f"tokens, and rows may come to have {longest}, beside keys that were rotated by "
+                "these: lower max_new_tokens, or sample with model.generate"
             )
 
     def own(self, rows: Any) -> None:

@@ -5,6 +5,7 @@ Legend: B rows, L columns, S sequences, n tokens of one, C columns of a measure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from prefixtree._hints import with_hints
 from prefixtree._numbers import to_numpy
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
+from prefixtree.models.checks import check_loaded, transformer_of
+from prefixtree.models.layers import device_of
 from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.transfers import move
@@ -69,7 +72,7 @@ def batch_logprobs(
 
     Args:
         model: as in `sequence_logprobs`.
-        input_ids: int64 [B, L], on the model's device.
+        input_ids: int64 [B, L], on the model's device; or lists or an array.
         attention_mask: [B, L], 1 on tokens and 0 elsewhere: one sequence per row, padded on either
             side or both. Rows without tokens are fine.
         position_ids: [B, L] or [1, L]. Without a mask, several sequences per row, each of which
@@ -93,9 +96,20 @@ def batch_logprobs(
             that descend or lie beyond the batch; a loss_mask of another shape, or with a 1 where no
             token stands; and what `sequence_logprobs` raises.
         ValueError: a temperature of another shape, and what `sequence_logprobs` raises.
-        TypeError, UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
+        TypeError: input_ids that are no batch, and what `sequence_logprobs` raises.
+        UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
     """
+    if isinstance(input_ids, (str, Mapping, PackedForest)) or input_ids is None:
+        raise TypeError(
+            f"input_ids must be a tensor [B, L], got {type(input_ids).__name__}: a tokenizer's "
+            "batch is given as **batch, and sequence_logprobs(model, packed) takes a packed forest"
+        )
     ids = to_numpy(input_ids, "input_ids")
+    if isinstance(input_ids, torch.Tensor):
+        device = input_ids.device
+    else:
+        device = device_of(transformer_of(model))
+        check_loaded(transformer_of(model))
     layout = BatchLayout.of(ids.shape, attention_mask, position_ids, cu_seqlens)
     pictures = options.get("pictures")
     if pictures is None:
@@ -109,7 +123,7 @@ def batch_logprobs(
                 f"sequences of {layout.lengths.tolist()} tokens, got "
                 f"{[len(tokens) for tokens in sequences]}"
             )
-    packed = pack(PrefixForest.from_sequences(sequences)).to(input_ids.device)
+    packed = pack(PrefixForest.from_sequences(sequences)).to(device)
     masks, scored = _masks(layout, loss_mask)
     if not len(layout.lengths):
         temperature, masks = 1.0, None
@@ -118,7 +132,7 @@ def batch_logprobs(
     )
     return BatchScores(
         logprobs=layout.spread(scores.logprobs),
-        scored=move(torch.from_numpy(scored), input_ids.device),
+        scored=move(torch.from_numpy(scored), device),
         packed=packed,
         entropy=None if scores.entropy is None else layout.spread(scores.entropy),
         statistics={name: layout.spread(of) for name, of in scores.statistics.items()},

@@ -21,7 +21,7 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import runs_deepspeed, transformer_of
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
@@ -120,9 +120,10 @@ def borrow_cost(
 
     Raises:
         UnsupportedError: a family whose memory cannot be traced.
-        ValueError: a model without a layer of softmax attention.
+        ValueError: a model without a layer of softmax attention, or on the meta device.
     """
     transformer = transformer_of(model)
+    check_loaded(transformer)
     device = device_of(transformer)
     return step_cost_of(model, transformer, device, recompute, recompute_trunks)
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.models.checks import runs_deepspeed, transformer_of
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
@@ -215,6 +215,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
                 "plan_micro_batches(..., trunks=True)"
             )
         check_kept(model)
+        check_loaded(self._transformer)
         self._trunks = trunks
         self._steps = None if trunks is None else trunks.on(self._device)
         packed, members = batches[-1].packed.to(self._device), None

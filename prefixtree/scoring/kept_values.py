@@ -16,6 +16,7 @@ from torch import nn
 
 from prefixtree._hints import with_hints
 from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.models.checks import check_module
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.gather import GatherIndex, gather
@@ -67,8 +68,7 @@ def kept_values(
         torch.OutOfMemoryError: as `kept_trunks`.
         RuntimeError: as `kept_trunks`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    check_module(model)
     modes = recompute, recompute_trunks
     check_modes(model, *modes, sees=False)
 

@@ -17,7 +17,10 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
+    check_loaded,
+    check_module,
     check_parts,
+    check_positions,
     check_vocabulary,
     every_layer_attends,
     foreign_module,
@@ -78,8 +81,7 @@ def sequence_values(
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     check_packed(packed, "sequence_values", subset=True)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    check_module(model)
     in_group = group is not None and num_ranks(group) > 1
     divided = "the ranks of a group" if in_group else None
     check = partial(checked_classifier, model, packed, divided)
@@ -136,6 +138,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
             "language-model head: load it with AutoModelForTokenClassification, or use "
             "sequence_logprobs or kept_trunks"
         )
+    check_loaded(classifier)
     check_parts(model, classifier)
     check_rope(classifier, packed.mask.host, divided=divided)
     if classifier.training and torch.is_grad_enabled():
@@ -143,6 +146,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
     if (tokens := packed.forest.tokens) is not None:
         check_tokens(classifier.config, tokens)
         check_vocabulary(classifier, tokens)
+    check_positions(classifier, packed.mask.host.deepest)
     if getattr(packed.forest, "routes", None) is not None:
         raise UnsupportedError(
             "routes of experts are not verified for values: make the forest without routes"

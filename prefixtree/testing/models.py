@@ -55,6 +55,8 @@ def choose_device(device: str) -> str:
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "meta":
+        raise InputError("--device meta: it holds no numbers; take cpu or cuda")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:

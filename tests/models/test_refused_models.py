@@ -259,7 +259,7 @@ def test_a_configuration_is_checked_in_every_forward_and_where_layers_have_their
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_another_attention_implementation(implementation, packed):
     model = build("qwen3", implementation)
-    match = rf"attn_implementation='{implementation}'.*set_attn_implementation\(\"prefixtree\"\)"
+    match = rf"attn_implementation='{implementation}'.*prefixtree\.prepare\(model\)"
     with pytest.raises(pt.UnsupportedError, match=match):
         sequence_logprobs(model, packed)
 

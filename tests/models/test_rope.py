@@ -101,7 +101,8 @@ def kept(model: Any, objective: Objective) -> Run:
             weights = [objective.weights[i][:, 0] for i in batch.sequence_indices]
             pairs = zip(weights, scores.logprobs, strict=True)
             sum(((w * p).sum() for w, p in pairs), torch.tensor(0.0)).backward()
-            logprobs |= zip(batch.sequence_indices, (p.detach() for p in scores.logprobs))
+            found = [p.detach() for p in scores.logprobs]
+            logprobs |= zip(batch.sequence_indices, found, strict=True)
     ordered = [logprobs[i] for i in range(len(objective.sequences))]
     return Run(ordered, ordered, gradients(model))
 
@@ -169,7 +170,7 @@ def refusals(model: Any, sequences: list[np.ndarray]) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_long_and_short_sequences(name):
-    """Refused with the lengths and what to do, in every call, and never told to change the model."""
+    """Refused with the lengths and what to do in every call; none asks for another model."""
     for message in refusals(model_of(name), sequences_of(6, 30)):
         if "longrope" in name:
             assert "sequences have 6 to 30 tokens. Score two forests" in message
@@ -222,7 +223,7 @@ def test_sampling(lengths):
     sampler = TreeSampler(model, 1000)
     rows = sampler.start(forest)
     if lengths != LONG:
-        with pytest.raises(pt.UnsupportedError, match="rows may come to have 17, .*lower max_new"):
+        with pytest.raises(pt.UnsupportedError, match=r"rows may come to have 17, .*lower max_new"):
             rows.generate(5)
     rows.generate(4, Draws(seed=1))
     samples = rows.samples()

@@ -227,8 +227,9 @@ to 1e-11, gradients to 1e-10.
   `model(...)`.
 - Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
 - This table is of text. The page on [pictures](pictures.md) has their figures.
-- Refused in every family are active dropout, router noise, [some lengths](exactness.md#refused) under `dynamic` and `longrope` RoPE, and
-  [more](refusals.md#every-model). The model types that are refused are [below](#refused).
+- Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE at
+  [some lengths](exactness.md#refused), and [more](refusals.md#every-model). The model types
+  that are refused are [below](#refused).
 
 {count} model types run: those of the table, and as text parts of larger models
 <!-- families -->{parts}<!-- /families -->.
