@@ -235,12 +235,8 @@ def test_model_types_outside_the_allow_list(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"attention_dropout": 0.1}, "config.attention_dropout is 0.1"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "RoPE type 'dynamic'",
-        ),
     ],
-    ids=["dropout", "rope"],
+    ids=["dropout"],
 )
 def test_configurations(folder: Path, changes: dict[str, Any], message: str) -> None:
     refused(folder, message, model=model_of(tiny_config(**changes)), beta=0.0)
