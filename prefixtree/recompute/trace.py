@@ -259,6 +259,9 @@ def _traced(
     cut_layers = cut and partial(cut.partitioned, layers[:needed], signatures[:needed])
     by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
     before = 0.0
+    frozen = sum(not x.reached for x in signatures)
+    # behind it stands what is there before any layer holds something
+    first = max(0, min(frozen, needed) - 1)
     for mode in modes:
         runs = [runs_of.run(needed, mode, tokens, cut_layers) for tokens in _TOKENS]
         of_kind = {
@@ -270,8 +273,8 @@ def _traced(
             for at in range(needed)
         }
         by_mode[mode] = tuple(of_kind[s] for s in signatures)
-        first = _line([run.entered + run.held[0] for run in runs])[0]
-        before = max(before, first - by_mode[mode][0].held[0])
+        there = _line([run.after[first] for run in runs])[0]
+        before = max(before, there - sum(x.held[0] for x in by_mode[mode][: first + 1]))
     cost = model_cost(model, (autocast or dtype).itemsize)
     return ModelMemory(
         layers=by_mode,
@@ -281,7 +284,7 @@ def _traced(
         cost=cost,
         norm=_norm_working(model, fake, autocast, device),
         tied=_tied(model),
-        frozen=sum(not x.reached for x in signatures),
+        frozen=frozen,
     )
 
 
@@ -388,11 +391,11 @@ class _Enough(Exception):
 
 
 class _Run(NamedTuple):
-    """Bytes of one run: held by each layer, working in each, and there as the first one begins."""
+    """Bytes of one run, of each layer: held, working, and there behind its forward."""
 
     held: list[float]
     working: list[float]
-    entered: float
+    after: list[float]
 
 
 class _Runs:
@@ -501,7 +504,7 @@ class _Runs:
             end_turn()
         held = [one - before for before, one in zip([*entered, *after], after, strict=False)]
         working = [peak - below for peak, below in zip(peaks, after, strict=True)]
-        return _Run(held, working, entered[0])
+        return _Run(held, working, after)
 
     def _inputs(self, tokens: int) -> dict[str, Any]:
         """The keywords of a forward over a chain of fake tokens."""
