@@ -23,18 +23,17 @@ from prefixtree.models.families import ENCODES
 from prefixtree.models.tower import compile_blocks, features_in, in_few_calls
 from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
-from prefixtree.recompute.trace import (
+from prefixtree.recompute.trace import make_fake, traced_as_cut
+from prefixtree.recompute.trace_key import Adapters, TraceKey, Trains
+from prefixtree.recompute.traced_runs import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     LiveBytes,
     TorchDispatchMode,
-    make_fake,
-    traced_as_cut,
     tree_iter,
 )
-from prefixtree.recompute.trace_key import Adapters, TraceKey, Trains
 
 try:
     from torch.utils._python_dispatch import _disable_current_modes

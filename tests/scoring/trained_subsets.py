@@ -1,7 +1,7 @@
 """Draws of what trains (frozen layers, adapters on some, the head, the embedding, norms, nothing),
 of a way to run and of a recomputation: each beside plain eager gradients, a sequence at a time.
 
-`python -m tests.support.trained_subsets COUNT [SEED]` runs many draws, and prints those that fail.
+`python -m tests.scoring.trained_subsets COUNT [SEED]` runs many draws, and prints those that fail.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.support.models import (
 )
 from tests.support.spawn import run_ranks
 
-_NAME = "tests.support.trained_subsets"
+_NAME = "tests.scoring.trained_subsets"
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "lfm2")
 SUBSETS = ("upper", "one", "adapters", "head", "embedding", "norms", "vectors", "any", "nothing")
 WAYS = ("forward", "steps", "trunks", "again", "values", "kept_values", "group")
