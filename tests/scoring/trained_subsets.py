@@ -59,7 +59,8 @@ class Draw:
 
     Attributes:
         seed: of what is drawn within it.
-        family, subset, way, mode: of the constants above.
+        family, subset, way, mode: of the constants above; or as subset the end of a name: the
+            first parameter that has it.
         reentrant: of transformers' checkpointing, which is on unless None.
     """
 
@@ -145,6 +146,8 @@ def freeze(model: Any, subset: str, rng: np.random.Generator) -> Any:
     elif subset == "any":
         some = rng.choice([*names], int(rng.integers(1, 4)), replace=False).tolist()
         trained = {id(names[n]) for n in some}
+    elif subset != "nothing":
+        trained = {next(id(p) for name, p in names.items() if name.endswith(subset))}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     return model
