@@ -409,7 +409,7 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
 
 def _trains_of(causal_lm: Any, inputs: bool = False) -> Trains:
-    """What trains, by names that wrappers inside the model did not change."""
+    """What trains; `inputs`, as in `Trains`, is nothing to towers."""
     from prefixtree.recompute.trace_key import Trains
 
     named = causal_lm.named_parameters()
