@@ -77,11 +77,6 @@ class PrefixForest:
             raise TypeError("PrefixForest.from_sequences(sequences) makes one of token sequences")
         return super().__new__(cls)
 
-    def __new__(cls, *arrays: Any, **named: Any) -> PrefixForest:
-        if len(arrays) == 1 and not named:
-            raise TypeError("PrefixForest.from_sequences(sequences) makes one of token sequences")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         check_invariants(self)
         columns = () if self.columns is None else self.columns

@@ -36,7 +36,7 @@ from prefixtree.models.encodings import (
     pixels_of,
 )
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
-from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.models.layers import decoder_of, groups_of, layers_of
 from prefixtree.models.tower import (
     ALL_AT_ONCE,
     Run,
@@ -93,7 +93,7 @@ class PlacedPictures:
             own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
                 whole. Default: all.
         """
-        return self._encoded(self._shown(own), own is not None and self._only_the_tower_trains())
+        return self._encoded(self._shown(own), own is not None and self._only_pictures_train())
 
     def most_runs(self, own: np.ndarray, patches: int) -> int:
         """The most runs of at most `patches` patches in one call of the tower, of a part's own
@@ -123,13 +123,11 @@ class PlacedPictures:
         found = (self._calls.of(modality, is_own) for modality in MODALITIES)
         return [encoding for encoding in found if encoding is not None]
 
-    def _only_the_tower_trains(self) -> bool:
+    def _only_pictures_train(self) -> bool:
         """Whether hidden states below the first layer that trains need gradients by pictures."""
-        tower, embedding = tower_of(self._causal_lm), self._causal_lm.get_input_embeddings()
-        trains, has_gradients = (
-            any(p.requires_grad for p in module.parameters()) for module in (tower, embedding)
-        )
-        return torch.is_grad_enabled() and trains and not has_gradients
+        embedding = self._causal_lm.get_input_embeddings()
+        has_gradients = any(p.requires_grad for p in embedding.parameters())
+        return torch.is_grad_enabled() and not has_gradients and pictures_train(self._causal_lm)
 
     def _encoded(self, found: list[Encoding], wants_one: bool = False) -> EncodedPictures:
         if not found and (wants_one or _runs_in_lockstep(self._model)):
@@ -256,6 +254,16 @@ def tower_of(causal_lm: Any) -> nn.Module:
     attribute, _ = TOWERS.get(causal_lm.config.model_type, _TOWER)
     tower: nn.Module = getattr(causal_lm.model, attribute)
     return tower
+
+
+def pictures_train(causal_lm: Any) -> bool:
+    """Whether anything gets a gradient by pictures alone: of a tower, or of what turns its features
+    into embeddings."""
+    if getattr(causal_lm.config, "vision_config", None) is None:
+        return False
+    parts = decoder_of(causal_lm), causal_lm.get_output_embeddings()
+    of_text = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return any(p.requires_grad and id(p) not in of_text for p in causal_lm.parameters())
 
 
 def grid_keyword_of(config: Any) -> str:

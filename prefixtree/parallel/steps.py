@@ -357,7 +357,7 @@ class StepRun:
         self._check = check
         dummies = num_runs - len(places)
         self._runs: list[int | None] = [*range(len(places)), *[None] * dummies]
-        # what the last one gave, whose backward comes first: its graph is kept
+        # what the last one gave, whose backward comes first: its graph, if it has one, is kept
         self._last: tuple[torch.Tensor, ...] | None = None
         self._is_done = False
         # whether a backward may come, and none has
@@ -384,6 +384,12 @@ class StepRun:
         return tuple(
             self._joined(kind, of_steps) for kind, of_steps in enumerate(zip(*results, strict=True))
         )
+
+    def without_graph(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what `forward` gave, that which no parameter that trains stands before."""
+        assert self._last is not None
+        of_last = zip(rows, self._last, strict=True)
+        return [x for x, last in of_last if not last.requires_grad]
 
     def _joined(self, kind: int, of_steps: Sequence[torch.Tensor]) -> torch.Tensor:
         places = [self._place(step, kind) for step in range(len(self._places))]
@@ -451,7 +457,9 @@ class _InSteps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, run: StepRun) -> tuple[torch.Tensor, ...]:
         ctx.run = run
-        return run.forward(has_backward=True)
+        rows = run.forward(has_backward=True)
+        ctx.mark_non_differentiable(*run.without_graph(rows))
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:

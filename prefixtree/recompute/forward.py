@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
 from prefixtree.models.tower import TowerRuns, has_compiled_blocks
-from prefixtree.models.vision import tower_of
+from prefixtree.models.vision import pictures_train, tower_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.parallel.agreement import agree
@@ -52,13 +53,16 @@ if TYPE_CHECKING:
 
     from prefixtree.models.vision import EncodedPictures
     from prefixtree.pictures import Pictures
-    from prefixtree.recompute.trace import Adapters, ModelMemory
+    from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.trace_key import Adapters, Trains
     from prefixtree.recompute.trace_tower import TowerMemory
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
 # from the dtype in which a tower takes pixels to the pictures of a forward
 Shown = Callable[[torch.dtype], PictureWork | None]
+# of torch.compile and FSDP1, in the names of parameters
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module)\.")
 
 
 @with_hints
@@ -393,7 +397,8 @@ def memory_of(
     adapters = _adapters_of(model, causal_lm, dtypes[0])
     layer = layers_of(causal_lm)[0]
     compiled = vars(layer).get("_compiled_call_impl") is not None
-    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled, modes)
+    trains = _trains_of(causal_lm, _begins_with_gradient(causal_lm))
+    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled, modes, trains)
 
 
 def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> TowerMemory:
@@ -402,10 +407,25 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
     dtypes = _dtypes(causal_lm, device)
     adapters = _adapters_of(model, causal_lm, dtypes[0])
-    tower = tower_of(causal_lm)
-    trains = any(p.requires_grad for p in tower.parameters())
-    compiled = has_compiled_blocks(tower)
-    return trace_tower(causal_lm.config, *dtypes, adapters, trains, compiled)
+    compiled = has_compiled_blocks(tower_of(causal_lm))
+    return trace_tower(causal_lm.config, *dtypes, adapters, _trains_of(causal_lm), compiled)
+
+
+def _trains_of(causal_lm: Any, inputs: bool = False) -> Trains:
+    """What trains; `inputs`, as in `Trains`, is nothing to towers."""
+    from prefixtree.recompute.trace_key import Trains
+
+    named = causal_lm.named_parameters()
+    return Trains({_WRAPPERS.sub("", name): p.requires_grad for name, p in named}, inputs)
+
+
+def _begins_with_gradient(causal_lm: Any) -> bool:
+    """Whether hidden states may get a gradient where the embedding does not train: of a hook, as
+    `enable_input_require_grads` adds one, or of pictures."""
+    hooks = causal_lm.get_input_embeddings()._forward_hooks.values()
+    # FSDP2's need none
+    hooked = any(not hook.__module__.startswith("torch.distributed.") for hook in hooks)
+    return hooked or pictures_train(causal_lm)
 
 
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
@@ -429,7 +449,7 @@ def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapte
         if isinstance(configs, dict) and hasattr(module, "get_base_model"):
             trained = (p for p in module.parameters() if p.requires_grad)
             wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
-            from prefixtree.recompute.trace import Adapters
+            from prefixtree.recompute.trace_key import Adapters
 
             return Adapters(dict(configs), wide)
     return None

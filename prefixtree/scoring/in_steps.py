@@ -152,8 +152,9 @@ def step_cost_of(
         ) from None
     peaks = [memory.peak(tokens, modes) for tokens in (_FEW, _MANY)]
     cost = borrow_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
-    # a layer that is not recomputed whole holds its rows from its forward to its backward
-    kept = sum(mode != "all" for mode in modes) / len(modes)
+    # a layer that is not recomputed whole holds its rows from its forward to its backward, if it
+    # has one
+    kept = sum(mode != "all" for mode in modes[memory.frozen :]) / len(modes)
     if recompute == "auto" or recompute_trunks == "again":
         return replace(cost, kept_copies=kept, graph_bytes=0)
     graph = sum(memory.layers[mode][i].held[0] for i, mode in enumerate(of_trunks))

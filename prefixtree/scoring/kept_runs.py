@@ -367,7 +367,11 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             self._stamp.settle()
             warn_of_hooks(self._model, "each micro-batch and each trunk of kept trunks")
         if self._trains:
-            scores = turn.watched(scores)
+            if scores.requires_grad:
+                scores = turn.watched(scores)
+            else:
+                # no parameter that trains stands before them
+                turn.backwards = turn.whole = 1
             if own is not None:
                 self._run_dummies(BACKWARD)
         return self._forward.result(scores, index, lengths)
@@ -404,8 +408,8 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         rows[is_scored] = first[self._part_of[at]] + self._row_of[at]
         if not found:
             # of any trunk, to which its tokens belong
-            of_trunk, _ = next(iter(self._graphs.values()))
-            found = [of_trunk.detach()[:0].requires_grad_(self._trains)]
+            _, leaf = next(iter(self._graphs.values()))
+            found = [leaf.detach()[:0].requires_grad_(leaf.requires_grad)]
         lengths = [self._forward.units.lengths[i] for i in sequences]
         return torch.cat(found), GatherIndex(rows, count, self._device), lengths
 
@@ -418,7 +422,9 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         graph: Any = nullcontext() if keeps_graph else torch.no_grad()
         with self._store.keeping(part) as exchanges, graph:
             scores = self._run_part(part, exchanges)
-        leaf = scores.detach().requires_grad_(self._trains)
+        # of a forward that runs again it is not known yet
+        trains = scores.requires_grad if keeps_graph else self._trains
+        leaf = scores.detach().requires_grad_(trains)
         self._graphs[part] = scores, leaf
 
     def _run_part(self, part: int, exchanges: StepExchanges) -> torch.Tensor:
@@ -508,4 +514,6 @@ class _Watched(torch.autograd.Function):
 
 
 def _backward(scores: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    if not scores.requires_grad:
+        return
     torch.autograd.backward(scores, torch.zeros_like(scores) if gradient is None else gradient)

@@ -331,7 +331,10 @@ def run_replicated(model: Any, objective: Objective) -> Run:
         entropy.append(-(log_p.exp() * log_p).sum(-1) * scored)
     objective.loss(logprobs, entropy).backward()
     if objective.balance:
-        (objective.balance * padded_balancing_loss(model, objective.sequences)).backward()
+        balance = objective.balance * padded_balancing_loss(model, objective.sequences)
+        # routers may stand below all that trains
+        if balance.requires_grad:
+            balance.backward()
     return Run(_detached(logprobs), _detached(entropy), gradients(model))
 
 
