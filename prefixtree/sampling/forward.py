@@ -28,6 +28,7 @@ from prefixtree.models.checks import (
 from prefixtree.models.families import family_of, forward_inputs, placeholder_in
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.paths import not_kept
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
@@ -86,6 +87,7 @@ class CachedForward:
         """
         check_model(self._model, self._causal_lm, packed)
         prepare_states(self._causal_lm)
+        check_layers(self._causal_lm, self._causal_lm, packed.device)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
         if self.has_states:

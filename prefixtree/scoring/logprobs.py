@@ -23,6 +23,7 @@ from prefixtree.models.checks import check_model, every_layer_attends, find_caus
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.replay import check_routes, replaying
 from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pictures
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
@@ -237,6 +238,7 @@ class ModelForward:
         options: ScoreOptions,
     ) -> None:
         prepare_states(causal_lm)
+        check_layers(model, causal_lm, packed.device)
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None

@@ -25,6 +25,7 @@ from prefixtree.models.checks import (
 )
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
 from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -86,6 +87,8 @@ def sequence_values(
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
+    prepare_states(classifier)
+    check_layers(model, classifier, packed.device)
     share = None if local is None else local.share
     with recomputed_forward(model, classifier, packed, 0, recompute, share=share):
         own = values_of_tokens(model, classifier, mask, inputs)
@@ -107,7 +110,6 @@ def values_of_tokens(
     Raises:
         UnsupportedError: a model that does not give a value per token.
     """
-    prepare_states(classifier)
     with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
         values = getattr(model(**inputs), "logits", None)
     expected = 1, mask.num_queries, classifier.config.num_labels
