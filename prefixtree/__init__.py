@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
+    from prefixtree.testing.live import Verdict, verify
 
 __version__ = "0.2.0"
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "TreeMask",
     "TrunkStats",
     "UnsupportedError",
+    "Verdict",
     "batch_logprobs",
     "borrow_cost",
     "compile_layers",
@@ -82,6 +84,7 @@ __all__ = [
     "sequence_logprobs",
     "sequence_values",
     "tree_attention",
+    "verify",
 ]
 
 
@@ -95,6 +98,7 @@ _LATER = {
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),
+    "prefixtree.testing.live": ("Verdict", "verify"),
     "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",

@@ -86,10 +86,10 @@ def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> No
     if state in known.states:
         return
     foreign = foreign_code(transformer)
-    is_sharded = _is_sharded(model)
+    sharded = is_sharded(model)
     mode = hash(("sharded", transformer.training))
     found = None
-    if not (is_sharded and mode in known.states) and device.type != "meta":
+    if not (sharded and mode in known.states) and device.type != "meta":
         found = _difference(model, transformer, device)
     if found is not None:
         _refuse(transformer, found, foreign)
@@ -163,7 +163,7 @@ def is_tested(transformer: Any) -> bool:
     return all(family_of(c).is_tested for c in (config, config.get_text_config()))
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether ranks wait for one another in a forward."""
     return any(isinstance(m, FullyShardedDataParallel) for m in model.modules()) or any(
         hasattr(p, "placements") or "ds_id" in vars(p) for p in model.parameters()

@@ -362,7 +362,7 @@ def test_nothing_is_compiled_for_the_probe():
 
 def test_a_sharded_model_is_probed_alike_on_all_ranks(monkeypatch):
     """What one rank alone changed later is named there, and makes it run no forward."""
-    monkeypatch.setattr(rows_alone, "_is_sharded", lambda model: True)
+    monkeypatch.setattr(rows_alone, "is_sharded", lambda model: True)
     probed = []
     monkeypatch.setattr(rows_alone, "_difference", lambda *_: probed.append(1))
     model = build("qwen3")
