@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.modules import module as torch_modules
 from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import UnsupportedError
@@ -56,7 +55,7 @@ _SMALL_BUFFER = 2**20
 
 
 class _Probed:
-    """What is known of one model: the states that were probed, and whether it was warned of."""
+    """The states of a model that were probed, and whether it was warned of."""
 
     def __init__(self) -> None:
         self.states: set[int] = set()
@@ -101,8 +100,7 @@ def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> No
 
 def state_of(transformer: nn.Module) -> int:
     """A number that changes with the modules, hooks, forwards, classes and modes of a model."""
-    parts: list[Any] = [*torch_modules._global_forward_hooks]
-    parts += torch_modules._global_forward_pre_hooks
+    parts: list[Any] = []
     kinds, left = dict[Any, None](), [transformer]
     while left:
         module = left.pop()
@@ -137,9 +135,6 @@ def foreign_code(transformer: Any) -> list[str]:
             name = getattr(function, "__qualname__", type(function).__name__)
             found.append(f"{what} {where} ({name} of {origin})")
 
-    hooks = torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks
-    for hook in (hook for of_all in hooks for hook in of_all.values()):
-        note("a hook on", "all modules", hook)
     # these are looked at in every call
     head = transformer.get_output_embeddings()
     seen = set[nn.Module | type]([transformer, *([] if head is None else head.modules())])
@@ -187,12 +182,12 @@ def _named(foreign: list[str]) -> str:
 
 
 def _refuse(transformer: Any, found: _Difference, foreign: list[str]) -> None:
-    holds = f" The model holds {_named(foreign)}." if foreign else ""
+    holds = f" (the model holds {_named(foreign)})" if foreign else ""
     message = (
         f"{found.name} ({found.kind}) gives a token another output, by {found.size:.1%} of its "
-        "norm, when other tokens stand beside it or when its place in the row is another: in a "
-        f"packed forest both are others.{holds} Make it (or the hook or patch on it or before it) "
-        "treat every token alone, by position_ids and not by place, or remove it while scoring"
+        "norm, when other tokens stand beside it or when its place in the row is another, as in a "
+        f"packed forest{holds}; remove what does so while scoring (a hook or a patch, there or "
+        "before it), or make it treat every token alone, by position_ids and not by place"
     )
     if is_tested(transformer):
         raise UnsupportedError(message)
@@ -288,7 +283,14 @@ def _left_as_it_was(transformer: nn.Module, device: torch.device) -> Iterator[No
     modules = list(transformer.modules())
     buffers = [(b, b.clone()) for b in _small_buffers(transformer)]
     numbers = [
-        (held, {k: v for k, v in held.items() if not k.startswith(("_", "ds_")) and isinstance(v, (int, float))})
+        (
+            held,
+            {
+                k: v
+                for k, v in held.items()
+                if not k.startswith(("_", "ds_")) and isinstance(v, (int, float))
+            },
+        )
         for held in map(vars, modules)
     ]
     devices = [device] if device.type == "cuda" else []
@@ -328,7 +330,7 @@ _Output = tuple[str, nn.Module, torch.Tensor]
 def _outputs(
     model: nn.Module, transformer: Any, tokens: np.ndarray, device: torch.device
 ) -> list[_Output]:
-    """What modules gave N tokens, each a sequence, in the order of their calls: [N, D] each."""
+    """The outputs of modules for N tokens, each a sequence, in the order of calls: [N, D] each."""
     alone = np.full(_TOKENS, -1), np.ones(_TOKENS, int), tokens
     packed = pack(PrefixForest.from_parents(*alone, order="input"))
     if device.type == "cuda":
@@ -403,9 +405,7 @@ def _rows_of(output: Any) -> torch.Tensor | None:
     return None
 
 
-def _compare(
-    runs: list[list[_Output]], rows: _Rows, transformer: nn.Module
-) -> _Difference | None:
+def _compare(runs: list[list[_Output]], rows: _Rows, transformer: nn.Module) -> _Difference | None:
     """The first module whose outputs differ by more than rounding where those before did not.
 
     It counts if many tokens differ at once, or all of the few of the third row, or one whose place
@@ -416,7 +416,9 @@ def _compare(
     # a place in the third row of each token there
     reference = torch.from_numpy(np.array([np.flatnonzero(rows.which == t)[1] for t in few]))
     apart: list[list[torch.Tensor]] = []
-    for (_, _, first), (_, _, second), (_, _, third) in zip(*(r[:shared] for r in runs), strict=True):
+    for (_, _, first), (_, _, second), (_, _, third) in zip(
+        *(r[:shared] for r in runs), strict=True
+    ):
         a, b, c = first.float(), second.float(), third.float()
         pairs = (
             (a[rows.in_first], b[rows.in_second]),
@@ -472,7 +474,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _rounding(output: torch.Tensor, module: nn.Module, transformer: nn.Module) -> float:
-    """What rounding may do to a module's outputs, of their norm."""
+    """The share of their norm by which rounding may change a module's outputs."""
     dtypes = {output.dtype, next(transformer.parameters()).dtype}
     dtypes |= {p.dtype for p in module.parameters()}
     kind = output.device.type
