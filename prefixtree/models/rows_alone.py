@@ -282,17 +282,7 @@ def _left_as_it_was(transformer: nn.Module, device: torch.device) -> Iterator[No
     is compiled or checkpointed."""
     modules = list(transformer.modules())
     buffers = [(b, b.clone()) for b in _small_buffers(transformer)]
-    numbers = [
-        (
-            held,
-            {
-                k: v
-                for k, v in held.items()
-                if not k.startswith(("_", "ds_")) and isinstance(v, (int, float))
-            },
-        )
-        for held in map(vars, modules)
-    ]
+    numbers = [(vars(module), _numbers_of(module)) for module in modules]
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -314,6 +304,12 @@ def _left_as_it_was(transformer: nn.Module, device: torch.device) -> Iterator[No
                     buffer.copy_(copy)
             for held, values in numbers:
                 held.update({k: v for k, v in values.items() if held.get(k) is not v})
+
+
+def _numbers_of(module: nn.Module) -> dict[str, float]:
+    """Counters and the like; not those of DeepSpeed, which count its forwards."""
+    found = {k: v for k, v in vars(module).items() if isinstance(v, (int, float))}
+    return {k: v for k, v in found.items() if not k.startswith(("_", "ds_"))}
 
 
 def _small_buffers(transformer: nn.Module) -> list[torch.Tensor]:
@@ -416,10 +412,8 @@ def _compare(runs: list[list[_Output]], rows: _Rows, transformer: nn.Module) -> 
     # a place in the third row of each token there
     reference = torch.from_numpy(np.array([np.flatnonzero(rows.which == t)[1] for t in few]))
     apart: list[list[torch.Tensor]] = []
-    for (_, _, first), (_, _, second), (_, _, third) in zip(
-        *(r[:shared] for r in runs), strict=True
-    ):
-        a, b, c = first.float(), second.float(), third.float()
+    for outputs in zip(*(run[:shared] for run in runs), strict=True):
+        a, b, c = (rows_of.float() for _, _, rows_of in outputs)
         pairs = (
             (a[rows.in_first], b[rows.in_second]),
             (a[:_FEW], c[reference]),

@@ -88,8 +88,8 @@ def verify(
     trains (of all where none does), of a loss that weighs tokens at random. In float32 they may
     differ by 1e-4 (1e-3 where layers carry a state). Where they differ by more, or in a shorter
     dtype, a copy of the model runs in float64 (float32), and the packed run may be twice as far
-    from it as the replicated run is, and by that limit (the dtype's epsilon) beyond. Gradients, random numbers,
-    attention and mode of the model are afterwards as before. Times are not measured.
+    from it as the replicated run is, and by that limit (the dtype's epsilon) beyond. Gradients,
+    random numbers and mode of the model are afterwards as before. Times are not measured.
 
     Args:
         model: a causal language model of transformers, whole on this process: wrapped by PEFT or

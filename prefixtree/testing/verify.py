@@ -72,15 +72,15 @@ def verify(
     """Runs the rollouts' sequences packed and replicated, and compares; ready for JSON.
 
     The reference is replicated, in float32, with eager attention. In float32 the packed run must
-    agree with it to `FLOAT32_LIMIT`, or `FLOAT32_LIMIT_OF_STATES`. Where it does not, rounding of the
-    reference may be the reason: then both are compared with a replicated run in float64, and the
-    packed error may be at most twice that of the reference plus the limit. In a shorter dtype a
+    agree with it to `FLOAT32_LIMIT`, or `FLOAT32_LIMIT_OF_STATES`. Where it does not, rounding of
+    the reference may be the reason: then both are compared with a replicated run in float64, and
+    the packed error may be at most twice that of the reference plus the limit. In a shorter dtype a
     replicated eager run in that dtype shows what rounding does, and the packed error may be at most
-    twice that run's plus the dtype's epsilon. Where indexers choose keys, a float32 run takes those that the
-    packed run chose, and tells how far these are from the best: in float32 it is the reference, in
-    a shorter dtype a run more. The time that packing saves is measured against what trainers run: a
-    replicated run with FA2 or sdpa. In all runs, weights' gradients are summed in float32 on a CPU,
-    and float32 convolutions are no TF32 on a GPU.
+    twice that run's plus the dtype's epsilon. Where indexers choose keys, a float32 run takes those
+    that the packed run chose, and tells how far these are from the best: in float32 it is the
+    reference, in a shorter dtype a run more. The time that packing saves is measured against what
+    trainers run: a replicated run with FA2 or sdpa. In all runs, weights' gradients are summed in
+    float32 on a CPU, and float32 convolutions are no TF32 on a GPU.
 
     Args:
         rollouts: what to run; loss masks tell which tokens are scored, all where there are none.
