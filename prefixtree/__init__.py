@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
+    from prefixtree.testing.live import Verdict, verify
 
 __version__ = "0.2.0"
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "TreeSampler",
     "TrunkStats",
     "UnsupportedError",
+    "Verdict",
     "batch_logprobs",
     "borrow_cost",
     "compile_layers",
@@ -88,6 +90,7 @@ __all__ = [
     "sequence_logprobs",
     "sequence_values",
     "tree_attention",
+    "verify",
 ]
 
 
@@ -102,6 +105,7 @@ _LATER = {
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),
     "prefixtree.sampling": ("Draws", "Rows", "Samples", "TreeSampler"),
+    "prefixtree.testing.live": ("Verdict", "verify"),
     "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",

@@ -38,7 +38,7 @@ from prefixtree.pictures import Pictures
 _NAME = "prefixtree"
 # whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
 # TRL's fused head is for calls that ask for it
-_KNOWN_PACKAGES = (
+KNOWN_PACKAGES = (
     "transformers",
     "torch",
     "accelerate",
@@ -50,7 +50,7 @@ _KNOWN_PACKAGES = (
 )
 # whose hooks gather and release parameters around a forward, and hand on what it gives
 _KNOWN_HOOKS = (
-    *_KNOWN_PACKAGES,
+    *KNOWN_PACKAGES,
     "deepspeed.runtime.engine",
     "deepspeed.runtime.zero.parameter_offload",
     "deepspeed.utils.nvtx",
@@ -327,7 +327,7 @@ def check_hook(hook: Callable[..., Any], owner: str) -> None:
         )
 
 
-def foreign_module(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str | None:
+def foreign_module(function: Any, known: Sequence[str] = KNOWN_PACKAGES) -> str | None:
     """The module of a function that is outside of `known` (packages and modules): that of this
     one, or of one that it wraps."""
     left, seen = [function], set()

@@ -32,6 +32,7 @@ from prefixtree.models.families import check_tokens, family_of, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.paths import not_kept
 from prefixtree.models.rope import fixed_lengths, longest_row
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
@@ -97,6 +98,7 @@ class CachedForward:
         check_model(self._model, self._causal_lm, packed)
         self._rope_length = longest_row(self._causal_lm, packed.mask.host)
         prepare_states(self._causal_lm)
+        check_layers(self._causal_lm, self._causal_lm, packed.device)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
         if self.has_states:

@@ -18,6 +18,8 @@ from prefixtree._hints import with_hints
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_module
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
@@ -86,6 +88,8 @@ class _ValuesOfParts:
     options = ScoreOptions()
 
     def __init__(self, model: nn.Module, classifier: Any, packed: PackedForest) -> None:
+        prepare_states(classifier)
+        check_layers(model, classifier, packed.device)
         self._model, self._classifier = model, classifier
         self.packed = packed
         self.inputs = forward_inputs(packed, classifier.config)

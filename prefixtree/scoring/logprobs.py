@@ -25,6 +25,7 @@ from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.replay import check_routes, replaying
 from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pictures
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -247,6 +248,7 @@ class ModelForward:
     ) -> None:
         prepare_states(causal_lm)
         warn_past_ddp(model)
+        check_layers(model, causal_lm, packed.device)
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None

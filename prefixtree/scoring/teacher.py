@@ -28,6 +28,7 @@ from prefixtree.models.checks import (
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.same_paths import find_paths
 from prefixtree.packing.transfers import move
@@ -93,6 +94,7 @@ class Teacher:
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)
             prepare_states(causal_lm)
+            check_layers(model, causal_lm, packed.device)
             inputs = forward_inputs(packed, causal_lm.config)
             predictors = move(torch.from_numpy(rows.astype(np.int64)), packed.device)
             with (

@@ -31,6 +31,7 @@ from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.rope import check_rope
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
@@ -93,6 +94,8 @@ def sequence_values(
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
+    prepare_states(classifier)
+    check_layers(model, classifier, packed.device)
     share = None if local is None else local.share
     with recomputed_forward(model, classifier, packed, 0, recompute, share=share):
         own = values_of_tokens(model, classifier, mask, inputs)
@@ -114,7 +117,6 @@ def values_of_tokens(
     Raises:
         UnsupportedError: a model that does not give a value per token.
     """
-    prepare_states(classifier)
     warn_past_ddp(model)
     with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
         values = getattr(model(**inputs), "logits", None)

@@ -444,6 +444,7 @@ def test_a_divisor_of_zero(model_type, name):
 # ---- threads -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_an_ordinary_forward_of_another_thread():
     """It got scores for logits while another thread was inside `sequence_logprobs`."""
     model = build("llama").eval()

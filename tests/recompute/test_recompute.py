@@ -103,6 +103,7 @@ def test_every_family_is_planned(model_type, trace_only):
     assert plan.modes == ("nothing",) * len(layers_of(model))
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("model_type", cases(["qwen3", "gpt_oss", "qwen3_5", "nemotron_h"]))
 def test_modes_recompute_what_they_say(model_type, calls):
     """Seen by the operators that run: a mode that did nothing would give the same numbers."""

@@ -91,6 +91,7 @@ def test_what_samples_say_of_the_tree():
     assert not samples.finished.any()
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_every_token_is_read_once():
     """The prompt by the prefill, a reply once for all rows that branch behind it."""
     ours, _ = models()

@@ -148,6 +148,7 @@ def test_a_micro_batch_whose_tokens_are_all_in_trunks() -> None:
     compare(build("qwen3"), objective, plan=plan)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_every_token_is_computed_once() -> None:
     plan, model = plan_of(ragged_objective()), build("qwen3")
     tokens: list[int] = []
