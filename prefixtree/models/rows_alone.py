@@ -115,7 +115,7 @@ def state_of(transformer: nn.Module) -> int:
             parts += hooks
         if "forward" in held:
             parts.append(id(held["forward"]))
-        if children := held["_modules"]:
+        if children := held.get("_modules"):
             left += [child for child in children.values() if child is not None]
     parts += [id(kind.forward) for kind in kinds]
     return hash(tuple(parts))
@@ -159,10 +159,11 @@ def is_tested(transformer: Any) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks wait for one another in a forward."""
-    return any(isinstance(m, FullyShardedDataParallel) for m in model.modules()) or any(
-        hasattr(p, "placements") or "ds_id" in vars(p) for p in model.parameters()
-    )
+    """Whether ranks wait for one another in a forward: FSDP, ZeRO-3, tensor or expert parallel."""
+    return any(
+        isinstance(m, FullyShardedDataParallel) or vars(m).get("_is_hooked")
+        for m in model.modules()
+    ) or any(hasattr(p, "placements") or "ds_id" in vars(p) for p in model.parameters())
 
 
 # ---- words ---------------------------------------------------------------------------------------
