@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import UnsupportedError
@@ -56,10 +56,24 @@ def groups_of(model: nn.Module) -> list[Any]:
     """The groups of ranks that run the model in lockstep, in an order that all ranks share."""
     kinds = DistributedDataParallel, FullyShardedDataParallel
     groups = [m.process_group for m in model.modules() if isinstance(m, kinds)]
-    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    # between a forward and its backward FSDP2 may leave whole parameters in the place of shards
+    units = (unit for module in model.modules() for unit in fsdp2_units(module))
+    meshes += [unit.mesh_info.mesh for unit in units]
     for mesh in dict.fromkeys(meshes):
         groups += [] if mesh is None else mesh.get_all_groups()
     return list(dict.fromkeys(groups))
+
+
+def fsdp2_units(module: nn.Module) -> list[Any]:
+    """The parameters that FSDP2 gathers at a module, one unit per mesh."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    # torch 2.13 has a list; asked for one of several, it raises
+    units = vars(state).get("_fsdp_param_groups")
+    units = [state._fsdp_param_group] if units is None else units
+    return [unit for unit in units if unit]
 
 
 def device_of(model: nn.Module) -> torch.device:

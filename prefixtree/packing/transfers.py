@@ -12,11 +12,7 @@ lasting = torch.inference_mode(False)
 
 
 def check_device(device: Any) -> None:
-    """Refuses what is no device, and the one that holds no numbers.
-
-    Raises:
-        TypeError: it is none. ValueError: "meta".
-    """
+    """Raises a TypeError for what is no device."""
     if isinstance(device, torch.dtype):
         raise TypeError(
             f"to() takes a device, got {device}: token ids, positions and masks are integers "
@@ -26,8 +22,6 @@ def check_device(device: Any) -> None:
         raise TypeError(
             f'to() takes a device, as "cuda" or model.device, got {type(device).__name__}'
         )
-    if torch.device(device).type == "meta":
-        raise ValueError("to() takes a device that holds numbers, and the meta device has none")
 
 
 @lasting

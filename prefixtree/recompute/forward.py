@@ -21,7 +21,7 @@ from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
-from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
+from prefixtree.models.layers import device_of, fsdp2_units, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
 from prefixtree.models.tower import TowerRuns, has_compiled_blocks
 from prefixtree.models.vision import pictures_train, tower_of
@@ -412,7 +412,7 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
 
 def _trains_of(causal_lm: Any, inputs: bool = False) -> Trains:
-    """What trains; `inputs`, as in `Trains`, is nothing to towers."""
+    """The parameters that train; `inputs` as in `Trains`, which says nothing of towers."""
     from prefixtree.recompute.trace_key import Trains
 
     named = causal_lm.named_parameters()
@@ -485,11 +485,8 @@ def gathered_bytes(causal_lm: Any) -> int:
             # layers that were given together share it, and travel together
             state: Any = layer._get_fsdp_state()
             units[state] += sum(p.nbytes for p in layer.parameters())
-            # torch 2.13 has a list, of one per mesh; asked for one of several, it raises
-            groups = vars(state).get("_fsdp_param_groups")
-            groups = [state._fsdp_param_group] if groups is None else groups
             # of reshard_after_forward=False: whole until its backward
-            if any(group and group.post_forward_mesh_info is None for group in groups):
+            if any(unit.post_forward_mesh_info is None for unit in fsdp2_units(layer)):
                 narrow = state._mp_policy.param_dtype
                 kept += sum(p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters())
     # two units on their way in, one at work, and a unit's gradients on their way out

@@ -1,4 +1,4 @@
-"""What the memory of a model depends on: its config, the adapters on it, and what of it trains."""
+"""The key of a trace: config, adapters and the parameters that train, on which memory depends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Trains:
-    """What of a model gets gradients.
+    """The parts of a model that get gradients.
 
     Attributes:
         parameters: whether each trains, by its name in the transformers model. Others, as those

@@ -89,7 +89,6 @@ class _ValuesOfParts:
 
     def __init__(self, model: nn.Module, classifier: Any, packed: PackedForest) -> None:
         prepare_states(classifier)
-        check_layers(model, classifier, packed.device)
         self._model, self._classifier = model, classifier
         self.packed = packed
         self.inputs = forward_inputs(packed, classifier.config)
@@ -109,6 +108,8 @@ class _ValuesOfParts:
         recompute: Recompute,
     ) -> torch.Tensor:
         arguments = self._model, self._classifier
+        # a forward of its own, which other ranks run where this one does
+        check_layers(*arguments, self.packed.device)
         with recomputed_forward(*arguments, self.packed, 0, recompute):
             values = values_of_tokens(*arguments, mask, inputs)
         # of a part's own tokens all, and of a dummy none

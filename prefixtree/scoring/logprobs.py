@@ -248,7 +248,6 @@ class ModelForward:
     ) -> None:
         prepare_states(causal_lm)
         warn_past_ddp(model)
-        check_layers(model, causal_lm, packed.device)
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None
@@ -282,6 +281,8 @@ class ModelForward:
         if shown is not None:
             inputs = inputs | shown.inputs
         model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self._packed
+        # a forward of its own, which other ranks run where this one does
+        check_layers(model, causal_lm, packed.device)
         keywords = router_keywords(causal_lm.config, loss)
         held_bytes = 0 if loss is None else loss.held_bytes()
         count = len(edges.target)

@@ -131,6 +131,7 @@ ELSEWHERE = {
     "models/changes.py": "the one place",
     "models/compiled.py": "compile_layers: stays",
     "models/hybrids.py": "prepare: stays, and a second call completes what is missing",
+    "models/pooled.py": "prepare: stays",
     "models/replay.py": "hooks of a replay: they stay, and the next call completes them",
     "recompute/trace.py": "on a model of its own, on meta tensors",
     "recompute/trace_tower.py": "on a tower of its own, on meta tensors",

@@ -139,7 +139,7 @@ def _training(implementation: str, *trained: str, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("max_tokens", [None, 12])
+@pytest.mark.parametrize("max_tokens", [None, 20])
 @pytest.mark.parametrize(
     "trained", [("lm_head",), ("layers.2.", "lm_head"), ("layers.1.mlp.up_proj", "layers.2.mlp")]
 )

@@ -299,7 +299,7 @@ def test_keys_keep_adapters_apart():
     assert packed.num_tokens == sum(parts) > _pack(sequences).num_tokens
     adapters = packed.pack_values(_adapter_a_token())
     assert sorted(adapters.unique().tolist()) == [0, 1]
-    with pytest.raises(pt.ForestError, match="give them namespaces"):
+    with pytest.raises(pt.ForestError, match="namespaces="):
         _pack(sequences).pack_values(_adapter_a_token())
 
 

@@ -67,7 +67,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "to(dtype)": (lambda: PACKED.to(torch.float16), TypeError, r"got torch\.float16: .*model\.to"),
     "to(model)": (lambda: PACKED.to(MODEL), TypeError, r'as "cuda" or model\.device, got Qwen3'),
     "to(None)": (lambda: PACKED.mask.to(None), TypeError, "got NoneType"),
-    "to(meta)": (lambda: PACKED.to("meta"), ValueError, "a device that holds numbers"),
     "sequences to the class": (
         lambda: pt.PrefixForest(ROWS),
         TypeError,

@@ -340,6 +340,7 @@ RESULTS += (
     "Conversation",
     "SequenceScores",
     "BatchScores",
+    "Verdict",
 )
 # arguments of public things that no caller's number reaches, and why
 ELSEWHERE = {
@@ -377,6 +378,7 @@ ELSEWHERE = {
     "kept_trunks(batches)": "of a plan",
     "kept_values(batches)": "of a plan",
     "batch_logprobs": "arrays of one shape, in tests of its own",
+    "verify": "read by PrefixForest.from_sequences and sequence_logprobs",
 }
 # how a message names an argument, where it is a part that is wrong or another function reads it
 NAMED = {

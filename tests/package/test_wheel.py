@@ -88,7 +88,7 @@ def test_a_requirement_is_listed_once() -> None:
 
 # what a user writes, and the types that mypy should tell of it
 _SEEN = {
-    "pt.sequence_logprobs": r"def \(model: Any, packed: prefixtree\.packing\.\S*PackedForest, .*\)"
+    "pt.sequence_logprobs": r"def \(model: Any, packed: prefixtree\.packing\.\S*PackedForest.*\)"
     r" -> prefixtree\.scoring\.\S*SequenceScores",
     "scores.logprobs": r"list\[.*\]",
     "pt.plan_micro_batches": r"def \(.*\) -> prefixtree\.planning\.\S*MicroBatchPlan",
