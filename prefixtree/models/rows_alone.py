@@ -12,7 +12,6 @@ Legend: N tokens of the probe, K of them that two rows hold, D numbers of an out
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import warnings
 import weakref
@@ -288,12 +287,13 @@ def _left_as_it_was(transformer: nn.Module, device: torch.device) -> Iterator[No
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices))
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
         changes = stack.enter_context(changing(transformer))
         for module in modules:
             if vars(module).get("gradient_checkpointing"):
                 changes.set(module, gradient_checkpointing=False)
+            # not torch's stance, which an interrupt at the wrong line would leave
+            if vars(module).get("_compiled_call_impl") is not None:
+                changes.set(module, _compiled_call_impl=None)
         try:
             yield
         finally:
