@@ -205,6 +205,19 @@ def test_without_a_loss_mask_every_token_but_the_first_is_scored() -> None:
     assert not ones.scored.any()
 
 
+def test_sequences_of_one_token_stand_between_others() -> None:
+    """They have a place and no score, and those after them keep theirs."""
+    model = build("qwen3")
+    ids, mask = torch.tensor([[5, 0, 0], [6, 7, 8]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
+    expected = pt.batch_logprobs(model, ids[1:], mask[1:]).logprobs[0]
+    padded = pt.batch_logprobs(model, ids, mask)
+    assert padded.scored.tolist() == [[False] * 3, [False, True, True]]
+    torch.testing.assert_close(padded.logprobs[1], expected)
+    joined = pt.batch_logprobs(model, torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 1, 4])
+    assert joined.scored.tolist() == [[False, False, True, True]]
+    torch.testing.assert_close(joined.logprobs[0, 1:], expected)
+
+
 _IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 8, 9]])
 _REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("nothing says where sequences stand", {}),
