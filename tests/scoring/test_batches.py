@@ -199,6 +199,10 @@ def test_without_a_loss_mask_every_token_but_the_first_is_scored() -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
     again = pt.batch_logprobs(model, ids, mask, position_ids=positions)
     assert torch.equal(found.logprobs, again.logprobs)
+    # padded on the left
+    positions[0] = torch.tensor([7, 0, 1, 2])
+    left = pt.batch_logprobs(model, ids.roll(1, 1), mask.roll(1, 1), position_ids=positions)
+    assert left.scored[0].tolist() == [False, False, True, True]
     # no length: a batch may hold sequences of one token, and no row
     assert pt.batch_logprobs(model, ids[:0], mask[:0]).logprobs.shape == (0, 4)
     ones = pt.batch_logprobs(model, ids, position_ids=torch.zeros(2, 4, dtype=torch.long))
@@ -230,7 +234,9 @@ _REFUSED: list[tuple[str, dict[str, Any]]] = [
         "row 1 do not count from 0 along",
         {"attention_mask": np.ones((2, 4), int), "position_ids": [[0, 1, 2, 3], [0, 1, 0, 1]]},
     ),
-    ("beyond the 8 tokens", {"cu_seqlens": [0, 9]}),
+    ("ends at 9, beyond the 8 tokens", {"cu_seqlens": [0, 4, 9]}),
+    ("integers", {"cu_seqlens": [0.0, 4.0]}),
+    ("several rows of positions", {"position_ids": np.zeros((2, 3), np.int64)}),
     ("begin with 0 and not descend", {"cu_seqlens": [0, 4, 2]}),
     ("begin with 0 and not descend", {"cu_seqlens": [1, 4]}),
     ("integers", {"cu_seqlens": [[0, 4]]}),
