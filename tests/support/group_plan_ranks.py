@@ -44,7 +44,6 @@ QUICK = [name for name in CASES if name not in ("adapters, FSDP2", "states, comp
 WIDE_CASES = _planned(group_cases.WIDE_CASES, "groups, DDP")
 PEAKS = {
     "scattered": Case(scattered=True),
-    "halves": Case(),
     "heads": Case(group_mode="heads"),
     "values": Case(forest="values"),
 }
