@@ -102,6 +102,21 @@ def test_adapters_of_the_projection_count(asked: list[int]) -> None:
     assert any("kv_b_proj.lora_A" in name for name in found.gradients)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_variant_of_adapters_expands_as_before(asked: list[int]) -> None:
+    """KaSA has the modules of LoRA, and another forward."""
+    peft = pytest.importorskip("peft")
+
+    def with_variant(implementation: str = "prefixtree") -> Any:
+        options = {"kasa_config": peft.tuners.lora.config.KasaConfig()}
+        return with_random_lora(build("deepseek_v32", implementation), "kv_b_proj", **options)
+
+    found = run_packed(with_variant(), ragged_packed(), ragged_objective())
+    assert not asked
+    want = run_replicated(with_variant("eager"), ragged_objective())
+    assert_same(found, want, tolerance("deepseek_v32"))
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_gather_again(use_reentrant: bool, asked: list[int]) -> None:
     reference = run_packed(build("glm_moe_dsa"), ragged_packed(), ragged_objective())

@@ -134,6 +134,16 @@ def test_a_trunk_and_its_responses() -> None:
     assert [len(sequences) for sequences in trunks.sequences] in ([6, 6, 4], [6, 5, 5], [7, 7, 2])
 
 
+def test_pieces_of_trunks_leave_room_for_the_state_behind_them() -> None:
+    """A piece may end within a node: pieces without that room fit nowhere, or without graphs."""
+    cost = replace(COST, state_layers=1, state_bytes=200)
+    two = PrefixForest.from_parents([-1, 0, 0], [18, 16, 17])
+    four = PrefixForest.from_parents([-1, 0, 0, 0, 0], [56, 6, 2, 10, 16])
+    for forest, max_tokens in ((two, 18), (four, 43)):
+        stats = plan_trunks(forest, max_tokens, cost).stats
+        assert stats.peak <= max_tokens and not stats.again and not stats.on_host
+
+
 def test_small_trunks_are_computed_with_those_above() -> None:
     """Fewer launches; where they then do not fit, they are not."""
     forest = forest_of(caterpillar(24, 120, 120, 1300, 16))

@@ -199,10 +199,27 @@ def test_without_a_loss_mask_every_token_but_the_first_is_scored() -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
     again = pt.batch_logprobs(model, ids, mask, position_ids=positions)
     assert torch.equal(found.logprobs, again.logprobs)
+    # padded on the left
+    positions[0] = torch.tensor([7, 0, 1, 2])
+    left = pt.batch_logprobs(model, ids.roll(1, 1), mask.roll(1, 1), position_ids=positions)
+    assert left.scored[0].tolist() == [False, False, True, True]
     # no length: a batch may hold sequences of one token, and no row
     assert pt.batch_logprobs(model, ids[:0], mask[:0]).logprobs.shape == (0, 4)
     ones = pt.batch_logprobs(model, ids, position_ids=torch.zeros(2, 4, dtype=torch.long))
     assert not ones.scored.any()
+
+
+def test_sequences_of_one_token_stand_between_others() -> None:
+    """They have a place and no score, and those after them keep theirs."""
+    model = build("qwen3")
+    ids, mask = torch.tensor([[5, 0, 0], [6, 7, 8]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
+    expected = pt.batch_logprobs(model, ids[1:], mask[1:]).logprobs[0]
+    padded = pt.batch_logprobs(model, ids, mask)
+    assert padded.scored.tolist() == [[False] * 3, [False, True, True]]
+    torch.testing.assert_close(padded.logprobs[1], expected)
+    joined = pt.batch_logprobs(model, torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 1, 4])
+    assert joined.scored.tolist() == [[False, False, True, True]]
+    torch.testing.assert_close(joined.logprobs[0, 1:], expected)
 
 
 _IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 8, 9]])
@@ -217,7 +234,9 @@ _REFUSED: list[tuple[str, dict[str, Any]]] = [
         "row 1 do not count from 0 along",
         {"attention_mask": np.ones((2, 4), int), "position_ids": [[0, 1, 2, 3], [0, 1, 0, 1]]},
     ),
-    ("beyond the 8 tokens", {"cu_seqlens": [0, 9]}),
+    ("ends at 9, beyond the 8 tokens", {"cu_seqlens": [0, 4, 9]}),
+    ("integers", {"cu_seqlens": [0.0, 4.0]}),
+    ("several rows of positions", {"position_ids": np.zeros((2, 3), np.int64)}),
     ("begin with 0 and not descend", {"cu_seqlens": [0, 4, 2]}),
     ("begin with 0 and not descend", {"cu_seqlens": [1, 4]}),
     ("integers", {"cu_seqlens": [[0, 4]]}),

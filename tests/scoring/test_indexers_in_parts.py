@@ -10,7 +10,7 @@ import torch
 
 from prefixtree import UnsupportedError, prepare
 from prefixtree.kernels.chosen import from_bits, to_bits
-from prefixtree.models import indexers
+from prefixtree.models import indexers, paths
 from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
@@ -96,6 +96,14 @@ def test_recomputation(family: str, recompute: str) -> None:
         options = {}
     compare(model, **options)
     kept_cases.compare(model, **options)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_any_chunks_of_own_tokens_give_their_keys(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "CHUNK", 100)
+    compare(build(family))
 
 
 # PEFT asks transformers under the old name of the property

@@ -159,6 +159,26 @@ def test_every_token_is_computed_once() -> None:
     assert sum(batch.num_tokens for batch in plan[0]) > 1.3 * sum(tokens)
 
 
+@pytest.mark.usefixtures("unprobed")
+def test_a_part_that_scores_nothing_has_its_backward_in_its_turn() -> None:
+    """Where ranks are in lockstep, one that left it out would leave others waiting."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, 90, 12)
+    sequences = [np.concatenate([trunk, rng.integers(3, 90, 8)]) for _ in range(4)]
+    # of the second micro-batch the trunk's tokens alone
+    masks = [np.arange(20) < (20 if i < 2 else 12) for i in range(4)]
+    objective = replace(make_objective(sequences), loss_masks=masks)
+    plan, model = plan_of(objective), build("qwen3")
+    assert [s.tolist() for s in plan[0].trunks.sequences] == [[0, 1], [2, 3]]
+    runs: list[str] = []
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda *_: runs.append("forward"))
+    layer.register_full_backward_hook(lambda *_: runs.append("backward"))
+    compare(model, objective, plan=plan)
+    # the trunk, and in each turn a part and its backward
+    assert runs[:6] == ["forward", "forward", "backward", "forward", "backward", "backward"]
+
+
 def test_without_a_loss_mask_and_with_one_that_scores_little() -> None:
     objective = make_objective(ragged_objective().sequences, plain=True)
     compare(build("qwen3"), objective)

@@ -42,7 +42,7 @@ def test_each_sequence_alone(case):
     with autocast:
         of_teacher = Teacher(teacher, packed, objective.loss_masks)
     head, calls = teacher.lm_head, []
-    hook = head.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    hook = head.register_forward_hook(lambda module, args, output: calls.append(output))
 
     def value(logits: Any, edges: Any) -> Any:
         log_p = of_teacher.log_p(edges)
@@ -54,7 +54,11 @@ def test_each_sequence_alone(case):
             build("llama"), packed, temperatures, objective.loss_masks, measure=value
         )
     hook.remove()
-    assert sum(calls) >= len(packed.edges(objective.loss_masks).token)
+    assert sum(map(len, calls)) >= len(packed.edges(objective.loss_masks).token)
+    # under the autocast of its forward, which has ended
+    assert {logits.dtype for logits in calls} == {
+        torch.bfloat16 if case == "bfloat16" else torch.float32
+    }
     alone = copy.deepcopy(teacher)
     alone.set_attn_implementation("eager")
     for i, tokens in enumerate(objective.sequences):

@@ -180,11 +180,11 @@ def adapted(model: nn.Module, *targets: str) -> Any:
     return model.train()
 
 
-def with_random_lora(model: nn.Module, *targets: str) -> Any:
+def with_random_lora(model: nn.Module, *targets: str, **options: Any) -> Any:
     """With adapters of random weights; the model's own, which may be quantised, stay."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=[*targets], init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules=[*targets], init_lora_weights=False, **options)
     return peft.get_peft_model(model, config).train()
 
 
