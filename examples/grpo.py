@@ -135,7 +135,7 @@ def score(
 ) -> list[torch.Tensor]:
     """log p of tokens 1 to n - 1, [n - 1] per sequence of the micro-batch; differentiable."""
     if not replicated:
-        return sequence_logprobs(model, batch.packed, loss_mask=batch.take(masks)).logprobs
+        return sequence_logprobs(model, batch, loss_mask=masks).logprobs
     alone = batch.take(sequences)
     # padding comes after the scored tokens, so that the causal mask is enough
     ids = pad_sequence(alone, batch_first=True)

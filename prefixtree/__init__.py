@@ -7,6 +7,7 @@ belongs to them), not before.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from prefixtree._hints import near_name
 from prefixtree.errors import ForestError, InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.registration import register_when_imported as _register
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         max_micro_batch_tokens,
         plan_recomputation,
     )
+    from prefixtree.sampling import Draws, Rows, Samples, TreeSampler
     from prefixtree.scoring.batches import BatchScores, batch_logprobs
     from prefixtree.scoring.in_steps import borrow_cost
     from prefixtree.scoring.kept_trunks import kept_trunks
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
+    from prefixtree.testing.live import Verdict, verify
 
 __version__ = "0.2.0"
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "BlockTables",
     "BorrowCost",
     "CostModel",
+    "Draws",
     "Edges",
     "ForestError",
     "InputError",
@@ -60,13 +64,17 @@ __all__ = [
     "PrefixForest",
     "RecomputePlan",
     "ReuseStats",
+    "Rows",
+    "Samples",
     "SequenceScores",
     "StepStats",
     "Teacher",
     "TileShape",
     "TreeMask",
+    "TreeSampler",
     "TrunkStats",
     "UnsupportedError",
+    "Verdict",
     "batch_logprobs",
     "borrow_cost",
     "compile_layers",
@@ -82,6 +90,7 @@ __all__ = [
     "sequence_logprobs",
     "sequence_values",
     "tree_attention",
+    "verify",
 ]
 
 
@@ -95,11 +104,18 @@ _LATER = {
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),
+    "prefixtree.sampling": ("Draws", "Rows", "Samples", "TreeSampler"),
+    "prefixtree.testing.live": ("Verdict", "verify"),
     "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",
         "plan_recomputation",
     ),
+}
+# public names of other modules, for the message
+_ELSEWHERE = {
+    "prefixtree.integrations.transformers": ("allow_model_type", "supported_model_types"),
+    "prefixtree.rollouts": ("Rollouts", "expand_turns", "read_rollouts"),
 }
 
 
@@ -107,7 +123,15 @@ def __getattr__(name: str) -> Any:
     for module, names in _LATER.items():
         if name in names:
             return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("rollouts", "sampling"):
+        return importlib.import_module(f"prefixtree.{name}")
+    mend = near_name(name, __all__)
+    if name.startswith("PrefixTree") and name.endswith("Trainer"):
+        mend = f"; write from prefixtree.integrations.trl import {name}"
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            mend = f"; write from {module} import {name}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{mend}")
 
 
 def __dir__() -> list[str]:

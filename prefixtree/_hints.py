@@ -1,13 +1,15 @@
-"""A keyword that a function does not have gets the nearest that it has."""
+"""Hints of messages: the name that is nearest to an unknown one, and the type of a wrong value."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+# how Python and Jupyter load a module a second time
+_RELOADED = "importlib.reload or %autoreload"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -30,3 +32,23 @@ def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def kind_of(value: object, expected: type) -> str:
+    """The type of a value that is not what was expected, in words.
+
+    Args:
+        value: what came. expected: the class of prefixtree that was asked for.
+    """
+    kind = type(value)
+    if (kind.__module__, kind.__qualname__) == (expected.__module__, expected.__qualname__):
+        return (
+            f"a {kind.__name__} of before prefixtree was reloaded ({_RELOADED}): restart Python, "
+            "or make everything again"
+        )
+    return f"the class {value.__name__}" if isinstance(value, type) else kind.__name__
+
+
+def near_name(name: str, known: Sequence[str]) -> str:
+    """The end of a message: the known name that is nearest to one that does not exist, if any."""
+    return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))

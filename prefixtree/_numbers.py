@@ -201,6 +201,7 @@ def to_numpy(values: Any, name: str) -> np.ndarray:
     """
     if hasattr(values, "detach"):
         check_without_gradient(name, values)
+        _check_dense(name, values)
         values = values.detach().cpu()
         # numpy has no bfloat16; floating point is refused by its kind where it matters
         array: np.ndarray = (values.float() if values.is_floating_point() else values).numpy()
@@ -223,6 +224,18 @@ def check_without_gradient(name: str, tensor: Any) -> None:
         raise ForestError(
             f"{name} requires a gradient, and gets none here; detach it if it is a constant"
         )
+
+
+def _check_dense(name: str, tensor: Any) -> None:
+    """Raises a ForestError if this tensor is none that numpy can hold."""
+    import torch
+
+    if tensor.is_nested:
+        raise ForestError(f"{name} is a nested tensor: give its parts, list({name}.unbind())")
+    if tensor.layout != torch.strided:
+        raise ForestError(f"{name} is a sparse tensor: give {name}.to_dense()")
+    if tensor.is_meta:
+        raise ForestError(f"{name} is on the meta device, which holds no numbers")
 
 
 def check_unmasked(name: str, values: Any, nested: bool = True) -> None:

@@ -14,6 +14,12 @@ from prefixtree._numbers import entries, to_numpy
 from prefixtree.errors import ForestError
 
 _LARGEST = 2**15 - 1
+# what engines write in the place of an expert that they did not record
+_UNRECORDED = -1
+_RECORD = (
+    "a token that the engine did not record: record the prompt too, or drop the sequence; only the "
+    "last row that from_sequences gets may be so, or be left out"
+)
 
 
 def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
@@ -22,7 +28,7 @@ def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
     Args:
         routes: S integer arrays [n, L, k], or [n - 1, L, k]. Engines record none for a sequence's
             last token, on whose experts none of its scores depends: its row may be left out, or
-            be zeros.
+            be zeros, or -1.
         lengths: int64 [S], the numbers of tokens.
 
     Returns:
@@ -43,6 +49,9 @@ def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
     expected = given[0].shape[1:] if given[0].ndim == 3 else (0, 0)
     for i, (route, length) in enumerate(zip(given, lengths.tolist(), strict=True)):
         _check(route, f"routes[{i}]", length, expected)
+        if len(route) == length and (route[-1] == _UNRECORDED).all():
+            given[i] = route = route[:-1]
+        _check_experts(route, f"routes[{i}]")
     joined = np.zeros((int(lengths.sum()), *expected), np.int16)
     # a row that is not there
     joined[:] = np.arange(expected[1], dtype=np.int16)
@@ -67,6 +76,7 @@ def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
     """
     given = to_numpy(routes, "routes")
     _check(given, "routes", num_tokens, given.shape[1:])
+    _check_experts(given, "routes")
     if len(given) != num_tokens:
         raise ForestError(f"routes has {len(given)} rows; lengths add up to {num_tokens}")
     given = np.sort(given, axis=-1).astype(np.int16)
@@ -113,8 +123,7 @@ def _names_twice(routes: np.ndarray) -> np.ndarray:
 def _refuse_twice(name: str, row: np.ndarray) -> NoReturn:
     raise ForestError(
         f"{name} names an expert twice: {row.tolist()}; expected the {row.shape[1]} experts that "
-        "each layer chose (a row of zeros is a token that the engine did not record: record the "
-        "prompt too, or drop the sequence)"
+        f"each layer chose (a row of zeros is {_RECORD})"
     )
 
 
@@ -137,9 +146,16 @@ def _check(route: np.ndarray, name: str, length: int, expected: tuple[int, ...])
             f"has {route.shape[1]} layers of {route.shape[2]} experts per token, and routes[0] "
             f"{expected[0]} of {expected[1]}; expected those of one model"
         )
-    if route.size and (route.min() < 0 or route.max() > _LARGEST):
-        bad = route.min() if route.min() < 0 else route.max()
-        refuse(f"names expert {bad}; experts are numbered from 0 to at most {_LARGEST}")
+
+
+def _check_experts(route: np.ndarray, name: str) -> None:
+    for bad in np.flatnonzero(((route < 0) | (route > _LARGEST)).any((1, 2)))[:1]:
+        lowest, highest = int(route[bad].min()), int(route[bad].max())
+        raise ForestError(
+            f"{name}[{bad}] names expert {lowest if lowest < 0 else highest}; experts are numbered "
+            f"from 0 to at most {_LARGEST}"
+            + (f" ({_UNRECORDED} is {_RECORD})" if lowest == _UNRECORDED else "")
+        )
 
 
 def numbers_of(tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -49,6 +49,8 @@ def flatten(
             f"keys {', '.join(map(repr, sequences))}; give its token ids: one list per sequence, "
             "without padding"
         )
+    if getattr(sequences, "is_nested", False):
+        raise ForestError(f"{name} is a nested tensor: give its parts, list({name}.unbind())")
     is_array = hasattr(sequences, "ndim") and getattr(sequences, "dtype", None) != np.dtype(object)
     if is_array:
         raise ForestError(
@@ -57,6 +59,11 @@ def flatten(
         )
     arrays: list[np.ndarray] = []
     for sequence in sequences:
+        if isinstance(sequence, Mapping):
+            raise ForestError(
+                f"{label(len(arrays))} is a {type(sequence).__name__}; expected 1-D token ids: "
+                'give its "input_ids"'
+            )
         try:
             arrays.append(sequence if type(sequence) is np.ndarray else to_numpy(sequence, name))
         except ForestError:
@@ -71,6 +78,8 @@ def flatten(
 
     if any(a.ndim != 1 for a in arrays):
         i = next(i for i, a in enumerate(arrays) if a.ndim != 1)
+        if arrays[i].dtype == object:
+            refuse(i, "holds no numbers; expected 1-D token ids: a list, an array or a tensor")
         if arrays[i].dtype.kind in "US":
             refuse(i, "is text; expected token ids: tokenise it first")
         if arrays[i].ndim == 0 and arrays[i].dtype.kind in "iuf":

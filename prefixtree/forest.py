@@ -47,6 +47,7 @@ class PrefixForest:
         columns: None, or for `from_padded` (L, int64 [S] column of each sequence's first token).
         routes: None, or int16 [T, layers, k]: the experts that each layer of a mixture is to run
             for each packed token, ascending (`from_sequences`).
+        is_dummy: whether it stands for nothing (`dummy`): one token, whose multiplicity is 0.
 
     Invariants, checked whenever one is made (`ForestError` otherwise):
 
@@ -69,6 +70,12 @@ class PrefixForest:
     tokens: np.ndarray | None = None
     columns: tuple[int, np.ndarray] | None = None
     routes: np.ndarray | None = None
+    is_dummy: bool = False
+
+    def __new__(cls, *arrays: Any, **named: Any) -> PrefixForest:
+        if len(arrays) == 1 and not named:
+            raise TypeError("PrefixForest.from_sequences(sequences) makes one of token sequences")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_invariants(self)
@@ -315,6 +322,20 @@ class PrefixForest:
             above, length[topological], topological, rank[ends], order, flat, source, routes
         )
 
+    def dummy(self) -> PrefixForest:
+        """Makes the forest that runs where there is nothing to compute, as other ranks may wait.
+
+        Returns:
+            A forest of one sequence of one token, which a model that knows this forest's tokens
+            knows. It stands for nothing: nothing is scored, its multiplicity and values are 0, and
+            no parameter gets a gradient but 0.
+        """
+        # the largest token may stand for pictures
+        tokens = None if self.tokens is None else self.tokens.min(keepdims=True)
+        routes = None if self.routes is None else self.routes[:1]
+        only = type(self).from_parents([-1], [1], tokens, routes=routes)
+        return type(self)(**{**vars(only), "is_dummy": True})
+
     @classmethod
     def _from_flat(
         cls,
@@ -433,7 +454,9 @@ class PrefixForest:
 
     @cached_property
     def node_multiplicity(self) -> np.ndarray:
-        """int32 [N], how many sequences run through each node."""
+        """int32 [N], how many sequences run through each node; 0 in a dummy."""
+        if self.is_dummy:
+            return np.zeros(self.num_nodes, np.int32)
         ends = np.bincount(self.sequence_node, minlength=self.num_nodes)
         # a subtree is one run of nodes: the sequences below are a difference of prefix sums
         total = np.concatenate([[0], np.cumsum(ends)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from prefixtree._picture_inputs import Modality, Picture, PictureRule, picture_key
 from prefixtree._tokens import flatten
 from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
 
 __all__ = ["Picture", "Pictures", "picture_key"]
 
@@ -74,7 +76,8 @@ class Pictures:
         """Numbers the distinct pictures of a batch.
 
         Two pictures are one where modality, grid, dtype, shape, pixels and seconds per grid step
-        are equal. Their hashes (SHA-256) are compared.
+        are equal. Their hashes (SHA-256) are compared. Placeholders of images without any images,
+        and of videos without any videos, stay as they are: text, as in transformers.
 
         Args:
             sequences: S sequences of token ids with the processor's placeholders (lists, numpy
@@ -134,6 +137,11 @@ class Pictures:
         return cls(
             rows, walk.distinct, of_sequences, rule.first_id, rule.placeholders, rule.model_type
         )
+
+    @cached_property
+    def forest(self) -> PrefixForest:
+        """That of `sequences`."""
+        return PrefixForest.from_sequences(self.sequences)
 
     @property
     def num_given(self) -> int:
@@ -243,10 +251,11 @@ class _Walk:
 
     def _runs(self, row: np.ndarray) -> Iterator[tuple[Modality, int, int]]:
         """Each run of equal placeholders: modality, first token, one past the last."""
-        modalities = list(self._rule.placeholders)
+        # without pictures of a modality its placeholders are text
+        modalities = [m for m in self._rule.placeholders if self._given[m]]
         kind = np.zeros(len(row) + 1, np.int8)
-        for value, token in enumerate(self._rule.placeholders.values(), 1):
-            kind[:-1][row == token] = value
+        for value, modality in enumerate(modalities, 1):
+            kind[:-1][row == self._rule.placeholders[modality]] = value
         edges = np.flatnonzero(np.diff(kind, prepend=0))
         for start, end in itertools.pairwise(edges.tolist()):
             if kind[start]:
@@ -259,6 +268,7 @@ class _Walk:
             raise ForestError(
                 f"{where} placeholders of {modality} {at} of the batch, and {at} {modality}s were "
                 f"given; give every sequence its {modality}s, also those that others hold too"
+                + self._if_sampled(modality)
             )
         self._met[modality] += 1
         picture = given[at]
@@ -290,6 +300,15 @@ class _Walk:
         raise ForestError(
             f"{what} (grid {_short(picture.grid)}): the picture is of another size, another one "
             "is missing before it, or two stand side by side without a token between"
+            + self._if_sampled(picture.modality)
+        )
+
+    def _if_sampled(self, modality: Modality) -> str:
+        token = self._rule.placeholders[modality]
+        return (
+            f". A placeholder that a policy sampled shows no {modality}, and transformers refuses "
+            f"it beside {modality}s too: drop the sequence, and keep the policy from sampling it "
+            f"(generate(suppress_tokens=[{token}]), in vLLM logit_bias={{{token}: -100}})"
         )
 
 

@@ -120,3 +120,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     ):
         monkeypatch.setattr(owner, name, state.wrap(getattr(owner, name)))
     return state
+
+
+@pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are not probed: for tests that count forwards, or that see mistakes turn them red."""
+    from prefixtree.models import rows_alone
+
+    monkeypatch.setattr(rows_alone, "_difference", lambda *_: None)

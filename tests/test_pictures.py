@@ -188,14 +188,14 @@ def test_glm_writes_videos_with_the_placeholder_of_images(model_type):
          [[1, *shown(8)], [1, *shown(8)]]),
         ("2 images were given, and the sequences hold 1", torch.cat([A, B]), GRIDS[:2],
          [[1, *shown(8)]]),
-        ("0 images were given", None, None, [[1, *shown(8)]]),
+        (r"given; .* sampled shows no image.*suppress_tokens=.60.\)", A, GRIDS[:1],
+         [[1, *shown(8), 2, IMAGE]]),
+        (r"1 placeholders of .* sampled shows no image", A, GRIDS[:1], [[1, IMAGE, 2, *shown(8)]]),
         ("tokens 2 to 6: 5 placeholders of one image with 8: the sequence is cut inside a picture",
          A, GRIDS[:1], [[1, *shown(8)[:6]]]),
         ("tokens 2 to 5: 4 placeholders of one image with 8 .grid .1, 8, 4..: the picture is of an",
          A, GRIDS[:1], [[1, *shown(4)]]),
         ("two stand side by side", torch.cat([A, B]), GRIDS[:2], [[1, *shown(16)]]),
-        ("this video follows the one before it without a token between", A, GRIDS[:1],
-         [[1, START, *[IMAGE] * 8, VIDEO]]),
         (r"sequences\[1\] has the token id 64; ids from 64 on are beyond the vocabulary", A,
          GRIDS[:1], [[1, *shown(8)], [2, 64]]),
         # pixels against grids
@@ -223,6 +223,8 @@ def test_bad_videos_and_keys_are_refused():
         batch(None, None, [1, *frame, 7, *frame, 8], **clip)
     with pytest.raises(pt.ForestError, match="12 placeholders of one video with 4 per frame"):
         batch(None, None, [1, *shown(12, VIDEO), 8], **clip)
+    with pytest.raises(pt.ForestError, match="this video follows the one before it without a tok"):
+        batch(A, GRIDS[:1], [1, START, *[IMAGE] * 8, *[VIDEO] * 4, 7, *frame, 8, *frame], **clip)
     rows = [[1, *shown(8)], [1, *shown(8)]]
     with pytest.raises(ValueError, match=r"key \('image', 7\) have grids \[1, 8, 4\] and \[1, 4"):
         batch([A, A], [GRIDS[0], [1, 4, 8]], *rows, image_keys=[7, 7])
@@ -247,5 +249,8 @@ def test_ids_of_other_pictures_are_refused():
     one = batch(A, GRIDS[:1], [1, *shown(8)])
     with pytest.raises(pt.ForestError, match=r"hold picture 1 \(token id 65\), and there are 1"):
         one.with_placeholders(np.array([1, 65]))
-    none = batch(None, None, [1, 2])
-    assert none.with_placeholders(np.array([1, 2])).tolist() == [1, 2]
+    # without pictures of a modality its placeholders are text
+    none = batch(None, None, [1, IMAGE, IMAGE, 2, VIDEO])
+    assert none.with_placeholders(none.sequences[0]).tolist() == [1, IMAGE, IMAGE, 2, VIDEO]
+    sampled = batch(A, GRIDS[:1], [1, *shown(8), VIDEO])
+    assert sampled.sequences[0].tolist() == [1, START, *[64] * 8, 63, VIDEO]

@@ -65,8 +65,8 @@ def test_tensors_and_lists_are_taken():
 
 
 def test_a_last_token_without_routes():
-    """Engines record none, or fill the row with zeros: the first experts stand there."""
-    for last in ([], [np.zeros((1, LAYERS, CHOSEN), int)]):
+    """Engines record none, or fill the row with zeros or -1: the first experts stand there."""
+    for last in ([], [np.zeros((1, LAYERS, CHOSEN), int)], [np.full((1, LAYERS, CHOSEN), -1)]):
         route = np.concatenate([_route(4, 4), *last])
         forest = pt.PrefixForest.from_sequences([[1, 2, 3]], routes=[route])
         assert forest.routes is not None
@@ -138,7 +138,9 @@ def test_sums_that_collide_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
             r"routes\[1\] has 2 layers of 2 experts per token, and routes\[0\] 3 of 2",
         ),
         ([_route(0, 0, 0), _route(0, 0, 0)[..., :1]], r"3 layers of 1 experts per token, and"),
-        ([_route(0, 0, 0), _route(0, -1, 0)], r"routes\[1\] names expert -1; experts are numbered"),
+        ([_route(0, 0, 0), _route(0, -1, 0)], r"routes\[1\]\[1\] names expert -1; .*not record: "),
+        ([_route(0, 0, 0), _route(0, 0, -1)], r"routes\[1\]\[2\] names expert -1; .*not record: "),
+        ([_route(0, 0, 0), _route(0, -2, 0)], r"names expert -2; experts .* at most 32767$"),
         ([_route(0, 0, 0), _route(0, 40_000, 0)], "names expert 40001; .* at most 32767"),
         ([_route(0, 0, 0), np.zeros((3, LAYERS, CHOSEN), int)], r"routes\[1\]\[0\] names an exper"),
         ([_route(0, 0, 0), _route(0, 0, 0).astype(float)], r"\[3, 3, 2\] of float64; expected int"),

@@ -20,6 +20,9 @@ from typer.core import TyperGroup
 from prefixtree.cli.files import chat_tokenizer, check_writable, read, write_rows
 from prefixtree.errors import ForestError, InputError, UnsupportedError
 
+# of a made-up tree: attention of more does not fit a GPU
+_MOST_TOKENS = 1 << 22
+
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -423,7 +426,7 @@ def _bench(
         typer.Option(metavar="H HK", help="Query and kv heads. Default: 32 8, on a CPU 8 2."),
     ] = (0, 0),
     head_dim: Annotated[
-        int, typer.Option(help="Head dim of q, k and v. Default: 128, on a CPU 64.")
+        int, typer.Option(min=0, help="Head dim of q, k and v. Default: 128, on a CPU 64.")
     ] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -460,6 +463,12 @@ def _bench(
     if file is None:
         if per_turn or limit is not None or tasks is not None or tokenizer is not None:
             raise InputError("--per-turn, --limit, --tasks and --tokenizer need a FILE")
+        nodes = (branching**levels - 1) // (branching - 1)
+        if nodes * node > _MOST_TOKENS:
+            raise InputError(
+                f"--levels {levels} --branching {branching} --node {node} is a tree of {nodes:,} "
+                f"nodes with {nodes * node:,} tokens; bench takes at most {_MOST_TOKENS:,}"
+            )
         forest = synthetic(levels, branching, node)
     else:
         rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer))

@@ -26,6 +26,11 @@ def show(facts: dict[str, Any], console: Console) -> None:
         verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"
         table.add_row(name + where, difference, limit, verdict)
     console.print(table)
+    if facts.get("reference") == "float64":
+        console.print(
+            "the two differed by more than the limit, so both were compared with float64: packed "
+            "may be twice as far from it as replicated is"
+        )
     if (chosen := facts.get("indexers")) is not None:
         same, others = (
             "not finite" if chosen[name] is None else f"{chosen[name]:.1e}"
@@ -50,6 +55,8 @@ def show(facts: dict[str, Any], console: Console) -> None:
         ratio = f"{values[0] / values[1]:.2f}x" if facts["passed"] and values[1] > 0 else "-"
         table.add_row(name, *(form.format(value) for value in values), ratio)
     console.print(table)
+    if facts["device"].startswith("cpu"):
+        console.print("times on a CPU say little: packing saves a GPU's work (`prefixtree bench`)")
     apart, limit = facts["replicated"]["logprob_difference"], facts["checks"]["logprobs"]["limit"]
     if limit is not None and (apart is None or apart > limit):
         gap = "not finite" if apart is None else f"{apart:.1e}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from prefixtree.loops import (
         block_tables,
         parts,
+        paths,
         planning,
         realign,
         row_blocks,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "block_tables",
     "parts",
+    "paths",
     "planning",
     "realign",
     "row_blocks",

@@ -70,18 +70,11 @@ def any_copy(
 
 
 @njit(cache=True)
-def first_copy(parent, start, length, position, sequence_node, offsets, num_tokens):
-    """Where each packed token first stands among the replicated tokens, int64 [T]."""
-    first = np.full(len(parent), len(sequence_node), np.int64)
-    for s in range(len(sequence_node) - 1, -1, -1):
-        first[sequence_node[s]] = s
-    out = np.empty(num_tokens, np.int64)
-    for node in range(len(parent) - 1, -1, -1):
-        if parent[node] >= 0:
-            first[parent[node]] = min(first[parent[node]], first[node])
-        base = offsets[first[node]] + position[node]
-        for j in range(length[node]):
-            out[start[node] + j] = base + j
+def first_copy(index, num_tokens):
+    """Where each packed token first stands in `index`, int64 [T]; -1 where it does not."""
+    out = np.full(num_tokens, -1, np.int64)
+    for i in range(len(index) - 1, -1, -1):
+        out[index[i]] = i
     return out
 
 

@@ -38,6 +38,7 @@ from prefixtree.models.plain_batches import (
     shown_positions,
     shows_positions,
 )
+from prefixtree.models.rope import check_lengths, fixed_lengths
 from prefixtree.models.tower_attention import picture_attention
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
@@ -314,10 +315,17 @@ def _check_config(module: nn.Module, mask: TreeMask, is_first: bool) -> None:
     config: Any = module.config
     if torch.compiler.is_compiling():
         check_config(config, module.training)
+        if fixed_lengths(config):
+            # torch then runs the layer as it is, unless it is told to compile all of it
+            raise UnsupportedError(
+                "compiled layers cannot see how long sequences are, on which dynamic and longrope "
+                "RoPE depend: leave the layers uncompiled"
+            )
         return
     checked = None if is_first else _checked.get(mask.host)
     if checked is None or checked[0] is not config or checked[1] != module.training:
         check_config(config, module.training)
+        check_lengths(config, mask.host)
         _checked[mask.host] = config, module.training
 
 

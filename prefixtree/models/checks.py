@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prefixtree._hints import kind_of
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.models.adapters import check_adapters
@@ -29,6 +30,7 @@ from prefixtree.models.families import (
 )
 from prefixtree.models.family_table import ATTENDING_TYPES, layer_types_of
 from prefixtree.models.layers import device_of
+from prefixtree.models.rope import check_rope
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures
@@ -36,7 +38,7 @@ from prefixtree.pictures import Pictures
 _NAME = "prefixtree"
 # whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
 # TRL's fused head is for calls that ask for it
-_KNOWN_PACKAGES = (
+KNOWN_PACKAGES = (
     "transformers",
     "torch",
     "accelerate",
@@ -48,7 +50,7 @@ _KNOWN_PACKAGES = (
 )
 # whose hooks gather and release parameters around a forward, and hand on what it gives
 _KNOWN_HOOKS = (
-    *_KNOWN_PACKAGES,
+    *KNOWN_PACKAGES,
     "deepspeed.runtime.engine",
     "deepspeed.runtime.zero.parameter_offload",
     "deepspeed.utils.nvtx",
@@ -71,28 +73,36 @@ def find_causal_lm(model: nn.Module) -> Any:
 
 
 def check_model(
-    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures | None = None
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    pictures: Pictures | None = None,
+    divided: str | None = None,
 ) -> None:
     """Refuses what would not give the scores of the replicated batch.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
         pictures: those of the forest. Default: text alone.
+        divided: what cuts the forest into several forwards, in words. Default: one forward.
 
     Raises:
         UnsupportedError: with the part of the model and the way to mend it.
         ValueError: tokens or a device that do not match the model.
     """
-    _check_gathered(causal_lm)
+    check_loaded(causal_lm)
     check_parts(model, causal_lm)
+    check_rope(causal_lm, packed.mask.host, pictures is not None, divided)
     config, text = causal_lm.config, causal_lm.config.get_text_config()
     if causal_lm.training and torch.is_grad_enabled():
         check_checkpointing(causal_lm, text)
     if (tokens := packed.forest.tokens) is not None:
-        check_tokens(config, tokens)
+        given = () if pictures is None else {picture.modality for picture in pictures.distinct}
+        check_tokens(config, tokens, given)
         if pictures is not None:
             tokens = pictures.with_placeholders(tokens)
         check_vocabulary(causal_lm, tokens)
+    check_positions(causal_lm, packed.mask.host.deepest)
     _check_treatment_of_logits(causal_lm)
     device = device_of(causal_lm)
     # parameters on the CPU may be those of hooks that move them: then the forward will tell
@@ -120,8 +130,20 @@ def runs_deepspeed(model: nn.Module) -> bool:
     )
 
 
-def _check_gathered(causal_lm: nn.Module) -> None:
-    """Refuses parameters that ZeRO-3 has partitioned where no hook gathers them for a forward."""
+def check_loaded(causal_lm: nn.Module) -> None:
+    """Refuses parameters without numbers: on the meta device, or partitioned by ZeRO-3, where no
+    hook loads or gathers them for a forward.
+
+    Raises:
+        ValueError: on the meta device. UnsupportedError: partitioned.
+    """
+    meta = next((name for name, p in causal_lm.named_parameters() if p.is_meta), None)
+    # accelerate's hooks load what they offload
+    if meta is not None and not any("_hf_hook" in vars(m) for m in causal_lm.modules()):
+        raise ValueError(
+            f"{meta} is on the meta device, which holds no numbers: load the model with "
+            "from_pretrained, or call model.to_empty(device=...) and load_state_dict first"
+        )
     partitioned = next(
         (
             name
@@ -201,14 +223,20 @@ def transformer_of(model: nn.Module) -> Any:
     return transformer
 
 
+def check_module(model: Any) -> None:
+    """Raises a TypeError for what is no instance of a torch module."""
+    if isinstance(model, nn.Module):
+        return
+    mend = "AutoModelForCausalLM.from_pretrained(path) makes one"
+    if model is None:
+        mend += "; compile_layers changes a model in place and returns nothing"
+    raise TypeError(f"model must be a torch module, got {kind_of(model, nn.Module)}; {mend}")
+
+
 def _outermost(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch module, got {type(model).__name__}; "
-            "AutoModelForCausalLM.from_pretrained(path) makes one"
-        )
+    check_module(model)
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
@@ -246,7 +274,7 @@ def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
     if not others:
         return modules
     name, implementation = next(iter(others.items()))
-    fix = 'call model.set_attn_implementation("prefixtree")'
+    fix = "call prefixtree.prepare(model) once, before the first forward"
     text = transformer.config.get_text_config()
     if text._attn_implementation == _NAME:
         fix = (
@@ -299,7 +327,7 @@ def check_hook(hook: Callable[..., Any], owner: str) -> None:
         )
 
 
-def foreign_module(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str | None:
+def foreign_module(function: Any, known: Sequence[str] = KNOWN_PACKAGES) -> str | None:
     """The module of a function that is outside of `known` (packages and modules): that of this
     one, or of one that it wraps."""
     left, seen = [function], set()
@@ -339,4 +367,20 @@ def check_vocabulary(causal_lm: Any, tokens: np.ndarray) -> None:
         f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocabulary}: the "
         "sequences were tokenised for another model, or tokens were added without "
         f"model.resize_token_embeddings{or_pictures}"
+    )
+
+
+def check_positions(causal_lm: Any, longest: int, counted: str = "") -> None:
+    """Refuses sequences of more tokens than a model has learned positions.
+
+    Args:
+        longest: the tokens of the longest sequence. counted: what of it is still to come, in words.
+    """
+    config = causal_lm.config.get_text_config()
+    if not family_of(config).learns_positions or longest <= config.max_position_embeddings:
+        return
+    raise ValueError(
+        f"a sequence has {longest} tokens{counted and f', {counted}'}, and {config.model_type} has "
+        f"learned positions for {config.max_position_embeddings} (config.max_position_embeddings): "
+        "cut or leave out longer ones"
     )

@@ -5,7 +5,8 @@ The list is `models.family_table`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -25,6 +26,7 @@ from prefixtree.models.family_table import (
 )
 from prefixtree.models.gradient_paths import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
+from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
@@ -90,8 +92,6 @@ ROUTER_LOGITS = (
     "prefixtree.sequence_logprobs(model, packed, output_router_logits=True), or set "
     "config.output_router_logits to False and pass no output_router_logits"
 )
-
-_ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
 
 # names under which configurations keep a dropout or a jitter of the forward
 _DROPOUTS = (
@@ -197,12 +197,7 @@ def check_config(config: Any, training: bool) -> None:
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways not in (None, False, "vision") or not getattr(config, "is_causal", True):
         raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
-    for rope in _rope_types(config):
-        if rope not in _ROPE_TYPES:
-            raise UnsupportedError(
-                f"RoPE type {rope!r} looks at the longest sequence of the batch, so that packed "
-                f"logits differ; set rope_parameters to one of {', '.join(sorted(_ROPE_TYPES))}"
-            )
+    check_rope_types(config)
     _check_groups(config)
     if training:
         check_noise(config)
@@ -240,28 +235,41 @@ def _check_version(config: Any) -> None:
         )
 
 
-def placeholder_in(config: Any, tokens: np.ndarray) -> tuple[str, int] | None:
-    """The first placeholder of images, videos or sound among token ids: its name and id."""
-    for name in ("image_token_id", "video_token_id", "audio_token_id"):
-        if (token := getattr(config, name, None)) is not None and (tokens == token).any():
-            return name, token
-    return None
+def check_tokens(
+    config: Any, tokens: np.ndarray, given: Collection[str] = (), sees: bool = True
+) -> None:
+    """Warns of placeholders of images, videos and sound that are read as text, as transformers
+    reads them without pixels: a policy may have sampled them.
 
+    Args:
+        given: the modalities of the pictures that were given with the tokens.
+        sees: whether the caller takes pictures.
 
-def check_tokens(config: Any, tokens: np.ndarray) -> None:
-    """Refuses placeholders of images and videos: equal ids may stand for different pixels."""
-    if (found := placeholder_in(config, tokens)) is None:
-        return
-    name, token = found
-    if name == "audio_token_id":
-        raise UnsupportedError(
-            f"the sequences hold audio_token_id {token}: sound is not verified; drop them"
+    Raises:
+        UnsupportedError: a placeholder of a modality that was given: equal ids may stand for
+            different pixels.
+    """
+    for modality in ("image", "video", "audio"):
+        token = getattr(config, f"{modality}_token_id", None)
+        if token is None or not (tokens == token).any():
+            continue
+        which = f"the sequences hold {modality}_token_id {token}"
+        if modality in given:
+            raise UnsupportedError(
+                f"{which} beside pictures, and it would be shared whatever it shows: make the "
+                "forest of pictures.sequences, where each picture has an id"
+            )
+        mend = "which is not verified here: drop them"
+        if sees and modality != "audio":
+            mend = (
+                "make the forest of pictures.sequences and pass pictures=pictures, with pictures = "
+                "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
+            )
+        warnings.warn(
+            f"{which}: no {modality} was given, so it is read as text, as transformers reads it. "
+            f"That is right where a policy sampled it; where it shows a picture or sound, {mend}",
+            stacklevel=2,
         )
-    raise UnsupportedError(
-        f"the sequences hold {name} {token}, which would be shared whatever it shows: make "
-        "the forest of pictures.sequences and pass pictures=pictures, with pictures = "
-        "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
-    )
 
 
 def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
@@ -359,11 +367,3 @@ def check_router_logits(config: Any, keywords: dict[str, Any]) -> None:
     asked = keywords.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(ROUTER_LOGITS)
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    """RoPE types of a configuration, one for all layers or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    for entry in nested or [parameters]:
-        yield str(entry.get("rope_type", entry.get("type", "default")))

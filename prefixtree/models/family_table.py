@@ -43,6 +43,7 @@ class Family:
             its attention gets, and those of a multi-dimensional RoPE.
         ignores_window: its layers attend to everything whatever sliding_window says.
         hides_positions: its layers are not shown position_ids, whatever they do with them.
+        learns_positions: it has an embedding per position, up to config.max_position_embeddings.
         layer_types: what config.layer_types may name.
         rules: functions that its recurrent layers call, which `models.hybrids` replaces by
             those along the tree; none where no layer carries a state.
@@ -55,6 +56,7 @@ class Family:
     position_rows: int = 1
     ignores_window: bool = False
     hides_positions: bool = False
+    learns_positions: bool = False
     layer_types: frozenset[str] = ATTENTION_TYPES
     rules: tuple[str, ...] = ()
     is_tested: bool = True
@@ -136,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     "glm4v": Family(position_rows=4),
     "glm4v_text": Family(position_rows=4),
     "glm_moe_dsa": _indexed(hides_positions=True),
-    "gpt2": Family(),
+    "gpt2": Family(learns_positions=True),
     "gpt_neox": Family(),
     "gpt_oss": Family(),
     "granite": Family(divisor="logits_scaling"),
@@ -183,7 +185,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(),
     "olmo_hybrid": _hybrid(_DELTA_RULE, "linear_attention"),
     "olmoe": Family(ignores_window=True),
-    "opt": Family(),
+    "opt": Family(learns_positions=True),
     "phi": Family(),
     "phi3": Family(),
     "qwen2": Family(),

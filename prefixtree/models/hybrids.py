@@ -34,6 +34,7 @@ from prefixtree.models.family_table import FUSED, Family, layer_types_of
 from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
+from prefixtree.models.pooled import refuse_pooled
 from prefixtree.models.state_calls import KeepsStates, WholeForest
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
@@ -43,6 +44,7 @@ from prefixtree.parallel.states import LayerStates
 # in the place of the mask where a forest is divided, among steps or ranks
 _DividedStates = LayerStates | StatesOfRanks
 _MARK = "_prefixtree_prepared"
+_HELD = "_prefixtree_registers"
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -53,7 +55,8 @@ def prepare(model: _Model) -> _Model:
     keeps its own. Where layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others),
     recurrent layers get a class of their own, which runs the family's forward along the tree.
     Indexers, which choose the keys of a query (DeepSeek V3.2, GLM-5), get one likewise;
-    `sequence_logprobs` does that by itself. It checks what no single layer sees: that the type is
+    `sequence_logprobs` does that by itself. A sequence classifier refuses to give one row for a
+    forest of several. It checks what no single layer sees: that the type is
     verified, that every layer runs this attention, and that no dropout is active.
 
     The model still generates, and runs ordinary batches without gradients: as under "sdpa".
@@ -78,9 +81,15 @@ def prepare(model: _Model) -> _Model:
     # the model may be called by itself from now on, whatever trains then
     check_modules(model, may_change=True)
     set_attention(transformer)
+    setattr(transformer, _HELD, _Registers())
     attention_modules(transformer)
     prepare_states(transformer)
+    refuse_pooled(transformer)
     return model
+
+
+class _Registers:
+    """Held by prepared models: unpickling it imports prefixtree, which registers that."""
 
 
 def prepare_states(transformer: Any) -> None:

@@ -30,8 +30,8 @@ from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES, la
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
 _FIX = (
-    "call the model with **packed.model_inputs(), or pass tree_mask=packed.mask; for ordinary "
-    'batches use model.set_attn_implementation("sdpa")'
+    "call the model with **packed.model_inputs(), or pass tree_mask=packed.mask; ordinary batches "
+    'run within torch.no_grad(), and with gradients after model.set_attn_implementation("sdpa")'
 )
 _LOST_CACHE = (
     "a key-value cache was taken away. Gradient checkpointing does that in training mode: call "
@@ -192,8 +192,10 @@ def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tens
     if torch.is_grad_enabled():
         what = "attention_mask" if attention_mask is not None else "key-value cache"
         raise ValueError(
-            f"a packed forest takes no {what}: tree_mask says what sees what. Drop it (padding of "
-            "the original batch is not packed); to train on ordinary batches use "
+            'with gradients, attn_implementation="prefixtree" runs packed forests alone, and these '
+            f"take no {what}. A padded batch is prefixtree.batch_logprobs(model, input_ids, "
+            "attention_mask); a packed forest is model(**packed.model_inputs()), whose tree_mask "
+            "says what sees what; other batches run under torch.no_grad(), or with "
             'model.set_attn_implementation("sdpa")'
         )
     if _drops_rows(kwargs.get("config")):

@@ -38,11 +38,13 @@ class RouterLoss:
         causal_lm: the transformers model.
         function: transformers' function of the loss.
         multiplicity: int32 [T], how many sequences hold each packed token.
+        is_dummy: whether it is 0 of all tokens, so that the loss is 0.
     """
 
     causal_lm: Any
     function: Callable[..., Any]
     multiplicity: torch.Tensor
+    is_dummy: bool
 
     def held_bytes(self) -> int:
         """Bytes that the loss holds until its backward: logits and probabilities of all layers."""
@@ -89,6 +91,9 @@ class RouterLoss:
 
     def of(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss, a scalar, of the router logits of all packed tokens, one [T, E] per layer."""
+        if self.is_dummy:
+            # transformers would divide by their number. Other ranks wait for the graph's backward
+            return sum((layer[:0].float().sum() for layer in logits), torch.zeros(()))
         # the model's number: ERNIE's configuration had another name for it
         config = self.causal_lm.config.get_text_config()
         chosen = getattr(self.causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
@@ -119,7 +124,7 @@ def router_loss(causal_lm: Any, packed: PackedForest, asked: bool | None) -> Rou
     configured = getattr(config, "output_router_logits", False)
     if function is None or not (configured if asked is None else asked):
         return None
-    return RouterLoss(causal_lm, function, packed.multiplicity)
+    return RouterLoss(causal_lm, function, packed.multiplicity, packed.forest.is_dummy)
 
 
 def loss_function(causal_lm: Any) -> Callable[..., Any] | None:

@@ -36,7 +36,7 @@ from prefixtree.models.encodings import (
     pixels_of,
 )
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
-from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.models.layers import decoder_of, groups_of, layers_of
 from prefixtree.models.tower import (
     ALL_AT_ONCE,
     Run,
@@ -93,7 +93,7 @@ class PlacedPictures:
             own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
                 whole. Default: all.
         """
-        return self._encoded(self._shown(own), own is not None and self._only_the_tower_trains())
+        return self._encoded(self._shown(own), own is not None and self._only_pictures_train())
 
     def most_runs(self, own: np.ndarray, patches: int) -> int:
         """The most runs of at most `patches` patches in one call of the tower, of a part's own
@@ -123,19 +123,18 @@ class PlacedPictures:
         found = (self._calls.of(modality, is_own) for modality in MODALITIES)
         return [encoding for encoding in found if encoding is not None]
 
-    def _only_the_tower_trains(self) -> bool:
+    def _only_pictures_train(self) -> bool:
         """Whether hidden states below the first layer that trains need gradients by pictures."""
-        tower, embedding = tower_of(self._causal_lm), self._causal_lm.get_input_embeddings()
-        trains, has_gradients = (
-            any(p.requires_grad for p in module.parameters()) for module in (tower, embedding)
-        )
-        return torch.is_grad_enabled() and trains and not has_gradients
+        embedding = self._causal_lm.get_input_embeddings()
+        has_gradients = any(p.requires_grad for p in embedding.parameters())
+        return torch.is_grad_enabled() and not has_gradients and pictures_train(self._causal_lm)
 
     def _encoded(self, found: list[Encoding], wants_one: bool = False) -> EncodedPictures:
         if not found and (wants_one or _runs_in_lockstep(self._model)):
             # ranks with pictures run the tower, and wait for those without; and a part without
             # pictures may borrow from one with some, whose gradients must pass its layers
             found = [blank(self._causal_lm.config, self.packed.device)]
+            return EncodedPictures(self, self._causal_lm, found, is_blank=True)
         return EncodedPictures(self, self._causal_lm, found)
 
     def pixels(self) -> dict[str, torch.Tensor]:
@@ -160,7 +159,14 @@ class EncodedPictures:
         encodings: the calls of the tower.
     """
 
-    def __init__(self, placed: PlacedPictures, causal_lm: Any, encodings: list[Encoding]) -> None:
+    def __init__(
+        self,
+        placed: PlacedPictures,
+        causal_lm: Any,
+        encodings: list[Encoding],
+        is_blank: bool = False,
+    ) -> None:
+        self._is_blank = is_blank
         self.placed, self.tower = placed, tower_of(causal_lm)
         self.inputs = {k: v for encoding in encodings for k, v in encoding.inputs().items()}
         self._causal_lm, self.encodings = causal_lm, encodings
@@ -211,6 +217,10 @@ class EncodedPictures:
         with changing(self._causal_lm) as changes:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
+            base = self._causal_lm.model
+            if self._is_blank and hasattr(base, "get_placeholder_mask"):
+                masks = _of_no_image(base.get_placeholder_mask, self._causal_lm.config)
+                changes.set(base, get_placeholder_mask=masks)
             forward = in_few_calls(self.tower)
             if (most := runs.patches) is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
@@ -227,11 +237,33 @@ class EncodedPictures:
             raise UnsupportedError(f"{UNEXPECTED} {len(left)} times less")
 
 
+def _of_no_image(masks: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """A model's `get_placeholder_mask` in a forward whose placeholders of images are all text."""
+    if config.model_type in TOWERS:
+        # reads the masks for the embedding of text too
+        return masks
+
+    def of_others(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return masks(input_ids.masked_fill(input_ids == config.image_token_id, -1), *args, **kwargs)
+
+    return of_others
+
+
 def tower_of(causal_lm: Any) -> nn.Module:
     """The vision tower of a transformers model that takes pictures."""
     attribute, _ = TOWERS.get(causal_lm.config.model_type, _TOWER)
     tower: nn.Module = getattr(causal_lm.model, attribute)
     return tower
+
+
+def pictures_train(causal_lm: Any) -> bool:
+    """Whether anything gets a gradient by pictures alone: of a tower, or of what turns its features
+    into embeddings."""
+    if getattr(causal_lm.config, "vision_config", None) is None:
+        return False
+    parts = decoder_of(causal_lm), causal_lm.get_output_embeddings()
+    of_text = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return any(p.requires_grad and id(p) not in of_text for p in causal_lm.parameters())
 
 
 def grid_keyword_of(config: Any) -> str:
@@ -368,8 +400,9 @@ def _alone_inputs(
     types = torch.zeros_like(ids, dtype=torch.int32)
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types}
     held = [pictures.distinct[n] for n in numbers]
+    is_shown = torch.from_numpy(np.asarray(tokens) >= pictures.first_id)[None]
     for value, (modality, token) in enumerate(pictures.placeholders.items(), 1):
-        types[ids == token] = value
+        types[(ids == token) & is_shown] = value
         if shown := [picture for picture in held if picture.modality == modality]:
             inputs |= inputs_of(modality, pictures.model_type, shown)
     return inputs

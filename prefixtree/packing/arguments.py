@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from prefixtree._hints import kind_of
 from prefixtree._numbers import integer
 from prefixtree.errors import ForestError
 from prefixtree.packing.layout import PackedForest
@@ -41,7 +45,13 @@ def check_packed(packed: Any, caller: str, subset: bool = False) -> None:
     if not isinstance(packed, PackedForest):
         kind = type(packed).__name__
         mend = _MENDS.get(kind, "pack(PrefixForest.from_sequences(sequences)) makes one")
-        raise TypeError(f"{caller} takes a packed forest, got {kind}; {mend}")
+        if isinstance(packed, torch.nn.Module):
+            mend = "the model comes first"
+        elif isinstance(packed, (torch.Tensor, Mapping)):
+            mend += ", and batch_logprobs(model, input_ids, attention_mask) takes a padded batch"
+        raise TypeError(
+            f"{caller} takes a packed forest, got {kind_of(packed, PackedForest)}; {mend}"
+        )
     if not subset and packed.mask.query_tokens is not None:
         raise ForestError(
             f"{caller} takes a packed forest whose mask is for all queries, got a mask for "

@@ -47,6 +47,8 @@ class HostMask:
         self._whole = whole
         # the mask that this one is, where it is one with borders of states
         self.without_states: HostMask | None = None
+        # tokens of the shortest sequence, where the mask is that of a packed forest
+        self.shortest: int | None = None
         self.is_subset = query_runs is not None
         if query_runs is None:
             query_runs = np.array([[0, 0, len(self.subtree_end)]], np.int64)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree._hints import with_hints
+from prefixtree._hints import kind_of, with_hints
 from prefixtree._numbers import (
     check_unmasked,
     check_without_gradient,
@@ -28,7 +28,7 @@ from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.no_labels import NoLabels
 from prefixtree.packing.per_sequence import check_lengths, flat_selection, per_sequence
-from prefixtree.packing.transfers import lasting, move
+from prefixtree.packing.transfers import check_device, lasting, move
 
 
 class Edges(NamedTuple):
@@ -70,6 +70,18 @@ def _columns(buffer: Any) -> _Columns:
     return _Columns(wide[:num_tokens], wide[num_tokens:], *(narrow[i] for i in range(4)))
 
 
+# what people look for on a packed forest
+_NO_DTYPE = "its numbers are integers whatever the model computes in"
+_MENDS = {
+    "cuda": '.to("cuda") copies it there',
+    "cpu": '.to("cpu") copies it there',
+    **dict.fromkeys(("half", "float", "bfloat16", "dtype"), _NO_DTYPE),
+    "tokens": "packed ones are .input_ids, those of sequence i .forest.path(i)",
+    "attention_mask": "what a token sees is in .mask, which models take as tree_mask=",
+    "shape": "it has num_tokens and forest.num_sequences",
+}
+
+
 class PackedForest:
     """A forest's distinct tokens, each once, in preorder, on one device. Made by `pack`.
 
@@ -79,7 +91,7 @@ class PackedForest:
         position_ids: int64 [T], each token's position in its sequences.
         subtree_end: int32 [T], one past the last packed token below each token.
         predictor: int32 [T], the token before it on its path; -1 at roots and padding.
-        multiplicity: int32 [T], how many sequences hold the token; 0 for padding.
+        multiplicity: int32 [T], how many sequences hold the token; 0 for padding and in a dummy.
         mask: the TreeMask, which `tree_attention` takes.
     """
 
@@ -90,6 +102,8 @@ class PackedForest:
         columns = _columns(buffer)
         self.input_ids = columns.token if forest.tokens is not None else None
         self.position_ids = columns.position
+        if not mask.host.is_subset:
+            mask.host.shortest = int(forest.sequence_lengths.min())
         self.mask = mask.given_with(self.position_ids)
         self.subtree_end = columns.subtree_end
         self.predictor = columns.predictor
@@ -121,10 +135,18 @@ class PackedForest:
         Returns:
             A PackedForest on `device`. Its mask shares the host tables of this one.
         """
+        check_device(device)
         buffer = move(self._buffer, device)
         columns = _columns(buffer)
         mask = self.mask.adopt(columns.subtree_end, columns.narrow_position)
         return PackedForest(self.forest, buffer, mask)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            mend = _MENDS.get(name)
+            mend = f"; {mend}" if mend else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{mend}")
 
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
@@ -241,7 +263,7 @@ class PackedForest:
                 Default: every token, the first included.
 
         Returns:
-            One tensor [n, ...] per sequence, in the dtype of `values`.
+            One tensor [n, ...] per sequence, in the dtype of `values`. Of a dummy, zeros.
 
         Raises:
             TypeError: values that are no tensor.
@@ -253,7 +275,7 @@ class PackedForest:
         wanted = self._sequence_indices(sequences)
         selected = None if loss_mask is None else self.flat_selection(loss_mask)
         index, counts = self.copy_index(wanted, selected)
-        flat = gather(values, GatherIndex(index, self.num_tokens, self.device))
+        flat = gather(values, self._gather_index(index))
         return list(flat.split(counts.tolist()))
 
     @with_hints
@@ -275,7 +297,7 @@ class PackedForest:
                 length of the longest sequence.
 
         Returns:
-            [S, L, ...] in the dtype of `values`.
+            [S, L, ...] in the dtype of `values`. Of a dummy, zeros.
 
         Raises:
             TypeError: as `unpack`.
@@ -305,48 +327,64 @@ class PackedForest:
         place = np.repeat(rows - self._offsets[:-1], lengths) + np.arange(len(index))
         padded = np.full(len(lengths) * length, -1, np.int32)
         padded[place] = index
-        out = gather(values, GatherIndex(padded, self.num_tokens, self.device))
+        out = gather(values, self._gather_index(padded))
         if padding_value != 0:
             empty = move(torch.from_numpy(padded < 0), self.device)
             out = out.masked_fill(empty.view(-1, *[1] * (values.ndim - 1)), padding_value)
         return out.view(len(lengths), length, *values.shape[1:])
 
-    def pack_values(self, values: Sequence[Any]) -> torch.Tensor:
+    @with_hints
+    def pack_values(
+        self, values: Sequence[Any], loss_mask: Sequence[Any] | None = None
+    ) -> torch.Tensor:
         """The inverse of `unpack`: joins inputs given per sequence.
 
         Args:
             values: one entry per sequence, [n, ...] (a tensor, an array or a list); equal on shared
                 tokens; without a gradient, as it is not clear which copy should get it.
+            loss_mask: as in `edges`. The copies that it selects are compared and taken, others do
+                not count: of turns of one rollout, the sampled token has its data in the turn that
+                sampled it alone, and is prompt in the next. Default: every copy counts.
 
         Returns:
-            [T, ...] on the packed forest's device; 0 at padding.
+            [T, ...] on the packed forest's device; 0 at padding, and where no copy counts.
 
         Raises:
             ForestError: values that are no numbers or require a gradient, another number or length
-                than the sequences, or a shared token whose copies differ (NaN equals NaN).
+                than the sequences, or a shared token whose copies differ (NaN equals NaN); masks as
+                in `edges`.
         """
         given = per_sequence("values", values, self.forest.num_sequences)
         tensors = [self._tensor(f"values[{i}]", v) for i, v in enumerate(given)]
         lengths = [t.shape[0] if t.ndim else -1 for t in tensors]
         check_lengths("values", lengths, self.forest.sequence_lengths)
         flat = torch.cat(tensors)
-        forest = self.forest
-        at = loops.sequence_copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
-        packed = flat.index_select(0, move(torch.from_numpy(at), self.device))
         index, _ = self.copy_index(self._sequence_indices(None))
+        if loss_mask is None:
+            copies = np.arange(len(index))
+        else:
+            copies = np.flatnonzero(self.flat_selection(loss_mask))
+            flat = flat.index_select(0, move(torch.from_numpy(copies), self.device))
+            index = index[copies]
+        first = loops.sequence_copies.first_copy(index, self.forest.num_tokens)
+        has_copy = np.flatnonzero(first >= 0)
+        packed = flat.new_zeros((self.num_tokens, *flat.shape[1:]))
+        both = move(torch.from_numpy(np.stack([has_copy, first[has_copy]])), self.device)
+        packed.index_copy_(0, both[0], flat.index_select(0, both[1]))
         copied = packed.index_select(0, move(torch.from_numpy(index), self.device))
         differs = (copied != flat) & ~(copied.isnan() & flat.isnan())
         differs = differs.flatten(1).any(1) if flat.ndim > 1 else differs
         if bool(differs.any()):
             bad = int(differs.int().argmax())
-            sequence = int(np.searchsorted(self._offsets, bad, side="right")) - 1
+            sequence = int(np.searchsorted(self._offsets, copies[bad], side="right")) - 1
+            mend = "give loss_mask= where some copies do not count (those in a prompt), "
             raise ForestError(
-                f"values[{sequence}][{bad - self._offsets[sequence]}] differs from another copy of "
-                f"the same shared token (packed token {index[bad]}); values that differ between "
-                "sequences cannot be packed: give them namespaces=, or keep them per sequence"
+                f"values[{sequence}][{copies[bad] - self._offsets[sequence]}] differs from another "
+                f"copy of the same shared token (packed token {index[bad]}); values that differ "
+                f"between sequences cannot be packed: {mend * (loss_mask is None)}give the forest "
+                "namespaces=, or keep them per sequence"
             )
-        padding = packed.new_zeros((self.num_padding, *packed.shape[1:]))
-        return torch.cat([packed, padding])
+        return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedForest:
         return _rebuild(self.forest, self._buffer, self.mask)
@@ -418,6 +456,12 @@ class PackedForest:
         # what is compiled takes arrays alone
         chosen = np.empty(0, np.uint8) if selected is None else selected
         return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, chosen)
+
+    def _gather_index(self, index: np.ndarray) -> GatherIndex:
+        if self.forest.is_dummy:
+            # zeros, which give no gradient
+            index = np.full_like(index, -1)
+        return GatherIndex(index, self.num_tokens, self.device)
 
     @property
     def _nodes(self) -> tuple[np.ndarray, ...]:
@@ -495,7 +539,7 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
         mend = "PrefixForest.from_sequences makes one"
         if hasattr(forest, "packed"):
             mend = "batch.packed is its packed forest"
-        raise TypeError(f"pack takes a PrefixForest, got {type(forest).__name__}; {mend}")
+        raise TypeError(f"pack takes a PrefixForest, got {kind_of(forest, PrefixForest)}; {mend}")
     if pad_to_multiple_of is not None:
         pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, or_none=True)
     padding = 0 if pad_to_multiple_of is None else -forest.num_tokens % pad_to_multiple_of

@@ -6,15 +6,17 @@ Legend: T packed tokens, Tq query rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from prefixtree._hints import kind_of
 from prefixtree._numbers import entries, integer, integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape, visited_tiles
 from prefixtree.packing.host_mask import HostMask, make_handle
+from prefixtree.packing.transfers import check_device
 
 
 class TreeMask:
@@ -134,6 +136,7 @@ class TreeMask:
         Returns:
             A TreeMask on `device` that shares the host tables of this one.
         """
+        check_device(device)
         # a tensor knows the index behind a bare "cuda"
         device = torch.empty(0, device=device).device
         mask = TreeMask.__new__(TreeMask)
@@ -260,6 +263,16 @@ class TreeMask:
         """
         return dense_mask(self.host, self.device, check_window(window))
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("ndim", "shape", "dtype", "cuda"):
+                raise AttributeError(
+                    f"a TreeMask is no tensor, and has no {name}: a model takes it as tree_mask=, "
+                    'never as attention_mask=; .to("cuda") moves it'
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __copy__(self) -> TreeMask:
         return self
 
@@ -300,7 +313,7 @@ def check_mask(mask: Any, name: str = "mask") -> None:
     """Raises a TypeError that says how to make one, unless it is a TreeMask."""
     if not isinstance(mask, TreeMask):
         raise TypeError(
-            f"{name} must be a TreeMask, got {type(mask).__name__}; pack makes one: "
+            f"{name} must be a TreeMask, got {kind_of(mask, TreeMask)}; pack makes one: "
             "packed = pack(PrefixForest.from_sequences(sequences)), and then packed.mask"
         )
 

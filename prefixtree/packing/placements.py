@@ -11,6 +11,7 @@ import numpy as np
 
 from prefixtree.errors import ForestError
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.same_paths import described, find_paths
 from prefixtree.pictures import Pictures
 
 
@@ -61,7 +62,8 @@ def place(packed: PackedForest, pictures: Pictures) -> tuple[Placements, list[Pa
         The placements, and S sequences; equal sequences are the same object.
 
     Raises:
-        ForestError: pictures of another batch, or a sequence that is cut inside a picture.
+        ForestError: pictures of another batch, or a sequence that is cut inside a picture, or that
+            begins as none of `pictures.sequences`.
     """
     forest = packed.forest
     if forest.tokens is None:
@@ -90,6 +92,7 @@ def place(packed: PackedForest, pictures: Pictures) -> tuple[Placements, list[Pa
             f"{run_tokens[bad]}: it is cut inside a picture, or of other pictures; make the forest "
             "of pictures.sequences as they are"
         )
+    _check_paths(packed, pictures)
     frame = _frames(sequence, number, runs)
     whole, of_whole = number[frame == 0], sequence[frame == 0]
     held = np.split(whole, np.searchsorted(of_whole, np.arange(1, len(chosen))))
@@ -97,6 +100,22 @@ def place(packed: PackedForest, pictures: Pictures) -> tuple[Placements, list[Pa
     paths = [PathPictures(part, n.tolist()) for part, n in zip(parts, held, strict=True)]
     start, at = np.unique(index[starts].astype(np.int64), return_index=True)
     return Placements(start, number[at], frame[at]), [paths[i] for i in same.tolist()]
+
+
+def _check_paths(packed: PackedForest, pictures: Pictures) -> None:
+    """Refuses numbers of pictures that other pictures gave: a forest of another batch."""
+    forest = packed.forest
+    assert forest.tokens is not None
+    shows = np.flatnonzero(forest.tokens >= pictures.first_id)
+    if not len(shows):
+        return
+    at = find_paths(forest, pictures.forest).at[shows]
+    for bad in shows[at < 0][:1].tolist():
+        raise ForestError(
+            f"{described(forest, bad)} shows picture {forest.tokens[bad] - pictures.first_id} "
+            "behind tokens that none of pictures.sequences has: the forest is of another batch, or "
+            "in other words; make it of pictures.sequences, with these pictures"
+        )
 
 
 def _frames(sequence: np.ndarray, number: np.ndarray, runs: np.ndarray) -> np.ndarray:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 # Decorates what makes tensors that outlive the call: those made in inference mode could not be
 # saved for a backward later, nor could views of them.
 lasting = torch.inference_mode(False)
+
+
+def check_device(device: Any) -> None:
+    """Refuses what is no device, and the one that holds no numbers.
+
+    Raises:
+        TypeError: it is none. ValueError: "meta".
+    """
+    if isinstance(device, torch.dtype):
+        raise TypeError(
+            f"to() takes a device, got {device}: token ids, positions and masks are integers "
+            "whatever the model computes in; model.to(dtype) is what sets that"
+        )
+    if not isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f'to() takes a device, as "cuda" or model.device, got {type(device).__name__}'
+        )
+    if torch.device(device).type == "meta":
+        raise ValueError("to() takes a device that holds numbers, and the meta device has none")
 
 
 @lasting

@@ -294,7 +294,8 @@ class LayerStates:
             mask = self._store.states_of(self._step).borders.mask
             return tree_conv(x, weight, bias, mask, activation)
         tails = self._store.states_of(self._step).tails(weight.shape[1])
-        borrowed = _Borrowed.apply(exchange, x, weight)
+        # what it lends is x alone: its gradient goes no further where x has none
+        borrowed = _Borrowed.apply(exchange, x)
         return tails.own(tree_conv(tails.join(borrowed, x), weight, bias, tails.mask, activation))
 
     @uncompiled
@@ -316,7 +317,9 @@ class LayerStates:
         """rule: (tensors.., borders, initial=) -> out, final."""
         exchange = self._exchange(_STATES)
         borders: StateBorders = self._store.states_of(self._step).borders
-        initial = _Borrowed.apply(exchange, *tensors) if exchange.borrows else None
+        # dt_bias shapes states too
+        shaped_by = *tensors, *(x for x in options.values() if isinstance(x, torch.Tensor))
+        initial = _Borrowed.apply(exchange, *shaped_by) if exchange.borrows else None
         out, final = rule(*tensors, borders, initial=initial, **options)
         if self._lends:
             exchange.lend(final.detach())
@@ -335,7 +338,8 @@ class _Borrowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> torch.Tensor:
-        """tensors: of the call. What is borrowed needs a gradient if any of them does."""
+        """tensors: that shape what is lent. What is borrowed needs a gradient if any of them
+        does."""
         ctx.exchange, ctx.count = exchange, len(tensors)
         return exchange.borrow()
 

@@ -21,9 +21,12 @@ edges, n steps.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -354,9 +357,15 @@ class StepRun:
         self._check = check
         dummies = num_runs - len(places)
         self._runs: list[int | None] = [*range(len(places)), *[None] * dummies]
-        # what the last one gave, whose backward comes first: its graph is kept
+        # what the last one gave, whose backward comes first: its graph, if it has one, is kept
         self._last: tuple[torch.Tensor, ...] | None = None
         self._is_done = False
+        # whether a backward may come, and none has
+        self.waits = False
+
+    def __del__(self) -> None:
+        if self.waits and not sys.is_finalizing():
+            _warn_of_no_backward()
 
     def forward(self, has_backward: bool) -> tuple[torch.Tensor, ...]:
         """The scores of all edges, [U, columns], and the rows of all tokens, without a graph.
@@ -371,9 +380,16 @@ class StepRun:
         if has_backward:
             self._last = self._with_graph(last)
             results.append(tuple(x.detach() for x in self._last))
+            self.waits = True
         return tuple(
             self._joined(kind, of_steps) for kind, of_steps in enumerate(zip(*results, strict=True))
         )
+
+    def without_graph(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what `forward` gave, that which no parameter that trains stands before."""
+        assert self._last is not None
+        of_last = zip(rows, self._last, strict=True)
+        return [x for x, last in of_last if not last.requires_grad]
 
     def _joined(self, kind: int, of_steps: Sequence[torch.Tensor]) -> torch.Tensor:
         places = [self._place(step, kind) for step in range(len(self._places))]
@@ -425,14 +441,29 @@ class StepRun:
             return self._compute(step, exchanges)
 
 
+@cache
+def _warn_of_no_backward() -> None:
+    """Once: the engine of autograd calls nothing of ours where it does not reach it."""
+    warnings.warn(
+        "scores of sequence_logprobs(max_tokens=) with gradients were let go, and no backward came "
+        "to them: torch.autograd.grad and backward(inputs=) do not reach what steps compute again. "
+        "Call loss.backward(), which adds to .grad; where no gradients are wanted, score under "
+        "torch.no_grad()",
+        stacklevel=3,
+    )
+
+
 class _InSteps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, run: StepRun) -> tuple[torch.Tensor, ...]:
         ctx.run = run
-        return run.forward(has_backward=True)
+        rows = run.forward(has_backward=True)
+        ctx.mark_non_differentiable(*run.without_graph(rows))
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        ctx.run.waits = False
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "sequence_logprobs(max_tokens=) is differentiable once: its backward adds the "

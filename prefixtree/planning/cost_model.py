@@ -98,6 +98,8 @@ class CostModel:
             names.insert(2, "num_attention_heads")
         missing = [name for name in names if getattr(text, name, None) is None]
         instead = "give CostModel(linear=..., attention=...) instead"
+        if hasattr(config, "config"):
+            instead = "give model.config"
         if missing:
             raise ValueError(
                 f"{type(config).__name__} does not say {', '.join(missing)}; {instead}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from prefixtree import loops
+from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
+from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.per_sequence import per_sequence, zeros_like
 from prefixtree.planning import assignment
@@ -20,9 +23,14 @@ from prefixtree.planning.steps import StepStats
 class MicroBatch:
     """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
 
-    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds one dummy
-    sequence of one token, which has no predictor and so no score. It runs through a model like any
-    other (collectives match) and its scores sum to 0, with a graph to every parameter.
+    What scores a packed forest (`sequence_logprobs`, `sequence_values`, `Teacher`) takes a
+    micro-batch too, moves it to the model's device, and takes its own of masks and temperatures:
+    with a micro-batch they are those of the whole plan, always.
+
+    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds a dummy
+    (`PrefixForest.dummy`), one token that stands for nothing. It runs through a model like any
+    other (collectives match). It has no score, and its values and losses of routers are 0, with a
+    graph to the parameters.
 
     Attributes:
         sequence_indices: int64 [s], ascending indices into the planned sequences. Sequence i of
@@ -52,6 +60,8 @@ class MicroBatch:
         self.cost = cost
         self.steps = steps
 
+        self._on: PackedForest | None = None
+
     @property
     def num_planned(self) -> int:
         """S, the sequences of the whole mini-batch, of all ranks."""
@@ -69,7 +79,7 @@ class MicroBatch:
         It is made at the first access, without comparing tokens, and kept.
         """
         if self._forest is None and self.is_empty:
-            self._forest = _dummy_forest(self._source)
+            self._forest = self._source.dummy()
         elif self._forest is None:
             self._forest = cut_out(self._source, self.sequence_indices)
         return self._forest
@@ -81,6 +91,13 @@ class MicroBatch:
         It is made at the first access and kept, so that further passes reuse its block tables.
         """
         return pack(self.forest)
+
+    def on(self, device: torch.device | str) -> PackedForest:
+        """`packed.to(device)`; the copy on the last device is kept."""
+        device = torch.empty(0, device=device).device
+        if self._on is None or self._on.device != device:
+            self._on = self.packed.to(device)
+        return self._on
 
     def take(self, values: Sequence[Any]) -> list[Any]:
         """Selects the entries of a per-sequence list that belong to this micro-batch.
@@ -101,7 +118,7 @@ class MicroBatch:
         given = per_sequence("values", values, self._num_planned)
         if self.is_empty:
             return [zeros_like(given[0])]
-        return [given[i] for i in self.sequence_indices.tolist()]
+        return _some(given, self.sequence_indices)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # to another process goes this micro-batch's part of the forest, not the whole
@@ -125,6 +142,67 @@ def micro_batch_of(forest: PrefixForest, sequences: Sequence[int] | np.ndarray) 
     part = cut_out(forest, indices)
     cost = CostModel().cost(part.node_position, part.node_length).sum()
     return MicroBatch(forest, indices, part.num_tokens, float(cost), forest=part)
+
+
+def packed_of(given: Any, caller: str, device: Callable[[], torch.device]) -> PackedForest:
+    """The packed forest that a function was given, or that of a micro-batch.
+
+    Args:
+        given: what was given. caller: the name of the function.
+        device: gives the model's device, to which a micro-batch is moved.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(given, MicroBatch):
+        return given.on(device())
+    check_packed(given, caller, subset=True)
+    packed: PackedForest = given
+    return packed
+
+
+def own_of(given: Any, temperature: Any, loss_mask: Any) -> tuple[Any, Any]:
+    """Temperatures and masks for the sequences of what a function was given: as they are, and of a
+    micro-batch its own out of those of the whole plan.
+
+    Raises:
+        ForestError: for a micro-batch, another number of entries than sequences were planned.
+    """
+    if not isinstance(given, MicroBatch):
+        return temperature, loss_mask
+    found = of_plan(temperature, loss_mask, given.num_planned, given.sequence_indices)
+    # nothing is scored of a dummy
+    return (1.0, None) if given.is_empty else found
+
+
+def of_plan(
+    temperature: Any, loss_mask: Any, num_planned: int, which: np.ndarray
+) -> tuple[Any, Any]:
+    """Some entries of temperatures and masks that were given for all planned sequences.
+
+    Raises:
+        ForestError: another number of entries than sequences were planned.
+    """
+    if isinstance(temperature, (list, tuple)) or getattr(temperature, "ndim", 0) > 0:
+        temperature = _some(_of_planned("temperature", temperature, num_planned), which)
+    if loss_mask is not None:
+        loss_mask = _some(_of_planned("loss_mask", loss_mask, num_planned), which)
+    return temperature, loss_mask
+
+
+def _of_planned(name: str, values: Any, num_planned: int) -> list[Any]:
+    try:
+        return per_sequence(name, values, num_planned)
+    except ForestError as problem:
+        raise ForestError(
+            f"{problem}: of a plan, {name} is that of all sequences that were planned, from which "
+            "each micro-batch takes its own; give it whole, not what batch.take gave (which goes "
+            "with batch.packed)"
+        ) from None
+
+
+def _some(values: list[Any], which: np.ndarray) -> list[Any]:
+    return [values[i] for i in which.tolist()]
 
 
 def _rebuild(
@@ -173,10 +251,3 @@ def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
         new_id[np.searchsorted(nodes, ends)][sequence_end],
         routes=routes,
     )
-
-
-def _dummy_forest(forest: PrefixForest) -> PrefixForest:
-    # a token that the model is sure to know: the largest may stand for pictures
-    tokens = None if forest.tokens is None else forest.tokens.min(keepdims=True)
-    routes = None if forest.routes is None else forest.routes[:1]
-    return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -57,10 +57,10 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
         weights = plan.loss_weights("token-mean", masks)
         for batch in plan[r]:
-            kept, packed = batch.take(masks), batch.packed.to(device)
-            scores = sequence_logprobs(model, packed, loss_mask=kept)
-            terms = zip(batch.take(weights), batch.take(advantages), scores.logprobs, kept)
-            sum(w * -(a * p * m[1:]).sum() for w, a, p, m in terms).backward()
+            scores = sequence_logprobs(model, batch, loss_mask=masks)
+            own = batch.take(weights), batch.take(advantages)
+            terms = zip(*own, scores.logprobs, strict=True)
+            sum(w * -(a * p).sum() for w, a, p in terms).backward()
         optimizer.step()
 
     Of a plan with `reuse`, give `sequence_logprobs` max_tokens=plan.max_tokens too.

@@ -243,15 +243,21 @@ def on_meta(config: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that makes the language model of a config."""
+    """transformers' class that makes the language model of a config, with its vision tower if it
+    has one: modules and parameters then have the names that they have in the model."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
     )
 
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    # AutoModelForCausalLM makes the text's model of some configs of both
+    sees = config.get_text_config() is not config
+    if is_text and not (sees and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def _decoder(model: Any) -> Any:

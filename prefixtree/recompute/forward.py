@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,11 @@ from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
 from prefixtree.models.tower import TowerRuns, has_compiled_blocks
-from prefixtree.models.vision import tower_of
-from prefixtree.packing.arguments import check_packed
+from prefixtree.models.vision import pictures_train, tower_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.parallel.agreement import agree
+from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.layers import (
     Mode,
     checkpoint_of_tower,
@@ -52,19 +53,22 @@ if TYPE_CHECKING:
 
     from prefixtree.models.vision import EncodedPictures
     from prefixtree.pictures import Pictures
-    from prefixtree.recompute.trace import Adapters, ModelMemory
+    from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.trace_key import Adapters, Trains
     from prefixtree.recompute.trace_tower import TowerMemory
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
 # from the dtype in which a tower takes pixels to the pictures of a forward
 Shown = Callable[[torch.dtype], PictureWork | None]
+# of torch.compile and FSDP1, in the names of parameters
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module)\.")
 
 
 @with_hints
 def plan_recomputation(
     model: nn.Module,
-    packed: PackedForest,
+    packed: PackedForest | MicroBatch,
     memory: int | None = None,
     scored: int | None = None,
     *,
@@ -84,7 +88,7 @@ def plan_recomputation(
 
     Args:
         model: as `sequence_logprobs` or `sequence_values` takes it.
-        packed: the packed forest, on the model's device.
+        packed: the packed forest, on the model's device, or a MicroBatch.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
             are not there yet and 5 % of the device's memory (1 GiB at least). A plan that keeps
             anything then leaves half of what the backward of a layer takes, for what fragments.
@@ -96,14 +100,14 @@ def plan_recomputation(
         RecomputePlan: for `sequence_logprobs(recompute=)` and `sequence_values(recompute=)`.
 
     Raises:
-        TypeError: anything but a packed forest.
+        TypeError: anything but a packed forest or a MicroBatch.
         ValueError: memory or scored that is no such number.
         UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
             recomputes by itself.
         torch.OutOfMemoryError: the forest does not fit with every layer recomputed, or its largest
             picture does not fit.
     """
-    check_packed(packed, "plan_recomputation", subset=True)
+    packed = packed_of(packed, "plan_recomputation", lambda: device_of(_transformer(model)))
     memory = None if memory is None else _bytes(memory)
     if scored is not None:
         scored = integer("scored", scored, 0, or_none=True)
@@ -200,7 +204,10 @@ def max_micro_batch_tokens(
     """
     memory = None if memory is None else _bytes(memory)
     scored_share = number("scored_share", scored_share, 0)
+    from prefixtree.models.checks import check_loaded
+
     causal_lm = _transformer(model)
+    check_loaded(causal_lm)
     device = device_of(causal_lm)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
@@ -218,8 +225,8 @@ def _bytes(memory: Any) -> int:
 def _transformer(model: nn.Module) -> Any:
     from prefixtree.models.checks import find_causal_lm, transformer_of
 
-    _check_unwrapped(model)
     transformer = transformer_of(model)
+    _check_unwrapped(model)
     # what AutoModel gives is no classifier either
     return find_causal_lm(model) if transformer.base_model is transformer else transformer
 
@@ -390,7 +397,8 @@ def memory_of(
     adapters = _adapters_of(model, causal_lm, dtypes[0])
     layer = layers_of(causal_lm)[0]
     compiled = vars(layer).get("_compiled_call_impl") is not None
-    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled, modes)
+    trains = _trains_of(causal_lm, _begins_with_gradient(causal_lm))
+    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled, modes, trains)
 
 
 def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> TowerMemory:
@@ -399,10 +407,25 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
     dtypes = _dtypes(causal_lm, device)
     adapters = _adapters_of(model, causal_lm, dtypes[0])
-    tower = tower_of(causal_lm)
-    trains = any(p.requires_grad for p in tower.parameters())
-    compiled = has_compiled_blocks(tower)
-    return trace_tower(causal_lm.config, *dtypes, adapters, trains, compiled)
+    compiled = has_compiled_blocks(tower_of(causal_lm))
+    return trace_tower(causal_lm.config, *dtypes, adapters, _trains_of(causal_lm), compiled)
+
+
+def _trains_of(causal_lm: Any, inputs: bool = False) -> Trains:
+    """What trains; `inputs`, as in `Trains`, is nothing to towers."""
+    from prefixtree.recompute.trace_key import Trains
+
+    named = causal_lm.named_parameters()
+    return Trains({_WRAPPERS.sub("", name): p.requires_grad for name, p in named}, inputs)
+
+
+def _begins_with_gradient(causal_lm: Any) -> bool:
+    """Whether hidden states may get a gradient where the embedding does not train: of a hook, as
+    `enable_input_require_grads` adds one, or of pictures."""
+    hooks = causal_lm.get_input_embeddings()._forward_hooks.values()
+    # FSDP2's need none
+    hooked = any(not hook.__module__.startswith("torch.distributed.") for hook in hooks)
+    return hooked or pictures_train(causal_lm)
 
 
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
@@ -426,7 +449,7 @@ def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapte
         if isinstance(configs, dict) and hasattr(module, "get_base_model"):
             trained = (p for p in module.parameters() if p.requires_grad)
             wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
-            from prefixtree.recompute.trace import Adapters
+            from prefixtree.recompute.trace_key import Adapters
 
             return Adapters(dict(configs), wide)
     return None

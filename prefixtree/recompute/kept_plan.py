@@ -26,6 +26,7 @@ from prefixtree.recompute.plan import (
     RecomputePlan,
     cheapest,
     held_by_plans,
+    layer_products,
     peaks_of,
     place_of,
     plan_at,
@@ -190,7 +191,8 @@ class _PartPlans:
         cost = self._memory.cost
         outside = cost.outside_weights * self._work.num_tokens
         outside += cost.lm_head_weights * self._work.scored
-        return float(self.costs[-1, -1] + outside + self.towers[0].again)
+        layers = sum(map(np.sum, layer_products(self._memory, self._work)))
+        return float(layers + outside + self.towers[0].again)
 
     def plan(
         self, others: float, available: float, way: int | None = None, place: int = 0

@@ -33,33 +33,25 @@ KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
 
 # nothing that a packed forest allows draws random numbers, so no generator's state is kept
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-_selective = partial(
-    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, list(KEPT))
-)
 
 
-def _keeping_attention(
-    run: Callable[..., Any],
-    *args: Any,
-    use_reentrant: bool,
-    selective: Callable[..., Any] = _selective,
-) -> Any:
-    """A checkpoint that keeps the outputs of `KEPT`, or of others, under autocast too.
+def _keeping(run: Callable[..., Any], *args: Any, operators: Sequence[Any]) -> Any:
+    """A checkpoint that keeps the outputs of operators."""
+    contexts: Callable[[], Any]
+    if torch.compiler.is_compiling():
+        # the compiler knows torch's, and keeps what they name in its graph
+        contexts = partial(create_selective_checkpoint_contexts, list(operators))
+    else:
+        from prefixtree.recompute.kept_outputs import KeptOutputs
 
-    Whoever asks a layer how it is checkpointed reads the keyword, as of transformers' functions.
+        contexts = KeptOutputs(operators).contexts
+    return _checkpoint(run, *args, context_fn=contexts)
 
-    It counts operators in both runs. A weight whose cast autocast has kept is cast in one run and
-    not in the other, so both cast anew.
-    """
-    before = torch.is_autocast_cache_enabled()
-    # compiled layers have no such cache
-    if not before or torch.compiler.is_compiling():
-        return selective(run, *args)
-    torch.set_autocast_cache_enabled(False)
-    try:
-        return selective(run, *args)
-    finally:
-        torch.set_autocast_cache_enabled(before)
+
+def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+    """Whoever asks a layer how it is checkpointed reads the keyword, as of transformers'
+    functions."""
+    return _keeping(run, *args, operators=KEPT)
 
 
 _FUNCTIONS: dict[Mode, Any] = {
@@ -78,9 +70,6 @@ IN_TOWERS = [
     )
     if (operator := getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None)) is not None
 ]
-_of_towers = partial(
-    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, IN_TOWERS)
-)
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
@@ -113,11 +102,10 @@ def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | No
     if mode == "nothing":
         return None
     function: Callable[..., Any] = _checkpoint
-    # the selective form counts operators in both runs, and FSDP2's hooks within the tower run
-    # others in the backward
+    # FSDP2's hooks within the tower run in the backward too, under which this is not verified
     is_sharded = any(isinstance(module, FSDPModule) for module in tower.modules())
     if mode == "all_but_attention" and not is_sharded:
-        function = partial(_keeping_attention, use_reentrant=False, selective=_of_towers)
+        function = partial(_keeping, operators=IN_TOWERS)
     within = [m for m in tower.modules() if _has_switch(m)]
     return partial(_as_one, within, function) if within else function
 

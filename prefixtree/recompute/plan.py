@@ -331,7 +331,8 @@ def _held_by(memory: ModelMemory, work: Work | PartWork) -> dict[Mode, np.ndarra
     held = {mode: _bytes(memory, mode, "held", tokens) for mode in MODES}
     if isinstance(work, PartWork):
         # a copy beside its own rows, which is made again where attention is
-        held["nothing"] += work.borrowed * _row_bytes(memory)
+        rows = work.borrowed * _row_bytes(memory)
+        held["nothing"][memory.frozen :] += rows[memory.frozen :]
     return {mode: np.concatenate([[0.0], np.cumsum(x)]) for mode, x in held.items()}
 
 
@@ -396,7 +397,17 @@ def _exchanged(memory: ModelMemory, work: PartWork, mode: Mode) -> np.ndarray:
 
 
 def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
-    """Multiply-adds computed again by all plans [a, b]."""
+    """Multiply-adds computed again by all plans [a, b]; layers that no gradient reaches compute
+    nothing again."""
+    linear, attention = layer_products(memory, work)
+    linear[: memory.frozen] = attention[: memory.frozen] = 0.0
+    every = np.concatenate([[0.0], np.cumsum(linear + attention)])
+    without = np.concatenate([[0.0], np.cumsum(linear)])
+    return (every - without)[:, None] + without[None, :]
+
+
+def layer_products(memory: ModelMemory, work: Work | PartWork) -> tuple[np.ndarray, np.ndarray]:
+    """Multiply-adds of a forward of each layer: of all but attention, and of attention."""
     layers = memory.cost.layers
     pairs = {window: visible_pairs(*work.runs, window) for window in {x.window for x in layers}}
     attention = [
@@ -404,9 +415,7 @@ def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
         for x in layers
     ]
     linear = np.array([x.weights * work.num_tokens for x in layers], np.float64)
-    every = np.concatenate([[0.0], np.cumsum(linear + attention)])
-    without = np.concatenate([[0.0], np.cumsum(linear)])
-    return (every - without)[:, None] + without[None, :]
+    return linear, np.array(attention, np.float64)
 
 
 def too_large(

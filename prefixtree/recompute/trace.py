@@ -9,46 +9,32 @@ what is counted, or what is kept where torch cuts a compiled layer's graph (`par
 from __future__ import annotations
 
 import copy
-import re
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.forest import PrefixForest
-from prefixtree.models.experts import set_experts, traced_as
-from prefixtree.models.families import forward_inputs
+from prefixtree.models.experts import set_experts
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import decoder_of, layers_of
-from prefixtree.models.router_loss import router_keywords
-from prefixtree.packing.layout import pack
+from prefixtree.models.rope import as_default_rope
 from prefixtree.planning.model_cost import ModelCost, auto_class, model_cost
-from prefixtree.recompute.layers import MODES, Mode, recomputing
-
-try:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-    )
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_iter
-except ImportError as problem:
-    raise UnsupportedError(
-        "the memory of a model cannot be traced, which recompute='auto', plan_recomputation and "
-        f"max_micro_batch_tokens need: torch {torch.__version__} lacks a name that is not public "
-        f"({problem}); give recompute as a mode or a RecomputePlan"
-    ) from problem
+from prefixtree.recompute.layers import MODES, Mode
+from prefixtree.recompute.trace_key import Adapters, TraceKey, Trains
+from prefixtree.recompute.traced_runs import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    LiveBytes,
+    Runs,
+)
 
 # tokens of the two traces: multiples of what recurrent kernels take at once
 _TOKENS = (512, 2048)
@@ -81,6 +67,8 @@ class ModelMemory:
         norm: bytes per token that the backward of the last norm takes beside these.
         tied: bytes of the gradient that an lm_head with the embedding's weight leaves: it waits for
             the embedding's.
+        frozen: layers, the first ones, that no gradient reaches. They hold nothing and compute
+            nothing again, and what they work with is that of their forward.
     """
 
     layers: dict[Mode, tuple[LayerMemory, ...]]
@@ -89,6 +77,7 @@ class ModelMemory:
     cost: ModelCost
     norm: float = 0.0
     tied: float = 0.0
+    frozen: int = 0
 
     def peak(
         self,
@@ -129,6 +118,7 @@ class ModelMemory:
             replace(self.cost, element_bytes=round(self.cost.element_bytes * factor)),
             self.norm * factor,
             self.tied * factor,
+            self.frozen,
         )
 
 
@@ -140,6 +130,7 @@ def trace_memory(
     adapters: Adapters | None = None,
     compiled: bool = False,
     modes: tuple[Mode, ...] | None = None,
+    trains: Trains | None = None,
 ) -> ModelMemory:
     """Traces the model of a config; a trace of the same arguments is kept.
 
@@ -151,12 +142,13 @@ def trace_memory(
         compiled: whether the layers are compiled (`compile_layers`). Default: False. Families whose
             layers cannot be cut one by one are traced as if they were not.
         modes: those to trace; each takes as long. Default: None, which is all.
+        trains: what gets gradients. Default: all parameters, or with adapters theirs.
 
     Raises:
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
             at numbers, so that shapes alone do not run.
     """
-    key = TraceKey(config, adapters)
+    key = TraceKey(config, adapters, trains or Trains())
     try:
         # it says what training takes, also to those who ask before a forward without gradients
         with torch.inference_mode(False), torch.enable_grad():
@@ -167,61 +159,6 @@ def trace_memory(
             f"the memory of {config.model_type} cannot be traced: it looks at numbers "
             f"({problem.func}); give recompute as a mode or a RecomputePlan"
         ) from None
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters that PEFT adds to a model.
-
-    Attributes:
-        configs: PEFT's configurations by the adapters' names, all of them on the model.
-        in_float32: whether their weights are in float32 whatever the model's dtype is.
-    """
-
-    configs: dict[str, Any]
-    in_float32: bool
-
-    def on(self, model: nn.Module) -> None:
-        """Puts them on a model, in place."""
-        import peft
-
-        configs = copy.deepcopy(self.configs)
-        first, *others = configs
-        # what it warns of, it said when the model got them
-        with warnings.catch_warnings(action="ignore"):
-            adapted = peft.get_peft_model(
-                model, configs[first], first, autocast_adapter_dtype=self.in_float32
-            )
-            for name in others:
-                adapted.add_adapter(name, configs[name])
-
-    def __str__(self) -> str:
-        said = {name: config.to_dict() for name, config in self.configs.items()}
-        return f"{said} {self.in_float32}"
-
-
-# fields that trainers set and no memory depends on
-_NO_MEMORY = re.compile(r'"(use_cache|_name_or_path|\w+_token_id)": [^\n]*')
-
-
-class TraceKey:
-    """A config and adapters that are compared by what they say of memory.
-
-    Attributes:
-        experts: how the trace runs experts.
-    """
-
-    def __init__(self, config: Any, adapters: Adapters | None) -> None:
-        self.config, self.adapters = config, adapters
-        self.experts = traced_as(config)
-        said = _NO_MEMORY.sub("", config.to_json_string(use_diff=False))
-        self._said = f"{said} {adapters} {self.experts}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TraceKey) and self._said == other._said
-
-    def __hash__(self) -> int:
-        return hash(self._said)
 
 
 @lru_cache(maxsize=16)
@@ -278,12 +215,15 @@ def _traced(
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
     set_experts(config, key.experts)
+    # whose frequencies look at numbers, and keep no other memory
+    as_default_rope(config.get_text_config())
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="prefixtree"
         )
         if key.adapters is not None:
             key.adapters.on(model)
+    key.trains.set_on(model)
     make_fake(model, fake, torch.device(device))
     layers = layers_of(model)
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
@@ -298,28 +238,31 @@ def _traced(
         for parameter in parameters:
             # as in the second micro-batch of an update: gradients are there and are added to
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    signatures = [_signature(layer) for layer in layers]
+    if key.trains.inputs:
+        model.get_input_embeddings().register_forward_hook(lambda *of: of[-1].requires_grad_())
+    runs_of = Runs(model, layers, fake, autocast, device)
+    signatures = _signatures(layers, runs_of.begin_with_gradient(_TOKENS[0]))
     # what the first two hold is not all their own
     needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
     cut_layers = cut and partial(cut.partitioned, layers[:needed], signatures[:needed])
     by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
     before = 0.0
+    frozen = sum(not x.reached for x in signatures)
+    # behind it stands what is there before any layer holds something
+    first = max(0, min(frozen, needed) - 1)
     for mode in modes:
-        runs = [
-            _run(model, layers, needed, mode, fake, tokens, autocast, device, cut_layers)
-            for tokens in _TOKENS
-        ]
+        runs = [runs_of.run(needed, mode, tokens, cut_layers) for tokens in _TOKENS]
         of_kind = {
             # the last of a kind
             signatures[at]: LayerMemory(
-                _line([run["held"][at] for run in runs]),
-                _line([run["working"][at] for run in runs]),
+                _line([run.held[at] for run in runs]),
+                _line([run.working[at] for run in runs]),
             )
             for at in range(needed)
         }
         by_mode[mode] = tuple(of_kind[s] for s in signatures)
-        first = _line([run["held"][0] for run in runs])[0]
-        before = max(before, first - by_mode[mode][0].held[0])
+        there = _line([run.after[first] for run in runs])[0]
+        before = max(before, there - sum(x.held[0] for x in by_mode[mode][: first + 1]))
     cost = model_cost(model, (autocast or dtype).itemsize)
     return ModelMemory(
         layers=by_mode,
@@ -329,6 +272,7 @@ def _traced(
         cost=cost,
         norm=_norm_working(model, fake, autocast, device),
         tied=_tied(model),
+        frozen=frozen,
     )
 
 
@@ -391,10 +335,36 @@ def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
     )
 
 
-def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that hold as much."""
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    return type(layer).__name__, getattr(layer, "layer_type", None), shapes
+class _Signature(NamedTuple):
+    """Equal for layers that hold as much.
+
+    Attributes:
+        kind: the class, and what its configuration calls it.
+        parameters: their names and shapes, and whether they train.
+        entered: whether its input gets a gradient.
+        reached: whether its output does.
+    """
+
+    kind: tuple[str, Any]
+    parameters: tuple[tuple[Any, ...], ...]
+    entered: bool
+    reached: bool
+
+
+def _signatures(layers: Sequence[nn.Module], reached: bool) -> list[_Signature]:
+    """Those of all layers.
+
+    Args:
+        reached: whether the input of the first one gets a gradient.
+    """
+    found = []
+    for layer in layers:
+        kind = type(layer).__name__, getattr(layer, "layer_type", None)
+        named = layer.named_parameters()
+        parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in named)
+        entered, reached = reached, reached or any(trains for *_, trains in parameters)
+        found.append(_Signature(kind, parameters, entered, reached))
+    return found
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
@@ -402,109 +372,3 @@ def _line(values: Sequence[float]) -> tuple[float, float]:
     (few, many), (a, b) = _TOKENS, values
     slope = (b - a) / (many - few)
     return slope, max(0.0, a - slope * few)
-
-
-class _Enough(Exception):
-    """Ends a forward in front of a layer that need not run."""
-
-
-def _run(
-    model: Any,
-    layers: Sequence[nn.Module],
-    needed: int,
-    mode: Mode,
-    fake: FakeTensorMode,
-    tokens: int,
-    autocast: torch.dtype | None,
-    device: str,
-    cut: Callable[[Mode, FakeTensorMode], AbstractContextManager[None]] | None,
-) -> dict[str, list[float]]:
-    """Runs the first layers forward and backward -> held and working bytes of each of them.
-
-    Args:
-        cut: makes the layers that run compiled ones while it is open. Default: they are not.
-    """
-    known = (x for parameter in model.parameters() for x in (parameter, parameter.grad))
-    live = LiveBytes(x for x in known if x is not None)
-    after: list[float] = []
-    peaks: list[float] = []
-    last: list[torch.Tensor] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        after.append(live.bytes)
-        last[:] = [hidden]
-
-        def turn(gradient: torch.Tensor) -> None:
-            # the backward of this layer begins, that of the next one is over
-            peaks.append(live.restart())
-
-        hidden.register_hook(turn)
-
-    def stop(module: nn.Module, args: Any) -> None:
-        raise _Enough
-
-    packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
-    keywords = forward_inputs(packed, model.config) | router_keywords(model.config, None)
-    inputs = {
-        name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
-        for name, value in keywords.items()
-    }
-    with ExitStack() as open_until_end:
-        enter = open_until_end.enter_context
-        for layer in layers[:needed]:
-            open_until_end.callback(layer.register_forward_hook(note).remove)
-        for layer in layers[needed : needed + 1]:
-            open_until_end.callback(layer.register_forward_pre_hook(stop).remove)
-        enter(fake)
-        enter(live)
-        if cut is None:
-            enter(recomputing(model, [mode] * len(layers)))
-        else:
-            # the graph of a compiled layer knows what it recomputes
-            enter(recomputing(model, ["nothing"] * len(layers)))
-            enter(cut(mode, fake))
-        with torch.autocast(device, autocast, enabled=autocast is not None), suppress(_Enough):
-            decoder_of(model)(**inputs)
-        (hidden,) = last
-        hidden.backward(torch.ones_like(hidden))
-        peaks.append(live.restart())
-    held = [one - before for before, one in zip([0, *after], after, strict=False)]
-    # peaks[0] is from before the backward
-    working = [peak - below for peak, below in zip(peaks[:0:-1], after, strict=True)]
-    return {"held": held, "working": working}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make while something holds them."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.bytes = self._peak = 0
-        self._known: Any = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                self._count(value.untyped_storage())
-        return result
-
-    def restart(self) -> int:
-        """The most bytes since the last call."""
-        peak, self._peak = self._peak, self.bytes
-        return peak
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
-        self.bytes += size
-        self._peak = max(self._peak, self.bytes)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self.bytes -= size

@@ -23,17 +23,15 @@ from prefixtree.models.families import ENCODES
 from prefixtree.models.tower import compile_blocks, features_in, in_few_calls
 from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
-from prefixtree.recompute.trace import (
-    Adapters,
+from prefixtree.recompute.trace import make_fake, traced_as_cut
+from prefixtree.recompute.trace_key import Adapters, TraceKey, Trains
+from prefixtree.recompute.traced_runs import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     LiveBytes,
     TorchDispatchMode,
-    TraceKey,
-    make_fake,
-    traced_as_cut,
     tree_iter,
 )
 
@@ -105,15 +103,14 @@ def trace_tower(
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     adapters: Adapters | None,
-    trains: bool,
+    trains: Trains | None = None,
     compiled: bool = False,
 ) -> TowerMemory:
     """Traces the vision tower of a config; a trace of the same arguments is kept.
 
     Args:
         config: of a model that takes pictures.
-        dtype, autocast, adapters: as `trace_memory` takes them.
-        trains: whether a parameter of the tower gets a gradient.
+        dtype, autocast, adapters, trains: as `trace_memory` takes them.
         compiled: whether its blocks are compiled (`compile_layers`). Default: False.
 
     Raises:
@@ -129,7 +126,8 @@ def trace_tower(
     try:
         # it says what training takes, also to those who ask before a forward without gradients
         with torch.inference_mode(False), torch.enable_grad():
-            return _trace(TraceKey(config, adapters), dtype, autocast, trains, compiled)
+            key = TraceKey(config, adapters, trains or Trains())
+            return _trace(key, dtype, autocast, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of the vision tower of {config.model_type} cannot be traced: it looks at "
@@ -139,19 +137,18 @@ def trace_tower(
 
 @lru_cache(maxsize=16)
 def _trace(
-    key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, trains: bool, compiled: bool
+    key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, compiled: bool
 ) -> TowerMemory:
-    traced = partial(_traced, key, dtype, autocast, trains)
+    traced = partial(_traced, key, dtype, autocast)
     if not compiled:
         return traced()
-    return traced_as_cut(traced, partial(_trace, key, dtype, autocast, trains, False))
+    return traced_as_cut(traced, partial(_trace, key, dtype, autocast, False))
 
 
 def _traced(
     key: TraceKey,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
-    trains: bool,
     cut: Any = None,
 ) -> TowerMemory:
     """Traces the tower, its blocks cut by `cut`, the module `partitioned`, if they are compiled."""
@@ -168,6 +165,7 @@ def _traced(
         )
         if key.adapters is not None:
             key.adapters.on(model)
+    key.trains.set_on(model)
     tower = tower_of(model)
     # sizes are those of every device; torch chooses kernels of a CPU without asking it
     make_fake(tower, fake, torch.device("cpu"))
@@ -175,8 +173,7 @@ def _traced(
     if cut is not None:
         compile_blocks(tower, partial(cut.cut_function, fake))
     tower.forward = in_few_calls(tower)
-    if not trains:
-        tower.requires_grad_(False)
+    trains = any(p.requires_grad for p in tower.parameters())
     with fake:
         for parameter in tower.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -248,10 +245,12 @@ def _run(
         del found
         size = sum(x.nbytes for x in features)
         most, held = live.restart() - size, live.bytes - size
-        if goes_back and features[0].requires_grad:
-            gradients = [torch.ones_like(x) for x in features]
+        # some come from blocks below the first that trains
+        reached = [x for x in features if x.requires_grad]
+        if goes_back and reached:
+            gradients = [torch.ones_like(x) for x in reached]
             live.restart()
-            torch.autograd.backward(features, gradients)
+            torch.autograd.backward(reached, gradients)
             most = max(most, live.restart() - 2 * size)
     return _Bytes(most, held, size, len(features[0]))
 

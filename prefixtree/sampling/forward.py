@@ -15,19 +15,24 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from prefixtree._hints import kind_of
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import (
     attention_modules,
+    check_loaded,
     check_model,
     check_parts,
+    check_positions,
     check_vocabulary,
     every_layer_attends,
     find_causal_lm,
 )
-from prefixtree.models.families import family_of, forward_inputs, placeholder_in
+from prefixtree.models.families import check_tokens, family_of, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.paths import not_kept
+from prefixtree.models.rope import fixed_lengths, longest_row
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
@@ -62,6 +67,7 @@ class CachedForward:
         if getattr(config.get_text_config(), "output_router_logits", False):
             # a load-balancing loss is of no use here
             self._keywords["output_router_logits"] = False
+        self._rope_length: int | None = None
         self._owner: weakref.ref[Any] | None = None
         self._stamp: ModelStamp | None = None
         self._numbers = b""
@@ -70,6 +76,11 @@ class CachedForward:
     def device(self) -> torch.device:
         """The model's device."""
         return next(self._causal_lm.parameters()).device
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether a forward looks at numbers of positions, which a CUDA graph cannot."""
+        return bool(fixed_lengths(self._causal_lm.config.get_text_config()))
 
     @property
     def state(self) -> int:
@@ -85,7 +96,9 @@ class CachedForward:
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
+        self._rope_length = longest_row(self._causal_lm, packed.mask.host)
         prepare_states(self._causal_lm)
+        check_layers(self._causal_lm, self._causal_lm, packed.device)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
         if self.has_states:
@@ -149,7 +162,7 @@ class CachedForward:
         """
         if not isinstance(forest, PrefixForest):
             raise TypeError(
-                f"start takes a PrefixForest, got {type(forest).__name__}; "
+                f"start takes a PrefixForest, got {kind_of(forest, PrefixForest)}; "
                 "PrefixForest.from_sequences(histories) makes one"
             )
         if forest.tokens is None:
@@ -183,15 +196,27 @@ class CachedForward:
                 f"the parameters are on {', '.join(devices)}, and keys are kept on one device: "
                 "load the model on one device, without device_map"
             )
+        check_loaded(self._causal_lm)
 
     def check_tokens(self, tokens: np.ndarray) -> None:
-        """Refuses token ids that the model does not have, and those of images."""
-        if (found := placeholder_in(self._causal_lm.config, tokens)) is not None:
-            raise UnsupportedError(
-                f"the tokens hold {found[0]} {found[1]}, and the sampler reads text alone: sample "
-                "with model.generate"
-            )
+        """Refuses token ids that the model does not have, and warns of those of images."""
+        check_tokens(self._causal_lm.config, tokens, sees=False)
         check_vocabulary(self._causal_lm, tokens)
+
+    def check_length(self, longest: int) -> None:
+        """Refuses rows that would grow beyond what learned positions, or one set of RoPE's
+        frequencies, serve.
+
+        Args:
+            longest: the most tokens that a row may come to have.
+        """
+        check_positions(self._causal_lm, longest, "max_new_tokens counted")
+        if self._rope_length is not None and longest > self._rope_length:
+            raise UnsupportedError(
+                f"RoPE has other frequencies for sequences of more than {self._rope_length} "
+                f"tokens, and rows may come to have {longest}, beside keys that were rotated by "
+                "these: lower max_new_tokens, or sample with model.generate"
+            )
 
     def own(self, rows: Any) -> None:
         """From now on the cache holds the keys and states of these rows."""

@@ -137,7 +137,6 @@ class Rows:
             TypeError: tokens that are no mapping.
             IndexError: a row that does not exist.
             ForestError: tokens that are negative or not integers.
-            UnsupportedError: placeholders of images.
             ValueError: a token id beyond the model's vocabulary.
         """
         self._forward.check_owner(self)
@@ -249,6 +248,7 @@ class Rows:
                     "an interruption left the keys of some rows behind their tokens: call "
                     "sampler.start again; rows.samples() has what was sampled"
                 )
+            self._forward.check_length(length + len(row.pending) + room)
         writing = rows if room else reading
         # an interruption while keys move would leave them nowhere
         self._forward.own(None)

@@ -55,7 +55,7 @@ class TreeSampler:
         self._max_keys = at_least_one("max_keys", max_keys)
         self._max_rows = at_least_one("max_rows", max_rows)
         self._forward = CachedForward(model, self._max_keys)
-        self._steps = Steps(self._forward, graphs)
+        self._steps = Steps(self._forward, graphs and not self._forward.reads_lengths)
 
     @lasting
     def start(self, forest: PrefixForest) -> Rows:

@@ -5,6 +5,7 @@ Legend: B rows, L columns, S sequences, n tokens of one, C columns of a measure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,12 @@ from prefixtree._hints import with_hints
 from prefixtree._numbers import to_numpy
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
+from prefixtree.models.checks import check_loaded, transformer_of
+from prefixtree.models.layers import device_of
 from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.transfers import move
+from prefixtree.pictures import Pictures
 from prefixtree.scoring.logprobs import sequence_logprobs
 
 
@@ -65,11 +69,11 @@ def batch_logprobs(
     is shared is what the micro-batches hold: `plan_micro_batches` puts histories together.
 
     One of `attention_mask`, `position_ids` and `cu_seqlens` says where sequences stand. A batch of
-    padding alone runs one token, whose gradients are zero, as other ranks may wait.
+    padding alone runs a dummy (`PrefixForest.dummy`), as other ranks may wait.
 
     Args:
         model: as in `sequence_logprobs`.
-        input_ids: int64 [B, L], on the model's device.
+        input_ids: int64 [B, L], on the model's device; or lists or an array.
         attention_mask: [B, L], 1 on tokens and 0 elsewhere: one sequence per row, padded on either
             side or both. Rows without tokens are fine.
         position_ids: [B, L] or [1, L]. Without a mask, several sequences per row, each of which
@@ -81,7 +85,8 @@ def batch_logprobs(
         loss_mask: [B, L], 1 where a token is scored. Default: every token of a sequence but the
             first.
         **options: the other keywords of `sequence_logprobs`. `pictures` must be made of the
-            sequences of this batch, in its order.
+            sequences of this batch, in its order: token ids are compared. Rows of one text with
+            pictures of one size cannot be told apart.
 
     Returns:
         BatchScores, differentiable as `SequenceScores`. Trainers that keep the score of token t at
@@ -91,25 +96,31 @@ def batch_logprobs(
         ForestError: none of the three arguments, or cu_seqlens beside another; a hole in a row of
             the mask; positions that do not restart at 0, or that do not follow the mask; borders
             that descend or lie beyond the batch; a loss_mask of another shape, or with a 1 where no
-            token stands; and what `sequence_logprobs` raises.
+            token stands; pictures of other sequences; and what `sequence_logprobs` raises.
         ValueError: a temperature of another shape, and what `sequence_logprobs` raises.
-        TypeError, UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
+        TypeError: input_ids that are no batch, and what `sequence_logprobs` raises.
+        UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
     """
+    if isinstance(input_ids, (str, Mapping, PackedForest)) or input_ids is None:
+        raise TypeError(
+            f"input_ids must be a tensor [B, L], got {type(input_ids).__name__}: a tokenizer's "
+            "batch is given as **batch, and sequence_logprobs(model, packed) takes a packed forest"
+        )
     ids = to_numpy(input_ids, "input_ids")
-    layout = BatchLayout.of(ids.shape, attention_mask, position_ids, cu_seqlens)
-    pictures = options.get("pictures")
-    if pictures is None:
-        # of padding alone one token runs; any id does
-        sequences = layout.sequences("input_ids", ids) or [np.zeros(1, np.int64)]
+    if isinstance(input_ids, torch.Tensor):
+        device = input_ids.device
     else:
+        device = device_of(transformer_of(model))
+        check_loaded(transformer_of(model))
+    layout = BatchLayout.of(ids.shape, attention_mask, position_ids, cu_seqlens)
+    sequences = layout.sequences("input_ids", ids)
+    pictures = options.get("pictures")
+    if pictures is not None:
+        _check_pictures(sequences, pictures)
         sequences = pictures.sequences
-        if [len(tokens) for tokens in sequences] != layout.lengths.tolist():
-            raise ForestError(
-                "pictures must be made of the sequences of this batch, in its order: expected "
-                f"sequences of {layout.lengths.tolist()} tokens, got "
-                f"{[len(tokens) for tokens in sequences]}"
-            )
-    packed = pack(PrefixForest.from_sequences(sequences)).to(input_ids.device)
+    # of padding alone a dummy runs; any id does
+    forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
+    packed = pack(forest if sequences else forest.dummy()).to(device)
     masks, scored = _masks(layout, loss_mask)
     if not len(layout.lengths):
         temperature, masks = 1.0, None
@@ -118,7 +129,7 @@ def batch_logprobs(
     )
     return BatchScores(
         logprobs=layout.spread(scores.logprobs),
-        scored=move(torch.from_numpy(scored), input_ids.device),
+        scored=move(torch.from_numpy(scored), device),
         packed=packed,
         entropy=None if scores.entropy is None else layout.spread(scores.entropy),
         statistics={name: layout.spread(of) for name, of in scores.statistics.items()},
@@ -126,6 +137,24 @@ def batch_logprobs(
         aux_loss=scores.aux_loss,
         router_logits=scores.router_logits,
     )
+
+
+def _check_pictures(sequences: list[np.ndarray], pictures: Pictures) -> None:
+    """Refuses pictures of other sequences than those of the batch, or in another order."""
+    mend = (
+        "pictures must be made of the sequences of this batch, in its order: make them "
+        "(Pictures.from_batch) behind whatever cuts, drops or shuffles rows"
+    )
+    lengths, expected = ([len(s) for s in rows] for rows in (pictures.sequences, sequences))
+    if lengths != expected:
+        raise ForestError(f"{mend}; expected sequences of {expected} tokens, got {lengths}")
+    for i, (given, theirs) in enumerate(zip(sequences, pictures.sequences, strict=True)):
+        # the batch has the processor's placeholders, or the ids of the pictures
+        for at in np.flatnonzero((given != pictures.with_placeholders(theirs)) & (given != theirs)):
+            raise ForestError(
+                f"{mend}; token {at} of sequence {i} is {given[at]} in input_ids and {theirs[at]} "
+                "in pictures.sequences"
+            )
 
 
 def _masks(layout: BatchLayout, loss_mask: Any) -> tuple[list[np.ndarray] | None, np.ndarray]:

@@ -16,11 +16,15 @@ import torch
 
 from prefixtree import loops
 from prefixtree._numbers import numbers
+from prefixtree.forest import PrefixForest
+from prefixtree.kernels.lm_head.measures import MeasuredEdges, source_of
 from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
 from prefixtree.packing.transfers import move
+from prefixtree.scoring.edge_source import ForestEdges
 
 # logits up to 3e8 divided by it are finite in float32
 _LEAST_TEMPERATURE = 1e-30
@@ -46,10 +50,12 @@ class SequenceScores:
         measured: one float32 tensor [n - 1, C] per sequence: the values of `measure` at those
             tokens, with gradients; 0 where the loss mask is 0. None without a measure.
         measured_edges: float32 [U, C], the same once per scored edge, without gradients: row i is
-            that of `MeasuredEdges.scored_edge` i. None without a measure.
+            that of `MeasuredEdges.scored_edge` i of this call; another call reads `of_edges`. None
+            without a measure.
         router_logits: [T, E] per layer of experts, differentiable, the logits by which
             `aux_loss` was computed, for losses of your own: weigh each packed token by
             `packed.multiplicity`. Empty without `aux_loss`.
+        source: the edges of `measured_edges` in their forest, for `of_edges`.
     """
 
     logprobs: list[torch.Tensor]
@@ -59,6 +65,30 @@ class SequenceScores:
     router_logits: tuple[torch.Tensor, ...] = ()
     measured: list[torch.Tensor] | None = None
     measured_edges: torch.Tensor | None = None
+    source: Any = field(default=None, repr=False)
+
+    @uncompiled
+    def of_edges(self, edges: MeasuredEdges) -> torch.Tensor:
+        """The rows of `measured_edges` for the edges that the measure of another call gets.
+
+        Args:
+            edges: of a call over the same forest, or another one that holds the edges.
+
+        Returns:
+            [r, C], without gradients.
+
+        Raises:
+            ForestError: an edge that was not measured here.
+            ValueError: no `measured_edges`, an edge at another temperature, or edges that were made
+                by hand.
+        """
+        if self.measured_edges is None or self.source is None:
+            raise ValueError(
+                "these scores have no measured_edges: give sequence_logprobs measure= (kept_trunks "
+                "has none)"
+            )
+        rows = source_of(edges).rows_of(self.source, edges.edge.device)
+        return self.measured_edges[rows[edges.scored_edge]]
 
 
 @dataclass(frozen=True)
@@ -96,10 +126,17 @@ class ScoredEdges(ScoredUnits):
     Attributes:
         token: int64 [U], the packed token of each edge.
         temperature: float32 [U].
+        forest: whose packed tokens these are.
     """
 
     token: np.ndarray
     temperature: np.ndarray
+    forest: PrefixForest
+
+    @cached_property
+    def source(self) -> ForestEdges:
+        """The same, to be found in other forests."""
+        return ForestEdges(self.forest, self.predictor, self.token, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -121,14 +158,14 @@ class DeviceEdges:
     found: ScoredEdges
     which: np.ndarray | None
 
-    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a measure, int64 [U] twice: the number of each edge among the rows of
-        `packed.edges(loss_mask)`, and among all (edge, temperature) pairs."""
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor, ForestEdges]:
+        """For a measure, int64 [U] twice, the number of each edge among the rows of
+        `packed.edges(loss_mask)`, and among all (edge, temperature) pairs; and all edges."""
         found = self.found
         which = np.arange(found.count) if self.which is None else self.which
         edge = loops.sequence_copies.distinct(found.token)[1][which]
         both = move(torch.from_numpy(np.stack([edge, which])), self.target.device)
-        return both[0], both[1]
+        return both[0], both[1], found.source
 
 
 def find_edges(
@@ -167,6 +204,7 @@ def find_edges(
         (lengths - 1).tolist(),
         token,
         values[number].astype(np.float32),
+        packed.forest,
     )
 
 
@@ -195,6 +233,7 @@ def _of_one_temperature(
         (lengths - 1).tolist(),
         token,
         np.repeat(temperature, len(token)),
+        packed.forest,
     )
 
 
@@ -238,6 +277,7 @@ def scores_of(
     lengths: list[int],
     options: ScoreOptions,
     order: Callable[[], np.ndarray] | None = None,
+    found: ScoredEdges | None = None,
 ) -> SequenceScores:
     """Copies the scores of edges to the sequences that hold them.
 
@@ -247,6 +287,7 @@ def scores_of(
         lengths: n - 1 of each sequence.
         options: what the columns are.
         order: gives int64 [U], where each scored edge's row is. Default: they are in order.
+        found: the edges, for `SequenceScores.of_edges`.
     """
     columns = gather(scores, to_sequences).split(lengths)
     if scores.requires_grad:
@@ -257,12 +298,13 @@ def scores_of(
         for at, name in enumerate(options.statistics, options.with_gradients)
     }
     entropy = [c[:, 1] for c in columns] if options.with_entropy else None
-    found = SequenceScores([c[:, 0] for c in columns], entropy, others)
+    result = SequenceScores([c[:, 0] for c in columns], entropy, others)
     if options.measure is None:
-        return found
+        return result
     of_edges = scores.detach()[:, options.columns :]
     return replace(
-        found,
+        result,
+        source=None if found is None else found.source,
         measured=[c[:, options.columns :] for c in columns],
         measured_edges=of_edges
         if order is None

@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import runs_deepspeed, transformer_of
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
+from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
+from prefixtree.models.rope import check_rope
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
@@ -119,9 +120,10 @@ def borrow_cost(
 
     Raises:
         UnsupportedError: a family whose memory cannot be traced.
-        ValueError: a model without a layer of softmax attention.
+        ValueError: a model without a layer of softmax attention, or on the meta device.
     """
     transformer = transformer_of(model)
+    check_loaded(transformer)
     device = device_of(transformer)
     return step_cost_of(model, transformer, device, recompute, recompute_trunks)
 
@@ -150,8 +152,9 @@ def step_cost_of(
         ) from None
     peaks = [memory.peak(tokens, modes) for tokens in (_FEW, _MANY)]
     cost = borrow_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
-    # a layer that is not recomputed whole holds its rows from its forward to its backward
-    kept = sum(mode != "all" for mode in modes) / len(modes)
+    # a layer that is not recomputed whole holds its rows from its forward to its backward, if it
+    # has one
+    kept = sum(mode != "all" for mode in modes[memory.frozen :]) / len(modes)
     if recompute == "auto" or recompute_trunks == "again":
         return replace(cost, kept_copies=kept, graph_bytes=0)
     graph = sum(memory.layers[mode][i].held[0] for i, mode in enumerate(of_trunks))
@@ -217,6 +220,7 @@ def scores_in_steps(
         if packed.num_tokens > max_tokens:
             count = 2
             if undivided is None:
+                check_rope(causal_lm, packed.mask.host, divided="each step of max_tokens")
                 cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
                 count = len(steps)
@@ -279,17 +283,13 @@ def scores_in_steps(
     rows = run_in_steps(run, device, trains)
     if stamp is not None:
         stamp.settle()
+        warn_of_hooks(model, "each step of max_tokens=")
     return rows
 
 
 def dummy_of(packed: PackedForest) -> PackedForest:
-    """One token that the model is sure to know: what a rank runs while others have a step more."""
-    tokens, routes = packed.forest.tokens, packed.forest.routes
-    assert tokens is not None
-    first = None if routes is None else routes[:1]
-    # the largest may stand for pictures
-    known = tokens.min(keepdims=True)
-    return pack(PrefixForest.from_parents([-1], [1], known, routes=first)).to(packed.device)
+    """A dummy, which a rank runs while others have a step more."""
+    return pack(packed.forest.dummy()).to(packed.device)
 
 
 # ---- wrappers and ranks --------------------------------------------------------------------------

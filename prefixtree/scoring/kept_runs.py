@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.models.checks import runs_deepspeed, transformer_of
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
@@ -48,6 +49,8 @@ from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
 from prefixtree.scoring.kept_modes import RecomputeTrunks, modes_of
 
 _INSTEAD = "leave kept trunks out and score each micro-batch by itself"
+# what cuts a forest, where it matters how long sequences are
+KEPT = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 
@@ -213,6 +216,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
                 "plan_micro_batches(..., trunks=True)"
             )
         check_kept(model)
+        check_loaded(self._transformer)
         self._trunks = trunks
         self._steps = None if trunks is None else trunks.on(self._device)
         packed, members = batches[-1].packed.to(self._device), None
@@ -313,6 +317,13 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._check()
         if self._turn is None:
             return
+        if self._turn.backwards != self._turn.whole:
+            raise RuntimeError(
+                f"gradients of micro-batch {self._at} were asked for by torch.autograd.grad or "
+                "backward(inputs=), which reach its own tokens and not the trunks of kept trunks: "
+                "call loss.backward(), which adds those of all to .grad; optimizer.zero_grad() "
+                "before you score again"
+            )
         if self._trains and not self._turn.backwards:
             raise RuntimeError(
                 f"no backward of the scores of micro-batch {self._at} ran within its turn of the "
@@ -354,8 +365,13 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             scores, index, lengths = self._joined(part_of, own)
         if self._stamp is not None and self._at == 0:
             self._stamp.settle()
+            warn_of_hooks(self._model, "each micro-batch and each trunk of kept trunks")
         if self._trains:
-            scores.register_hook(turn.note)
+            if scores.requires_grad:
+                scores = turn.watched(scores)
+            else:
+                # no parameter that trains stands before them
+                turn.backwards = turn.whole = 1
             if own is not None:
                 self._run_dummies(BACKWARD)
         return self._forward.result(scores, index, lengths)
@@ -392,8 +408,8 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         rows[is_scored] = first[self._part_of[at]] + self._row_of[at]
         if not found:
             # of any trunk, to which its tokens belong
-            of_trunk, _ = next(iter(self._graphs.values()))
-            found = [of_trunk.detach()[:0].requires_grad_(self._trains)]
+            _, leaf = next(iter(self._graphs.values()))
+            found = [leaf.detach()[:0].requires_grad_(leaf.requires_grad)]
         lengths = [self._forward.units.lengths[i] for i in sequences]
         return torch.cat(found), GatherIndex(rows, count, self._device), lengths
 
@@ -406,7 +422,9 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         graph: Any = nullcontext() if keeps_graph else torch.no_grad()
         with self._store.keeping(part) as exchanges, graph:
             scores = self._run_part(part, exchanges)
-        leaf = scores.detach().requires_grad_(self._trains)
+        # of a forward that runs again it is not known yet
+        trains = scores.requires_grad if keeps_graph else self._trains
+        leaf = scores.detach().requires_grad_(trains)
         self._graphs[part] = scores, leaf
 
     def _run_part(self, part: int, exchanges: StepExchanges) -> torch.Tensor:
@@ -459,15 +477,23 @@ class _Turn:
     Attributes:
         exchanges: what it borrows by; None where it runs no forward that borrows.
         backwards: how often its backward ran.
+        whole: how often of these it added to all leaves of the graph.
     """
 
     def __init__(self) -> None:
         self.exchanges: StepExchanges | None = None
-        self.backwards = 0
+        self.backwards = self.whole = 0
 
-    def note(self, gradient: torch.Tensor) -> None:
-        """The hook of its scores."""
-        self.backwards += 1
+    def watched(self, scores: torch.Tensor) -> torch.Tensor:
+        """Its scores, whose backwards are counted."""
+        # a leaf that nobody asks for by name
+        leaf = torch.zeros((), device=scores.device, requires_grad=True)
+        leaf.register_hook(self._note)
+        watched: torch.Tensor = _Watched.apply(scores, leaf, self)
+        return watched
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.whole += 1
 
     def end(self) -> None:
         """A backward behind this one comes too late."""
@@ -475,5 +501,19 @@ class _Turn:
             self.exchanges.is_over = True
 
 
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, leaf: torch.Tensor, turn: _Turn) -> torch.Tensor:
+        ctx.turn = turn
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        ctx.turn.backwards += 1
+        return gradient, gradient.new_zeros(()), None
+
+
 def _backward(scores: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    if not scores.requires_grad:
+        return
     torch.autograd.backward(scores, torch.zeros_like(scores) if gradient is None else gradient)

@@ -26,13 +26,12 @@ from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.per_sequence import per_sequence
 from prefixtree.pictures import Pictures
-from prefixtree.planning.micro_batch import MicroBatch
+from prefixtree.planning.micro_batch import MicroBatch, of_plan
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores, edges_on_device, find_edges, scores_of
 from prefixtree.scoring.kept_modes import RecomputeTrunks, check_modes
-from prefixtree.scoring.kept_runs import KeptRuns, running
+from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.logprobs import ModelForward
 
 
@@ -84,7 +83,7 @@ def kept_trunks(
             before their backward, so that between both only keys and values wait. Default: "again"
             where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
         measure: as in `sequence_logprobs`, without `measured_edges`. The numbers of edges are those
-            of `scored.packed`.
+            of `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
 
     Yields:
         An iterator over the micro-batches with their scores. Its `packed` is the packed forest of
@@ -106,7 +105,7 @@ def kept_trunks(
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _ScoresOfParts:
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
-        check_model(model, causal_lm, packed, pictures)
+        check_model(model, causal_lm, packed, pictures, KEPT)
         if router_loss(causal_lm, packed, None) is not None:
             raise UnsupportedError(
                 "the load-balancing loss of experts is not verified with kept trunks: set "
@@ -117,14 +116,8 @@ def kept_trunks(
         temperatures: float | Sequence[float] = 1.0
         masks = None
         if members is not None:
-            count = batches[0].num_planned
-            temperatures, masks = temperature, loss_mask
-            if isinstance(temperature, (list, tuple)) or getattr(temperature, "ndim", 0) > 0:
-                given = per_sequence("temperature", temperature, count)
-                temperatures = [given[i] for i in members.tolist()]
-            if loss_mask is not None:
-                given = per_sequence("loss_mask", loss_mask, count)
-                masks = [given[i] for i in members.tolist()]
+            given = temperature, loss_mask, batches[0].num_planned
+            temperatures, masks = of_plan(*given, members)
         placed = None
         if pictures is not None:
             placed = PlacedPictures(model, causal_lm, packed, pictures)

@@ -16,7 +16,10 @@ from torch import nn
 
 from prefixtree._hints import with_hints
 from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.models.checks import check_module
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
@@ -25,7 +28,7 @@ from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.kept_modes import RecomputeTrunks, check_modes
-from prefixtree.scoring.kept_runs import KeptRuns, running
+from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.values import checked_classifier, values_of_tokens
 
 
@@ -67,13 +70,12 @@ def kept_values(
         torch.OutOfMemoryError: as `kept_trunks`.
         RuntimeError: as `kept_trunks`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    check_module(model)
     modes = recompute, recompute_trunks
     check_modes(model, *modes, sees=False)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _ValuesOfParts:
-        return _ValuesOfParts(model, checked_classifier(model, packed), packed)
+        return _ValuesOfParts(model, checked_classifier(model, packed, KEPT), packed)
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run
@@ -86,6 +88,8 @@ class _ValuesOfParts:
     options = ScoreOptions()
 
     def __init__(self, model: nn.Module, classifier: Any, packed: PackedForest) -> None:
+        prepare_states(classifier)
+        check_layers(model, classifier, packed.device)
         self._model, self._classifier = model, classifier
         self.packed = packed
         self.inputs = forward_inputs(packed, classifier.config)

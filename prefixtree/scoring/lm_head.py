@@ -319,7 +319,9 @@ def check_rows_alone(
         # a larger one, which takes a common scale with it
         among_others = forward(torch.cat([row, -row, 3 * row.flip(-1), row]))[[0, -1]]
         alone = forward(row)
-    tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * alone.abs().max()
+    # tokens that are ruled out by -inf say nothing of the others' size
+    largest = alone.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * largest
     # NaN is for whoever looks at the scores
     if bool(((among_others - alone).abs() > tolerance).any()):
         raise UnsupportedError(

@@ -20,16 +20,19 @@ from prefixtree._hints import with_hints
 from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
+from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.layers import device_of
 from prefixtree.models.replay import check_routes, replaying
 from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pictures
-from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
 from prefixtree.pictures import Pictures
 from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import (
     DeviceEdges,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 @with_hints
 def sequence_logprobs(
     model: nn.Module,
-    packed: PackedForest,
+    packed: PackedForest | MicroBatch,
     temperature: float | Sequence[Any] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
@@ -81,13 +84,16 @@ def sequence_logprobs(
 
     With `max_tokens`, a larger forest is computed in steps, each of which borrows the keys and
     values above it from earlier ones; the backward runs them again, last to first. Any loss works.
-    Its backward adds the gradients to the parameters' `.grad`; `torch.autograd.grad` finds none.
+    Its backward adds the gradients to the parameters' `.grad`. `torch.autograd.grad` and
+    `backward(inputs=)` find none; a warning says so when scores are let go without a backward.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
             wrapped (DDP, FSDP, PEFT) or not.
         packed: the packed forest, on the model's device. Where it has routes, the model's routers
-            take them in the place of their own choice.
+            take them in the place of their own choice. Or a MicroBatch: it is moved to the model's
+            device, and `temperature` and `loss_mask`, where they have an entry per sequence, are
+            those of all sequences that were planned, of which it takes its own.
         temperature: the divisor of the logits, above 0: one number, or per sequence one number or
             an array [n] (entry t for the logits that token t was drawn from; entries of tokens that
             are not scored are ignored). Copies of an edge with one temperature are scored once.
@@ -101,7 +107,8 @@ def sequence_logprobs(
             alone.
         return_entropy: whether to compute entropies too. Default: False.
         return_statistics: which statistics of the distributions to compute too, without gradients:
-            "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
+            "mean_logits", the mean over the vocabulary of the logits divided by the temperature
+            (-inf where one is);
             "is_top1", 1 where the token has the largest logit (the first of equal ones);
             "log_sum_sq_probs", log sum p^2. Default: none.
         measure: a function of a chunk's logits [r, V] (float32, divided by the temperature) and its
@@ -133,8 +140,8 @@ def sequence_logprobs(
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
 
     Raises:
-        TypeError: anything but a PackedForest or Pictures, a temperature that is no number, or a
-            measure that is no function.
+        TypeError: anything but a PackedForest, a MicroBatch or Pictures, a temperature that is no
+            number, or a measure that is no function.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason; a measure whose values depend on other edges, on draws, or on tensors
             that require a gradient.
@@ -153,7 +160,8 @@ def sequence_logprobs(
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
-    check_packed(packed, "sequence_logprobs", subset=True)
+    given = packed
+    packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
     if borrow_cost is not None and max_tokens is None:
         raise ValueError("borrow_cost goes with max_tokens, and only with it")
     if max_tokens is not None and group is not None:
@@ -163,18 +171,19 @@ def sequence_logprobs(
         )
     in_group = group is not None and num_ranks(group) > 1
 
-    def check() -> tuple[Any, ScoredEdges]:
+    def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         # refuses, on all ranks of a group
         ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
         causal_lm = find_causal_lm(model)
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
-        check_model(model, causal_lm, packed, pictures)
+        divided = "the ranks of a group" if in_group else None
+        check_model(model, causal_lm, packed, pictures, divided)
         check_routes(model, causal_lm, packed)
         # refuses a family without such a loss
         router_loss(causal_lm, packed, output_router_logits)
-        return causal_lm, find_edges(packed, temperature, loss_mask)
+        return causal_lm, find_edges(packed, *own_of(given, temperature, loss_mask))
 
     placed: PlacedPictures | None = None
     if group is not None and in_group:
@@ -207,7 +216,8 @@ def sequence_logprobs(
         options_of_steps = max_tokens, borrow_cost, recompute
         rows = scores_in_steps(forward.rows, *arguments, *options_of_steps)
     scores, *router_logits = rows
-    found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted, local.order)
+    where = local.to_sequences, local.lengths
+    found_scores = scores_of(scores, *where, wanted, local.order, local.edges.found)
     if loss is None:
         return found_scores
     aux_loss = loss.of(router_logits)
@@ -237,6 +247,8 @@ class ModelForward:
         options: ScoreOptions,
     ) -> None:
         prepare_states(causal_lm)
+        warn_past_ddp(model)
+        check_layers(model, causal_lm, packed.device)
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None

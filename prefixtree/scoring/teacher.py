@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree._numbers import number
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.lm_head.measures import Divergence, Measure, MeasuredEdges
+from prefixtree.forest import PrefixForest
+from prefixtree.kernels.lm_head.measures import Divergence, Measure, MeasuredEdges, source_of
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_model,
@@ -26,9 +27,13 @@ from prefixtree.models.checks import (
 )
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.packing.arguments import check_packed
+from prefixtree.models.layers import device_of
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.same_paths import find_paths
 from prefixtree.packing.transfers import move
+from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
+from prefixtree.scoring.edge_source import MEND, ForestEdges, make_handle, rows_in
 from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.lm_head import check_rows_alone, logit_rule
 from prefixtree.scoring.parallel_lm_head import is_linear
@@ -52,32 +57,44 @@ class Teacher:
     `divergence` for a chunk of them; of a
     teacher that FSDP2 or DeepSpeed shards, every rank keeps it whole.
 
+    A scored edge finds its row by the tokens up to its predictor. So a teacher made without a loss
+    mask serves any, and one of `pack(plan.forest)` serves every micro-batch and `kept_trunks`. An
+    edge without a row is refused.
+
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
             eval mode, with the tokenizer of the model that is scored.
-        packed: the packed forest that is scored, on the model's device.
-        loss_mask: that of `sequence_logprobs`. Default: every token is scored.
+        packed: the packed forest that is scored, on the model's device, or one that holds all its
+            sequences; or a MicroBatch, as in `sequence_logprobs`.
+        loss_mask: that of `sequence_logprobs`, or one that scores more. Default: every token is
+            scored.
 
     Raises:
-        TypeError: anything but a PackedForest.
+        TypeError: anything but a PackedForest or a MicroBatch.
         UnsupportedError: a model that does not run exactly on packed forests; tensor parallelism, a
             sharded lm_head that is not linear.
     """
 
     def __init__(
-        self, model: nn.Module, packed: PackedForest, loss_mask: Sequence[Any] | None = None
+        self,
+        model: nn.Module,
+        packed: PackedForest | MicroBatch,
+        loss_mask: Sequence[Any] | None = None,
     ) -> None:
-        check_packed(packed, "Teacher", subset=True)
+        _, loss_mask = own_of(packed, 1.0, loss_mask)
+        packed = packed_of(packed, "Teacher", lambda: device_of(find_causal_lm(model)))
         causal_lm = find_causal_lm(model)
         # on the host: packed.edges would come back from the device
-        predictor = find_edges(packed, 1.0, loss_mask).predictor
-        rows, row_of_edge = np.unique(predictor, return_inverse=True)
+        rows = np.unique(find_edges(packed, 1.0, loss_mask).predictor)
+        row = np.full(packed.num_tokens, -1)
+        row[rows] = np.arange(len(rows))
+        self._rows = _Rows(packed.forest, row)
         lm_head = causal_lm.get_output_embeddings()
         is_sharded = _is_sharded(model, lm_head)
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)
             prepare_states(causal_lm)
-            self._row_of_edge = move(torch.from_numpy(row_of_edge.astype(np.int64)), packed.device)
+            check_layers(model, causal_lm, packed.device)
             inputs = forward_inputs(packed, causal_lm.config)
             predictors = move(torch.from_numpy(rows.astype(np.int64)), packed.device)
             with (
@@ -121,14 +138,64 @@ class Teacher:
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
         """The log-probabilities of all tokens, [r, V], of logits divided by the edges' temperature;
-        without gradients. They are float32, float64 of a teacher in float64."""
+        without gradients. They are float32, float64 of a teacher in float64.
+
+        Raises:
+            ForestError: edges of which the teacher has no row.
+            ValueError: edges that were made by hand.
+        """
         return Divergence(0.0, self._output, self._rule).log_p(edges)
 
     @torch.no_grad()
     def _output(self, edges: MeasuredEdges) -> torch.Tensor:
         """The lm_head's output for edges, [r, V]."""
+        rows = self._rows.of(edges)
         with self._of_forward.autocast():
-            return self._of_forward.head(self._hidden[self._row_of_edge[edges.edge]])
+            return self._of_forward.head(self._hidden[rows])
+
+
+class _Rows:
+    """Which row of a teacher's hidden states an edge reads.
+
+    Args:
+        forest: of the teacher.
+        row: int64 [T], the row of each packed token as a predictor; -1 where none was kept.
+
+    Attributes:
+        handle: stands for these rows in the operator.
+    """
+
+    def __init__(self, forest: PrefixForest, row: np.ndarray) -> None:
+        self._forest, self._row = forest, row
+        self.handle = make_handle(self)
+
+    def of(self, edges: MeasuredEdges) -> torch.Tensor:
+        """int64 [r]"""
+        source, which = source_of(edges), edges.scored_edge
+        if torch.compiler.is_compiling():
+            return rows_in(source.handle, self.handle, which)
+        return self.rows_of(source, which.device)[which]
+
+    def rows_of(self, source: ForestEdges, device: torch.device) -> torch.Tensor:
+        """int64 [U] on a device, of all edges of a call.
+
+        Raises:
+            ForestError: an edge that has none.
+        """
+        return source.kept(self, device, lambda: self._find(source))
+
+    def _find(self, source: ForestEdges) -> np.ndarray:
+        at = find_paths(source.forest, self._forest).at[source.predictor]
+        source.refuse(
+            at < 0, f"have no row in the Teacher, which is of another packed forest: {MEND}"
+        )
+        rows: np.ndarray = self._row[at]
+        source.refuse(
+            rows < 0,
+            "have no row in the Teacher, whose loss_mask leaves them out: give it the loss_mask of "
+            "the call, or none",
+        )
+        return rows
 
 
 class _Kept(NamedTuple):

@@ -17,18 +17,25 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
+    check_loaded,
+    check_module,
     check_parts,
+    check_positions,
     check_vocabulary,
     every_layer_attends,
     foreign_module,
     transformer_of,
 )
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
+from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.packing.arguments import check_packed
+from prefixtree.models.layers import device_of
+from prefixtree.models.rope import check_rope
+from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.lm_head import check_rows_alone
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
 @with_hints
 def sequence_values(
     model: nn.Module,
-    packed: PackedForest,
+    packed: PackedForest | MicroBatch,
     *,
     recompute: Recompute = None,
     group: ProcessGroup | None = None,
@@ -59,7 +66,7 @@ def sequence_values(
             `AutoModelForSequenceClassification`) with attn_implementation="prefixtree", wrapped
             (DDP, FSDP2, PEFT) or not. Of a sequence classifier the score layer is read at every
             token, where transformers reads it at the last one.
-        packed: the packed forest, on the model's device.
+        packed: the packed forest, on the model's device; or a MicroBatch, which is moved there.
         recompute: as in `sequence_logprobs`.
         group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
             this process alone computes it.
@@ -69,23 +76,26 @@ def sequence_values(
         `config.num_labels`.
 
     Raises:
-        TypeError: anything but a PackedForest, or a model that is no module.
+        TypeError: anything but a PackedForest or a MicroBatch, or a model that is no module.
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
         ForestError: a forest without token ids.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
             another model; ranks of a group that differ.
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
-    check_packed(packed, "sequence_values", subset=True)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
-    check = partial(checked_classifier, model, packed)
-    if group is not None and num_ranks(group) > 1:
+    packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
+    check_module(model)
+    in_group = group is not None and num_ranks(group) > 1
+    divided = "the ranks of a group" if in_group else None
+    check = partial(checked_classifier, model, packed, divided)
+    if group is not None and in_group:
         local = token_part_of_rank(model, packed, group, check, recompute)
         classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
+    prepare_states(classifier)
+    check_layers(model, classifier, packed.device)
     share = None if local is None else local.share
     with recomputed_forward(model, classifier, packed, 0, recompute, share=share):
         own = values_of_tokens(model, classifier, mask, inputs)
@@ -107,7 +117,7 @@ def values_of_tokens(
     Raises:
         UnsupportedError: a model that does not give a value per token.
     """
-    prepare_states(classifier)
+    warn_past_ddp(model)
     with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
         values = getattr(model(**inputs), "logits", None)
     expected = 1, mask.num_queries, classifier.config.num_labels
@@ -120,8 +130,8 @@ def values_of_tokens(
     return values.squeeze(0).to(torch.promote_types(values.dtype, torch.float32))
 
 
-def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
-    """The classifier inside wrappers and adapters.
+def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | None = None) -> Any:
+    """The classifier inside wrappers and adapters; `divided` as in `check_model`.
 
     Raises:
         UnsupportedError, ValueError, ForestError: as `sequence_values`.
@@ -133,12 +143,15 @@ def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
             "language-model head: load it with AutoModelForTokenClassification, or use "
             "sequence_logprobs or kept_trunks"
         )
+    check_loaded(classifier)
     check_parts(model, classifier)
+    check_rope(classifier, packed.mask.host, divided=divided)
     if classifier.training and torch.is_grad_enabled():
         check_checkpointing(classifier, classifier.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
-        check_tokens(classifier.config, tokens)
+        check_tokens(classifier.config, tokens, sees=False)
         check_vocabulary(classifier, tokens)
+    check_positions(classifier, packed.mask.host.deepest)
     if getattr(packed.forest, "routes", None) is not None:
         raise UnsupportedError(
             "routes of experts are not verified for values: make the forest without routes"

@@ -62,7 +62,8 @@ class Run:
     """The results of one side, on the CPU, and their cost.
 
     Attributes:
-        logprobs, entropy: float32 [n - 1] per sequence, 0 where not scored.
+        logprobs, entropy: float32 (float64 of a model in float64) [n - 1] per sequence, 0 where
+            not scored.
         gradients: of every parameter by name; None for one the loss does not reach.
         loss: the objective's value.
         seconds: forward and backward.
@@ -103,10 +104,11 @@ def run_replicated(
         pictures: those of the sequences. Each sequence gets its own, copies and all, and
             transformers computes its positions. Default: text alone.
     """
-    device = model.device
+    parameter = next(model.parameters())
+    device, dtype = parameter.device, torch.promote_types(parameter.dtype, torch.float32)
     chunk_size = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
     there = objective.to(device)
-    logprobs = [torch.zeros(len(scored), device=device) for scored in there.scored]
+    logprobs = [torch.zeros(len(s), dtype=dtype, device=device) for s in there.scored]
     entropy = [torch.zeros_like(values) for values in logprobs]
     model.zero_grad(set_to_none=True)
     with Meter(device) as meter:
@@ -125,12 +127,12 @@ def run_replicated(
                 at = rows[part]
                 # backward to the logits a chunk at a time: of float32 copies of a whole long
                 # sequence times a large vocabulary there would be several
-                chunk = logits.detach()[0, part].float().requires_grad_()
+                chunk = logits.detach()[0, part].to(dtype).requires_grad_()
                 log_p = chunk.log_softmax(-1)
                 chosen = log_p.gather(-1, ids[at + 1, None]).squeeze(-1)
                 spread = -(log_p.exp() * log_p).sum(-1)
-                loss = there.logprob_weights[i][at] @ chosen + there.entropy_weights[i][at] @ spread
-                loss.backward()
+                weights = there.logprob_weights[i][at], there.entropy_weights[i][at]
+                (weights[0].to(dtype) @ chosen + weights[1].to(dtype) @ spread).backward()
                 gradient[0, part] = chunk.grad
                 logprobs[i][at] = chosen.detach()
                 entropy[i][at] = spread.detach()
@@ -161,7 +163,7 @@ def run_packed(
     """The packed forest, with its pictures, through the model once, forward and backward."""
     from prefixtree.scoring.logprobs import sequence_logprobs
 
-    device = model.device
+    device = next(model.parameters()).device
     there = objective.to(device)
     model.zero_grad(set_to_none=True)
     with Meter(device) as meter:

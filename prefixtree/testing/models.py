@@ -18,7 +18,7 @@ from prefixtree.testing.reference import EAGER_BY_ROWS
 _HALF = ("bfloat16", "float16")
 _OF_VISION = {"prefixtree": "sdpa", EAGER_BY_ROWS: "eager"}
 # layers that hand what they chose to eager's function alone
-_EAGER_ALONE = COMPRESSED_TYPES | {INDEXED_BLOCKS}
+EAGER_ALONE = COMPRESSED_TYPES | {INDEXED_BLOCKS}
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def choose_device(device: str) -> str:
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "meta":
+        raise InputError("--device meta: it holds no numbers; take cpu or cuda")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:
@@ -134,7 +136,7 @@ def _build(setting: Setting, attention: str) -> Any:
                 raise
             raise OSError(f"{problem} {file} in the folder's place gives random weights") from None
     kinds = layer_types_of(model.config.get_text_config())
-    if attention == EAGER_BY_ROWS and not _EAGER_ALONE.isdisjoint(kinds):
+    if attention == EAGER_BY_ROWS and not EAGER_ALONE.isdisjoint(kinds):
         model.set_attn_implementation("eager")
     model.to(setting.device).eval()
     if setting.gradient_checkpointing:

@@ -93,8 +93,14 @@ def test_nan_is_red(monkeypatch):
     [
         (("--tasks", 1), "need a FILE"),
         (("--heads", 5, 2), "--heads 5 2: query heads must be a multiple"),
+        (
+            ("--levels", 30),
+            "a tree of 384,307,168,202,282,325 nodes with 24,595,658,764,946,068,800",
+        ),
         (("--heads", 0, 2), "--heads 0 2: query heads must be a multiple"),
         (("--device", "imaginary"), "--device imaginary"),
+        (("--device", "meta"), "--device meta: it holds no numbers"),
+        (("--head-dim", -4), "Invalid value for '--head-dim'"),
         (("--backend", "imaginary"), "backend 'imaginary' does not exist"),
         (("missing.jsonl",), "missing.jsonl: cannot be read"),
     ],

@@ -71,6 +71,7 @@ def test_verify_prints_a_verdict(rollout_file, config_file):
     assert "3 sequences" in result.stdout and "replicated, sdpa" in result.stdout
     # a ratio below 1 saves nothing
     assert "ratio" in result.stdout and "saved" not in result.stdout
+    assert "times on a CPU say little" in result.stdout
     assert result.stdout.splitlines()[-1] == "PASS"
     # before it starts
     (line,) = result.stderr.splitlines()
@@ -176,6 +177,31 @@ def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, d
         result = run(*arguments)
         assert result.exit_code == 1
         assert result.stdout.splitlines()[-1] == "FAIL"
+
+
+@pytest.mark.parametrize("damage", [None, nudge_a_logprob, forget_a_gradient])
+def test_rounding_beyond_the_limit(monkeypatch, rollout_file, config_file, damage):
+    """Replicated in float32 is then as far from float64 as packed; a mistake is farther."""
+    from prefixtree.scoring import logprobs as adapter
+    from prefixtree.testing import verify
+
+    original = adapter.sequence_logprobs
+
+    def damaged(model, packed, **options):
+        scores = original(model, packed, **options)
+        if damage is not None and packed.forest.num_sequences > 1:
+            damage(scores)
+        return scores
+
+    monkeypatch.setattr(verify, "FLOAT32_LIMIT", 4e-7)
+    monkeypatch.setattr(adapter, "sequence_logprobs", damaged)
+    arguments = ("verify", "--model", config_file(), rollout_file)
+    facts = run_json(*arguments, exit_code=0 if damage is None else 1)
+    assert facts["reference"] == "float64" and facts["passed"] is (damage is None)
+    for check in facts["checks"].values():
+        assert check["limit"] < 1e-4
+    if damage is None:
+        assert "compared with float64" in run(*arguments).stdout.replace("\n", " ")
 
 
 def test_verify_turns_red_under_a_causal_mask(monkeypatch, rollout_file, config_file):

@@ -134,6 +134,7 @@ ELSEWHERE = {
     "models/replay.py": "hooks of a replay: they stay, and the next call completes them",
     "recompute/trace.py": "on a model of its own, on meta tensors",
     "recompute/trace_tower.py": "on a tower of its own, on meta tensors",
+    "recompute/traced_runs.py": "on the model of a trace",
     "integrations/trl/distillation.py": "eval() of the teacher, as TRL does",
     "integrations/trl/rollouts.py": "eval(), noted before",
     "integrations/verl/engine.py": "of a configuration, and of a critic that is being made",

@@ -91,6 +91,7 @@ def test_no_logits_are_kept_for_the_backward(head):
     assert [s for s in saved if len(s) > 1 and s[-1] == VOCABULARY and s[0] != HIDDEN] == []
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_the_packed_tokens_are_not_all_given_to_the_head():
     """Only the predictors' hidden states reach it."""
     model = build("qwen3")
@@ -103,6 +104,7 @@ def test_the_packed_tokens_are_not_all_given_to_the_head():
     assert seen == [(1, 3, HIDDEN)]
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("head", ["plain", "adapter"])
 def test_the_decoder_runs_once(head):
     model = build("qwen3")
@@ -113,6 +115,7 @@ def test_the_decoder_runs_once(head):
         assert decoder() == 1 and layers() == len(model.model.layers)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_no_graph_is_kept_alive():
     """Neither the model nor its head holds on to a call's tensors."""
     model, outputs = build("qwen3"), []
@@ -233,6 +236,7 @@ def test_a_module_around_the_model(wrap, model_type):
     assert same_bits(got, expected)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_forward_that_was_wrapped_on_the_instance(monkeypatch):
     """As accelerate's `prepare` does for mixed precision: it must be called, and stay."""
     model = build("qwen3")

@@ -154,6 +154,7 @@ def _by_definition(mistake: str) -> dict[str, Any]:
 _MISTAKES = ["none", "no states", "no gradient", "convolution in packed order"]
 
 
+@pytest.mark.usefixtures("unprobed")
 @needs_states
 @pytest.mark.parametrize("mistake", _MISTAKES)
 @pytest.mark.parametrize("family", FEW)
@@ -173,6 +174,7 @@ def test_states_that_do_not_follow_the_tree_turn_it_red(
         assert found.logprob > 1e-3
 
 
+@pytest.mark.usefixtures("unprobed")
 @needs_states
 @pytest.mark.parametrize("family", FEW)
 def test_layers_that_are_not_prepared_turn_it_red(

@@ -164,37 +164,6 @@ def test_dropout_outside_the_transformers_model(kind, packed):
         sequence_logprobs(Wrapper(), packed)
 
 
-# ---- RoPE that looks at the batch ---------------------------------------------------------------
-
-
-_LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
-_LONG["original_max_position_embeddings"] = 16
-_ROPES = {
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-    "longrope": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
-}
-
-
-@pytest.mark.parametrize("kind", _ROPES)
-def test_rope_of_the_longest_sequence(kind, packed):
-    model = build("qwen3", rope_parameters=_ROPES[kind])
-    match = rf"RoPE type '{kind}'.*default, linear, llama3, proportional, yarn"
-    with pytest.raises(pt.UnsupportedError, match=match):
-        sequence_logprobs(model, packed)
-    with pytest.raises(pt.UnsupportedError, match=match):
-        model.eval()(**packed.model_inputs())
-
-
-@pytest.mark.parametrize("kind", _ROPES)
-@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
-def test_rope_of_the_longest_sequence_in_one_layer_type(kind, layer_type, packed):
-    default = {"rope_type": "default", "rope_theta": 1e4}
-    parameters = dict.fromkeys(("full_attention", "sliding_attention"), default)
-    model = build("gemma3_text", rope_parameters={**parameters, layer_type: _ROPES[kind]})
-    with pytest.raises(pt.UnsupportedError, match=f"RoPE type '{kind}'"):
-        sequence_logprobs(model, packed)
-
-
 # ---- models -------------------------------------------------------------------------------------
 
 
@@ -290,7 +259,7 @@ def test_a_configuration_is_checked_in_every_forward_and_where_layers_have_their
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_another_attention_implementation(implementation, packed):
     model = build("qwen3", implementation)
-    match = rf"attn_implementation='{implementation}'.*set_attn_implementation\(\"prefixtree\"\)"
+    match = rf"attn_implementation='{implementation}'.*prefixtree\.prepare\(model\)"
     with pytest.raises(pt.UnsupportedError, match=match):
         sequence_logprobs(model, packed)
 

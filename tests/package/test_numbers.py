@@ -195,6 +195,7 @@ add(
     length=K.COUNT,
 )
 add("PackedForest.pack_values", PACKED.pack_values, values=K.VALUES)
+add("PackedForest.pack_values", partial(PACKED.pack_values, PACKED.unpack(ids)), loss_mask=K.MASKS)
 add("TreeMask", pt.TreeMask, subtree_end=K.ENDS)
 add("TreeMask.for_queries", PACKED.mask.for_queries, ranges=K.RANGES)
 add("TreeMask.tables", partial(PACKED.mask.tables, SHAPE), window=K.COUNT)
@@ -346,6 +347,7 @@ ELSEWHERE = {
     "PrefixForest": "arrays that its invariants check",
     "Pictures.with_placeholders": "tokens of a forest",
     "MeasuredEdges": "made by the lm_head, for a measure",
+    "MeasuredEdges.tokens_in": "a packed forest",
     "Pictures.from_batch(config)": "no number",
     "Pictures.from_batch(image_position_ids)": "read as grids are",
     "Pictures.from_batch(image_keys)": "any labels",

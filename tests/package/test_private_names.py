@@ -129,7 +129,7 @@ def test_kernels_that_cannot_be_imported_are_refused() -> None:
     assert said is not None and "cannot be imported (cannot import name 'a_name_that" in said
 
 
-@pytest.mark.parametrize("file", ["trace.py", "partitioned.py"])
+@pytest.mark.parametrize("file", ["traced_runs.py", "partitioned.py"])
 def test_what_a_trace_needs_is_named(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the module is imported, so that its user hears of it before anything runs."""
     path = f"recompute/{file}"
@@ -139,7 +139,7 @@ def test_what_a_trace_needs_is_named(file: str, monkeypatch: pytest.MonkeyPatch)
     module = ModuleType("imported")
     monkeypatch.setitem(sys.modules, "imported", module)
     exec(compile(text, path, "exec"), vars(module))
-    errors = UnsupportedError if file == "trace.py" else (ImportError, AttributeError)
+    errors = UnsupportedError if file == "traced_runs.py" else (ImportError, AttributeError)
     for name in names:
         with pytest.raises(errors, match=f"{name.rpartition('.')[2]}_gone"):
             exec(compile(without(text, name), path, "exec"), vars(module))

@@ -55,7 +55,7 @@ def test_every_kind_of_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 class _Config:
     model_type = "qwen2"
-    rope_parameters = {"rope_type": "dynamic"}  # noqa: RUF012
+    rope_parameters = {"rope_type": "spiral"}  # noqa: RUF012
 
     def get_text_config(self) -> _Config:
         return self

@@ -405,6 +405,38 @@ def test_nan_on_a_token_of_one_sequence_is_that_sequences_business() -> None:
     assert out[2] == 2.0
 
 
+@given(forests(), st.data())
+def test_copies_that_count(forest: PrefixForest, data: st.DataObject) -> None:
+    """Those that a loss mask selects are compared and taken: the first of each token."""
+    packed = pack(forest, 4)
+    lengths = forest.sequence_lengths.tolist()
+    lists = [st.lists(st.booleans(), min_size=n, max_size=n) for n in lengths]
+    masks = [data.draw(each) for each in lists]
+    of_token = packed.unpack(torch.arange(packed.num_tokens))
+    values = [
+        torch.where(torch.tensor(mask)[:, None], 2 * tokens[:, None] + torch.arange(1, 3), i + 77)
+        for i, (tokens, mask) in enumerate(zip(of_token, masks, strict=True))
+    ]
+    counts = packed.selected_tokens(packed.flat_selection(masks))
+    every = 2 * torch.arange(packed.num_tokens)[:, None] + torch.arange(1, 3)
+    expected = every * torch.from_numpy(counts)[:, None]
+    assert torch.equal(packed.pack_values(values, loss_mask=masks), expected)
+
+
+def test_copies_that_count_and_differ_are_refused() -> None:
+    """Each error names what mends it."""
+    packed = pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
+    values, masks = [[0, 5, 6], [0, 0, 7]], [[0, 1, 1], [0, 0, 1]]
+    assert packed.pack_values(values, masks).tolist() == [0, 5, 6, 7]
+    with pytest.raises(ForestError, match=r"values\[1\]\[1\] differs .*: give loss_mask= where"):
+        packed.pack_values(values)
+    both = r"values\[1\]\[1\] differs .* \(packed token 1\).* cannot be packed: give the forest"
+    with pytest.raises(ForestError, match=both):
+        packed.pack_values(values, [[0, 1, 1], [0, 1, 1]])
+    with pytest.raises(ForestError, match="loss_mask must hold one entry per sequence"):
+        packed.pack_values(values, masks[:1])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -19,6 +19,7 @@ from prefixtree.planning.steps import plan_steps
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import attentions, build, ragged_sequences, run_replicated
 from tests.support.models import make_objective as objective_of
+from tests.support.step_ranks import LIGHT
 from tests.support.strategies import batches_of, indices_of, many_trees
 
 # ---- empty steps and what moves between processes ------------------------------------------------
@@ -85,7 +86,6 @@ def test_what_stands_for_a_micro_batch_is_named():
     forest, (batch,) = plan.forest, plan[0]
     expected = {
         forest: r"got PrefixForest; pack\(forest\)",
-        batch: r"got MicroBatch; batch\.packed",
         plan: r"got MicroBatchPlan; batch\.packed is one, for batch in plan\[rank\]",
         plan[0]: r"got _RankMicroBatches; batch\.packed",
     }
@@ -97,8 +97,49 @@ def test_what_stands_for_a_micro_batch_is_named():
         ):
             with pytest.raises(TypeError, match=f"takes a packed forest, {message}"):
                 call(given)
+    # which plans on the host
+    with pytest.raises(TypeError, match=r"got MicroBatch; batch\.packed is the micro-batch's"):
+        plan_steps(batch, 9)
     with pytest.raises(TypeError, match=r"a PrefixForest, got MicroBatch; batch\.packed is"):
         pack(batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 20, "borrow_cost": LIGHT}])
+def test_a_micro_batch_takes_its_own_of_the_plan(options):
+    """The bits of `batch.packed` with what `take` gives, an empty step too."""
+    its, model = _OBJECTIVE, build("qwen3")
+    plan = plan_micro_batches(its.sequences, 60, min_micro_batches=9)
+    assert plan[0][-1].is_empty and len(plan[0][0].sequence_indices) < plan.num_sequences
+    arrays = [np.full(len(s), t) for s, t in zip(its.sequences, its.temperatures, strict=True)]
+    for batch in pickle.loads(pickle.dumps(plan[0])):
+        for temperature in (0.7, its.temperatures, torch.tensor(its.temperatures), arrays):
+            own = 0.7 if isinstance(temperature, float) else batch.take(temperature)
+            own = 1.0 if batch.is_empty else own
+            given = batch.packed, own, batch.take(its.loss_masks)
+            expected = sequence_logprobs(model, *given, **options).logprobs
+            whole = batch, temperature, its.loss_masks
+            for a, b in zip(
+                sequence_logprobs(model, *whole, **options).logprobs, expected, strict=True
+            ):
+                assert torch.equal(a, b)
+        assert batch.on("cpu") is batch.on(torch.device("cpu"))
+        assert plan_recomputation(model, batch, 1 << 40).modes[0] == "nothing"
+
+
+def test_what_a_micro_batch_took_is_not_taken_again():
+    """One rule: with a micro-batch, what has an entry per sequence has one per planned sequence."""
+    its, model = _OBJECTIVE, build("qwen3")
+    batch = plan_micro_batches(its.sequences, 60)[0][0]
+    for given in (
+        {"loss_mask": batch.take(its.loss_masks)},
+        {"temperature": batch.take(its.temperatures)},
+        {"loss_mask": its.loss_masks[:1]},
+    ):
+        (name,) = given
+        message = rf"{name} must hold one entry per sequence: expected {len(its.sequences)}, got "
+        message += rf"\d+: of a plan, {name} is that of all sequences .*not what batch.take gave"
+        with pytest.raises(ForestError, match=message):
+            sequence_logprobs(model, batch, **given)
 
 
 def test_a_plan_is_made_of_ranks():

@@ -89,7 +89,7 @@ def test_an_h100_that_ran_out_of_memory():
     were allocated, 7.44 GiB were in blocks that were too small for one of 654 MiB."""
     config = config_of(is_tiny=False)
     memory = trace_memory(config, torch.bfloat16)
-    tower = trace_tower(config, torch.bfloat16, None, None, True)
+    tower = trace_tower(config, torch.bfloat16, None, None)
     forest = pt.PrefixForest.from_parents([-1] + [0] * 96, [83_667 - 96 * 224] + [224] * 96)
     pictures = PictureWork(dict.fromkeys(range(78), 3520), 2 * 78 * 880, 0)
     work = Work(forest, 96 * 64, pictures=pictures)

@@ -4,6 +4,7 @@ those that fit."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.support.models import (
     build,
     cases,
     enable_checkpointing,
+    gradients,
     mostly_full,
     ragged_objective,
     ragged_packed,
@@ -101,6 +103,7 @@ def test_every_family_is_planned(model_type, trace_only):
     assert plan.modes == ("nothing",) * len(layers_of(model))
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("model_type", cases(["qwen3", "gpt_oss", "qwen3_5", "nemotron_h"]))
 def test_modes_recompute_what_they_say(model_type, calls):
     """Seen by the operators that run: a mode that did nothing would give the same numbers."""
@@ -121,6 +124,38 @@ def test_modes_recompute_what_they_say(model_type, calls):
     assert ran["all_but_attention"].count("attention") == ran["nothing"].count("attention") > 0
     assert same_bits(runs["all"], runs["nothing"])
     assert same_bits(runs["all_but_attention"], runs["nothing"])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_several_backwards_of_one_graph_add_up(model_type, autocast):
+    """In every mode, as torch has it: what was kept serves every run of a layer."""
+    model, packed = build(model_type), ragged_packed()
+
+    def run(mode: Any, times: int) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            scores = pt.sequence_logprobs(model, packed, recompute=mode, return_entropy=True)
+        losses = torch.cat(scores.logprobs).sum(), torch.cat(scores.entropy).sum()
+        for i in range(times):
+            (losses[i % 2] if times > 1 else sum(losses)).backward(retain_graph=i + 1 < times)
+        return gradients(model)
+
+    whole = run(None, 1)
+    for mode in MODES:
+        for name, found in run(mode, 4).items():
+            error = (found / 2 - whole[name]).norm() / whole[name].norm()
+            assert error < (0.05 if autocast else 1e-4), (mode, name)
+
+
+def test_a_kept_output_that_a_layer_writes_to_is_refused():
+    model = build("qwen3")
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda module, args: (args[0].mul_(2),)
+    )
+    scores = pt.sequence_logprobs(model, ragged_packed(), recompute="all_but_attention")
+    with pytest.raises(pt.UnsupportedError, match="wrote in place to an output of"):
+        torch.cat(scores.logprobs).sum().backward()
 
 
 def test_what_was_set_before_is_set_again():
@@ -219,9 +254,10 @@ _UNITS = st.sampled_from([1, 1 << 16, 1 << 20, 1 << 26])
     st.integers(0, 40),
     st.floats(0, 1),
     _UNITS,
+    st.integers(0, 2),
 )
-def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share, unit):
-    memory, count = memory_of(layers, per_pair, unit), len(layers)
+def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share, unit, frozen):
+    memory, count = replace(memory_of(layers, per_pair, unit), frozen=frozen), len(layers)
     forest = pt.PrefixForest.from_parents([-1, 0, 0], [30, 7, 5])
     work = Work(forest, 20, trains_lm_head=False)
     pairs = pt.pack(forest).mask.dense().sum().item()
@@ -231,7 +267,7 @@ def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share, un
             modes = ("all",) * a + ("all_but_attention",) * (b - a) + ("nothing",) * (count - b)
             cost = sum(
                 (mode != "nothing") * x.weights * 42 + (mode == "all") * x.per_pair * pairs
-                for mode, x in zip(modes, memory.cost.layers, strict=True)
+                for mode, x in [*zip(modes, memory.cost.layers, strict=True)][frozen:]
             )
             plans[modes] = cost, memory.peak(42, modes, scoring_bytes(memory, work))
     peaks = [peak for _, peak in plans.values()]

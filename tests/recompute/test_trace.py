@@ -250,6 +250,36 @@ def test_adapters_are_traced_too(dtype, mode, trace_only):
     del output
 
 
+@pytest.mark.parametrize("trains", ["upper", "upper, with inputs", "lower weight", "head"])
+@pytest.mark.parametrize("mode", ["all", "nothing"])
+def test_layers_that_no_gradient_reaches_hold_nothing(trains, mode, trace_only):
+    """Without PEFT; an input that requires a gradient has all layers hold theirs."""
+    trace_only(mode)
+    model = build("qwen3", num_hidden_layers=6).requires_grad_(False)
+    layers = layers_of(model)
+    for module in {"head": [model.lm_head], "lower weight": [layers[2].mlp.up_proj]}.get(
+        trains, layers[3:]
+    ):
+        module.requires_grad_(True)
+    if trains.endswith("inputs"):
+        model.enable_input_require_grads()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    # its memory is that of `after`
+    decoder = model.get_decoder()
+    decoder.norm = torch.nn.Identity()
+    packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 1900)])
+    inputs = forward_inputs(packed, model.config)
+    memory = forward.memory_of(model, model, packed.device)
+    assert memory.frozen == {"upper": 3, "lower weight": 2, "head": 6}.get(trains, 0)
+    live = LiveBytes(x for p in model.parameters() for x in (p, p.grad) if x is not None)
+    with live, recomputing(model, [mode] * 6):
+        output = decoder(**inputs).last_hidden_state
+        if output.requires_grad:
+            output.backward(torch.ones_like(output))
+    assert memory.peak(1900, mode) == pytest.approx(live.restart(), rel=0.03)
+
+
 def test_predicted_peaks_against_those_measured():
     """The rows of benchmarks/results/h200/memory.json: one H200, Qwen3-8B's shape, 12 layers, all
     recomputed; 5 % apart at most."""

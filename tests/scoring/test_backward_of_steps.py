@@ -6,6 +6,7 @@ import copy
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from prefixtree.parallel.steps import _warn_of_no_backward
 from tests.scoring.steps_cases import number_of_steps, run, score
 from tests.support.models import (
     Run,
@@ -214,7 +216,20 @@ def test_a_model_made_in_inference_mode(context: Any) -> None:
 
 
 def test_gradients_are_found_in_the_parameters() -> None:
+    """What asks for them by name reaches none: torch raises, or the end of the scores warns."""
     model = build("qwen3")
     scores = score(model, ragged_objective())
     with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
         torch.autograd.grad(torch.cat(scores.logprobs).sum(), list(model.parameters()))
+    torch.cat(scores.logprobs).sum().backward()
+    _warn_of_no_backward.cache_clear()
+    model.zero_grad(set_to_none=True)
+    for is_first in (True, False):
+        scores = score(model, ragged_objective())
+        torch.cat(scores.logprobs).sum().backward(inputs=list(model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+        told = pytest.warns(UserWarning, match="let go, and no backward came")
+        with told if is_first else nullcontext():
+            del scores
+    with torch.no_grad():
+        score(model, ragged_objective())

@@ -266,6 +266,7 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     "DTensor": ("up_proj.weight is a DTensor with placements",) * 2,
     "plan": ("Linear is tensor or expert parallel, which is not verified with group",) * 2,
     "mesh": ('got DeviceMesh; of a device mesh take a dimension: mesh["cp"].get_group()',) * 2,
+    "long longrope": ("the ranks of a group would show it a part of the forest",) * 2,
     "not a member": ("computed", "this rank is no member of group"),
 }
 

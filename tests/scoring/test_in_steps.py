@@ -275,6 +275,7 @@ class Tokens:
         self.count += args[0].shape[1]
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     """A prompt of 24 with 128 responses of 8 at 32: cut, whole, and in steps."""
     rng = np.random.default_rng(0)

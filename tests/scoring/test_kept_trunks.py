@@ -148,6 +148,7 @@ def test_a_micro_batch_whose_tokens_are_all_in_trunks() -> None:
     compare(build("qwen3"), objective, plan=plan)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_every_token_is_computed_once() -> None:
     plan, model = plan_of(ragged_objective()), build("qwen3")
     tokens: list[int] = []
@@ -372,6 +373,44 @@ def test_a_backward_that_is_missing_or_late() -> None:
             kept[0].backward(retain_graph=True)
 
 
+def _asked_for(loss: torch.Tensor, model: nn.Module) -> None:
+    torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _given_inputs(loss: torch.Tensor, model: nn.Module) -> None:
+    loss.backward(inputs=list(model.parameters()))
+
+
+def _asked_for_first(loss: torch.Tensor, model: nn.Module) -> None:
+    torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("ask", [_asked_for, _given_inputs, _asked_for_first])
+def test_gradients_that_are_asked_for_by_name(ask: Any) -> None:
+    """They would lack the trunks' part, and what a trunk gets back would count twice. Those of
+    scores are right."""
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    with (
+        pytest.raises(RuntimeError, match=r"micro-batch 0 were asked .* call loss.backward\(\)"),
+        kept_trunks(model, plan[0]) as scored,
+    ):
+        for _, scores in scored:
+            ask(torch.cat(scores.logprobs).sum(), model)
+    model.zero_grad(set_to_none=True)
+    expected = run(model, loss=linear)
+    model.zero_grad(set_to_none=True)
+    given = _given(ragged_objective())
+    with kept_trunks(model, plan[0], *given, return_entropy=True) as scored:
+        for batch, scores in scored:
+            rows = [*scores.logprobs, *(scores.entropy or ())]
+            loss = linear(taken(ragged_objective(), batch), scores)
+            found = torch.autograd.grad(loss, rows, allow_unused=True, retain_graph=True)
+            loss.backward()
+            assert any(gradient is not None for gradient in found)
+    assert_same(replace(expected, gradients=gradients(model)), expected)
+
+
 def test_a_block_that_is_left_early() -> None:
     model, plan = build("qwen3"), plan_of(ragged_objective())
     count = len(plan[0])
@@ -388,9 +427,10 @@ def test_a_block_that_is_left_early() -> None:
     with pytest.raises(KeyError), kept_trunks(model, plan[0]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
-            model.model.embed_tokens.weight.register_hook(ran.append)
+            hook = model.model.embed_tokens.weight.register_hook(ran.append)
             raise KeyError
     assert not ran
+    hook.remove()
     with pytest.raises(RuntimeError, match="within their with block"):
         next(scored)
     # nothing is left behind

@@ -107,6 +107,7 @@ def test_float64_is_exact(auto: Any, model_type: str, again: bool, loss: Loss) -
     assert error < 1e-12
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_every_token_is_computed_once() -> None:
     model, tokens = classifier(TOKEN, "qwen3"), list[int]()
     model.model.layers[0].mlp.register_forward_pre_hook(

@@ -13,6 +13,7 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.models import vision
+from prefixtree.models.layers import layers_of
 from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
@@ -100,6 +101,24 @@ def test_adapters_over_frozen_text(targets):
     expected = run_packed(model, made)
     model.zero_grad(set_to_none=True)
     found = run_packed(model, made, **OPTIONS)
+    assert distance(found.gradients, expected.gradients) < 5e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"), [("gemma4", "embed_vision"), ("qwen3_vl", "deepstack_merger_list.1")]
+)
+@pytest.mark.parametrize("recompute", [None, "all"])
+def test_what_turns_features_into_embeddings_trains_alone(model_type, part, recompute):
+    """Below a last layer that trains too, so that steps without pictures have a graph at all."""
+    model, made = build(model_type), batch(model_type)
+    last = layers_of(model)[-1]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    last.requires_grad_(True)
+    expected = run_packed(model, made)
+    assert any(part in name for name in expected.gradients)
+    model.zero_grad(set_to_none=True)
+    found = run_packed(model, made, recompute=recompute, **OPTIONS)
     assert distance(found.gradients, expected.gradients) < 5e-5
 
 

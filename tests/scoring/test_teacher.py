@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from prefixtree.errors import UnsupportedError
+import prefixtree as pt
+from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.models import checks
 from prefixtree.scoring import teacher as module
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.teacher import Teacher
-from tests.support.models import AdaptedHead, build, ragged_objective, ragged_packed
+from tests.scoring import kept_cases
+from tests.support.models import (
+    AdaptedHead,
+    build,
+    pack_sequences,
+    ragged_objective,
+    ragged_packed,
+)
+from tests.support.step_ranks import LIGHT
 
 
 @pytest.mark.parametrize("case", ["gemma2", "qwen3_5", "adapter", "tied", "bfloat16"])
@@ -98,3 +110,132 @@ def test_betas_that_are_refused(beta):
     """In float32 there is no mixture so near to either."""
     with pytest.raises(ValueError, match="beta"):
         Teacher.divergence(object.__new__(Teacher), beta)
+
+
+# ---- whose rows are read -------------------------------------------------------------------------
+
+
+def _by_hand(of_teacher: Teacher) -> Any:
+    def kl(logits: Any, edges: Any) -> Any:
+        t, s = of_teacher.log_p(edges), logits.log_softmax(-1)
+        return (t.exp() * (t - s)).sum(-1, keepdim=True)
+
+    return kl
+
+
+def _compiled(of_teacher: Teacher) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(_by_hand(of_teacher), backend="eager", dynamic=True, fullgraph=True)
+
+
+_MEASURES: dict[str, Callable[[Teacher], Any]] = {
+    "divergence": Teacher.divergence,
+    "by hand": _by_hand,
+    "compiled": _compiled,
+}
+
+
+class _Distilled:
+    """A student's divergences to a teacher at the masks of the ragged objective."""
+
+    def __init__(self, kind: str = "divergence") -> None:
+        self.student, self.teacher = build("llama"), build("qwen3", seed=5).eval()
+        self.masks, self.measure = ragged_objective().loss_masks, _MEASURES[kind]
+
+    def of(self, *given: Any) -> Teacher:
+        return Teacher(self.teacher, *given)
+
+    def scores(self, of_teacher: Teacher, packed: Any, masks: Any, **options: Any) -> list[Any]:
+        measure = self.measure(of_teacher)
+        scores = sequence_logprobs(
+            self.student, packed, 0.7, masks, measure=measure, chunk_size=7, **options
+        )
+        return scores.measured
+
+    def kept(self, of_teacher: Teacher) -> list[Any]:
+        plan, found = kept_cases.plan_of(ragged_objective()), {}
+        assert len(plan[0]) > 1
+        measure = self.measure(of_teacher)
+        with (
+            torch.no_grad(),
+            pt.kept_trunks(self.student, plan[0], 0.7, self.masks, measure=measure) as scored,
+        ):
+            for batch, scores in scored:
+                found |= zip(batch.sequence_indices.tolist(), scores.measured, strict=True)
+        return [found[i] for i in sorted(found)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, where it compiles
+@pytest.mark.parametrize("kind", _MEASURES)
+def test_an_edge_finds_its_row(kind):
+    """Of a teacher of the same edges the bits of rows by number; of one that has more of them, in
+    one forward, in steps, with kept trunks and by micro-batch, the same rows up to the rounding of
+    other rows beside them."""
+    case, packed, masks = _Distilled(kind), ragged_packed(), ragged_objective().loss_masks
+    plan = kept_cases.plan_of(ragged_objective())
+    exact = case.of(packed, masks)
+    expected = case.scores(exact, packed, masks)
+    assert sum(float(e.detach().sum()) for e in expected) > 1
+
+    def assert_same(found: list[Any], of: list[Any] = expected) -> None:
+        for a, b in zip(found, of, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    by_number, (_, rows) = (
+        copy.copy(exact),
+        packed.edges(masks).predictor.unique(return_inverse=True),
+    )
+    by_number._rows = SimpleNamespace(of=lambda edges: rows[edges.edge])
+    for a, b in zip(case.scores(by_number, packed, masks), expected, strict=True):
+        assert torch.equal(a, b)
+    whole = case.of(pack_sequences([*ragged_objective().sequences[::-1], [3, 3, 4]]))
+    for of_teacher in (case.of(packed), whole, case.of(pt.pack(plan.forest), masks)):
+        assert_same(case.scores(of_teacher, packed, masks))
+        assert_same(case.scores(of_teacher, packed, masks, max_tokens=24, borrow_cost=LIGHT))
+        assert_same(case.kept(of_teacher))
+        for batch in plan[0]:
+            given = batch.packed, batch.take(masks)
+            assert_same(case.scores(of_teacher, *given), batch.take(expected))
+            assert_same(case.scores(of_teacher, batch, masks), batch.take(expected))
+
+
+@pytest.mark.parametrize("kind", ["divergence", "by hand"])
+def test_an_edge_without_a_row_is_refused(kind):
+    """What was another token's row, or an IndexError."""
+    case, packed, masks = _Distilled(kind), ragged_packed(), ragged_objective().loss_masks
+    first, second, *_ = kept_cases.plan_of(ragged_objective())[0]
+    fewer = [np.where(np.arange(len(m)) < len(m) - 2, m, 0) for m in masks]
+    left_out = (
+        r"\d+ of \d+ scored edges \(the first: token \d+ \(id \d+\) of sequence \d+\) have no "
+    )
+    left_out += "row in the Teacher, whose loss_mask leaves them out: give it the loss_mask of"
+    with pytest.raises(ForestError, match=left_out):
+        case.scores(case.of(packed, fewer), packed, masks)
+    with pytest.raises(ForestError, match=left_out):
+        case.kept(case.of(packed, fewer))
+    another = (
+        r"have no row in the Teacher, which is of another packed forest: .* pack\(plan\.forest\)"
+    )
+    of_first = case.of(first, masks)
+    with pytest.raises(ForestError, match=another):
+        case.scores(of_first, second, masks)
+    with pytest.raises(ForestError, match=another):
+        case.kept(of_first)
+    with pytest.raises(ForestError, match=another):
+        case.scores(of_first, packed, masks, max_tokens=24, borrow_cost=LIGHT)
+    # other tokens in a forest of the same form
+    moved = [s - 1 for s in ragged_objective().sequences]
+    with pytest.raises(ForestError, match=another):
+        case.scores(case.of(pack_sequences(moved), masks), packed, masks)
+    nothing = [m * 0 for m in masks]
+    assert not any(m.any() for m in case.scores(case.of(packed, nothing), packed, nothing))
+
+
+def test_a_teacher_of_namespaces_serves_those_without():
+    """Rows of one path are equal, wherever it stands."""
+    case, sequences = _Distilled(), [s.tolist() for s in ragged_objective().sequences]
+    apart = pt.PrefixForest.from_sequences(sequences, namespaces=range(len(sequences)))
+    expected = case.scores(case.of(ragged_packed()), ragged_packed(), None)
+    for teacher, student in ((pt.pack(apart), ragged_packed()), (ragged_packed(), pt.pack(apart))):
+        for a, b in zip(case.scores(case.of(teacher), student, None), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

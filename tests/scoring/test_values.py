@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -317,3 +319,23 @@ def test_checkpoints_that_lose_gradients():
     enable_checkpointing(model, use_reentrant=True)
     with pytest.raises(pt.UnsupportedError, match="reentrant checkpointing loses gradients"):
         sequence_values(model, ragged_packed())
+
+
+def test_a_classifier_that_is_called_by_itself_gives_no_row_for_a_forest() -> None:
+    """Also a copy or a pickle of a prepared one; a token classifier gives all rows, and
+    a single path has one last token."""
+    model, packed = (
+        pt.prepare(classifier(AutoModelForSequenceClassification, "qwen3")),
+        ragged_packed(),
+    )
+    many = packed.model_inputs()
+    message = r"packed forest is one row: it gave \[1, 2\] .*\.sequence_values\(model, packed\)"
+    for called in (model, pt.prepare(copy.deepcopy(model)), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(pt.UnsupportedError, match=message):
+            called(**many)
+        assert len(called._forward_hooks) == 1
+    expected = pt.sequence_values(model, packed)
+    one = pt.pack(pt.PrefixForest.from_sequences([ragged_sequences()[0]]))
+    torch.testing.assert_close(model(**one.model_inputs()).logits[0], expected[0][-1])
+    tokens = pt.prepare(classifier(AutoModelForTokenClassification, "qwen3"))(**many).logits
+    assert tokens.shape == (1, packed.num_tokens, 2)

@@ -115,7 +115,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "granitemoeshared": ("Granite 3 MoE, shared", "as granitemoe, a shared expert too"),
     "helium": ("Helium", "interleaved RoPE, biases"),
-    "hunyuan_v1_dense": ("Hunyuan dense (not with dynamic RoPE)", "normed queries, biases"),
+    "hunyuan_v1_dense": ("Hunyuan dense", "normed queries, biases"),
     "hunyuan_v1_moe": ("Hunyuan A13B (likewise)", "normed queries, biases, experts (shared too)"),
     "hy_v3": ("Hunyuan 3", "experts (shared too), dense first layer"),
     "hy_v4": (
@@ -173,7 +173,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "olmoe": ("OLMoE", "clipped projections, normed queries and keys, experts"),
     "opt": ("OPT", "learned positions, narrow embeddings, norm before or after, biases"),
     "phi": ("Phi 1, 1.5, 2", "partial RoPE, parallel block, head bias, normed queries"),
-    "phi3": ("Phi 3, Phi 4 (longrope refused)", "fused projections, partial RoPE, windows"),
+    "phi3": ("Phi 3, Phi 4", "fused projections, partial RoPE, windows"),
     "qwen2": ("Qwen 2, 2.5; R1 distills", "biases, windows"),
     "qwen2_5_vl": ("Qwen2.5-VL", "3-D RoPE, windows, biases, [pictures](pictures.md)"),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B", "experts (gated shared one), biases"),
@@ -227,8 +227,9 @@ to 1e-11, gradients to 1e-10.
   `model(...)`.
 - Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
 - This table is of text. The page on [pictures](pictures.md) has their figures.
-- Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE, and
-  [more](refusals.md#every-model). The model types that are refused are [below](#refused).
+- Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE at
+  [some lengths](exactness.md#refused), and [more](refusals.md#every-model). The model types
+  that are refused are [below](#refused).
 
 {count} model types run: those of the table, and as text parts of larger models
 <!-- families -->{parts}<!-- /families -->.

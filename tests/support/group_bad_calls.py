@@ -201,6 +201,13 @@ def _not_a_member(rank: int, group: Any) -> Any:
     return scored(rank, dist.new_group([0]))
 
 
+def _long_longrope(rank: int, group: Any) -> Any:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    model = build("qwen3", rope_parameters={**rope, "original_max_position_embeddings": 4})
+    return scored(rank, group, model=model)
+
+
 BAD: dict[str, Callable[[int, Any], Any]] = {
     "other order": _other_order,
     "other tokens": _other_tokens,
@@ -232,6 +239,7 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "DTensor": _torchs_tensor_parallel,
     "plan": _hooked,
     "mesh": _mesh,
+    "long longrope": _long_longrope,
     "not a member": _not_a_member,
 }
 

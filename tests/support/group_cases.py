@@ -42,7 +42,7 @@ class Case:
         balance: the coefficient of the load-balancing loss.
         replays: whether experts are recorded, `drawn_routes`.
         scattered: each token belongs to any rank, so that ranks borrow from one another.
-        changes: of the model's configuration.
+        changes: of the model's configuration, dictionaries as pairs.
     """
 
     family: str = "qwen3"
@@ -63,7 +63,8 @@ class Case:
 
     def model(self) -> Any:
         """The model before it is wrapped."""
-        model = build(self.family, **dict(self.changes))
+        changes = {n: dict(v) if isinstance(v, tuple) else v for n, v in self.changes}
+        model = build(self.family, **changes)
         if self.lora:
             model = distributed_ranks.Case("", self.family, lora=True).model()
         if self.checkpointing:
@@ -111,6 +112,13 @@ CASES: dict[str, Case] = {
         "deepseek_v3", compiled="eager", recompute="all_but_attention", group_mode="heads"
     ),
     "heads, adapters": Case(wrapper="ddp", lora=True, group_mode="heads"),
+    # the largest position of a rank's tokens is not that of the forest
+    "dynamic RoPE": Case(
+        changes=(
+            ("rope_parameters", (("rope_type", "dynamic"), ("factor", 2.0), ("rope_theta", 1e4))),
+            ("max_position_embeddings", 41),
+        ),
+    ),
     "heads, one token": Case(forest="one token", group_mode="heads"),
     "trees apart": Case(forest="trees apart"),
     "states, DDP, checkpointing": Case("olmo_hybrid", "ddp", "not reentrant"),

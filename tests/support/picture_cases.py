@@ -207,7 +207,8 @@ class Batch:
     weights: list[torch.Tensor]
 
 
-def _weights(rows: Sequence[np.ndarray]) -> list[torch.Tensor]:
+def random_weights(rows: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """A loss of sequences: one weight per log-probability."""
     g = torch.Generator().manual_seed(7)
     return [torch.randn(len(row) - 1, generator=g, dtype=torch.float64) for row in rows]
 
@@ -270,7 +271,7 @@ def batch(model_type: str) -> Batch:
             "pixel_values": torch.cat([shown[name] for name in names]),
             "image_grid_thw": torch.tensor([grids[name] for name in names]),
         }
-    return Batch(rows, arguments, _weights(rows))
+    return Batch(rows, arguments, random_weights(rows))
 
 
 def _padded(patches: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +301,8 @@ class Run:
     gradients: dict[str, torch.Tensor]
 
 
-def _finished(model: Any, logprobs: Sequence[torch.Tensor], made: Batch) -> Run:
+def finished(model: Any, logprobs: Sequence[torch.Tensor], made: Batch) -> Run:
+    """The run behind its backward."""
     model.zero_grad(set_to_none=True)
     terms = zip(logprobs, made.weights, strict=True)
     sum((p * w.to(p.dtype)).sum() for p, w in terms).backward()
@@ -317,7 +319,7 @@ def run_alone(model: Any, made: Batch) -> Run:
         ids = inputs["input_ids"][0]
         logits = model(**inputs, use_cache=False).logits[0, :-1]
         logprobs.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
-    return _finished(model, logprobs, made)
+    return finished(model, logprobs, made)
 
 
 def run_packed(
@@ -326,7 +328,7 @@ def run_packed(
     """All sequences at once."""
     pictures = pictures or pictures_of(model, made)
     packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences), pad)
-    return _finished(
+    return finished(
         model, pt.sequence_logprobs(model, packed, pictures=pictures, **options).logprobs, made
     )
 
@@ -345,7 +347,7 @@ def run_forward(model: Any, made: Batch, runs: TowerRuns = ALL_AT_ONCE) -> Run:
         logits = model(**inputs).logits[0]
     log_p = logits[packed.predictor.long().clamp(min=0)].log_softmax(-1)
     of_tokens = log_p.gather(-1, packed.input_ids[:, None])[:, 0]
-    return _finished(model, [part[1:] for part in packed.unpack(of_tokens)], made)
+    return finished(model, [part[1:] for part in packed.unpack(of_tokens)], made)
 
 
 @cache
@@ -409,7 +411,7 @@ def screenshots(count: int) -> Batch:
     rows = [np.array([5, 6, *run(grid), 7, i % 50 + 3, 8]) for i in range(count)]
     shown = torch.cat([pixels(i, grid) for i in range(count)]).float()
     grids = torch.tensor([grid] * count)
-    return Batch(rows, {"pixel_values": shown, "image_grid_thw": grids}, _weights(rows))
+    return Batch(rows, {"pixel_values": shown, "image_grid_thw": grids}, random_weights(rows))
 
 
 @cache
@@ -461,4 +463,4 @@ def videos(model_type: str) -> Batch:
     if not apart:
         seconds = [1.0 if name == "late" else 0.5 for name in clips]
         arguments["second_per_grid_ts"] = torch.tensor(seconds)
-    return Batch(rows, arguments, _weights(rows))
+    return Batch(rows, arguments, random_weights(rows))

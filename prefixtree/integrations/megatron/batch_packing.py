@@ -116,7 +116,9 @@ class _BatchPacking:
         local = LocalForest(packed)
         self._tokens = routed_tokens(model, local)
         if self._tokens is not None and inputs.get("padding_mask") is not None:
-            self._tokens.copies = _counted(packed, rows, inputs["padding_mask"])
+            counts = _counted(packed, rows, inputs["padding_mask"])
+            self._tokens.copies = torch.from_numpy(counts).to(packed.device)
+            self._tokens.is_dummy = not counts.any()
         self._calls = self._open.enter_context(counted_calls(packed.mask.host))
         if model.post_process:
             # found anew each time: trainers put value heads there
@@ -223,20 +225,23 @@ def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest
             f"{int((starts[:-1] + lengths).max())}: every pipeline stage needs the whole batch"
         )
     chosen = [(s, n) for s, n in zip(starts[:-1], lengths, strict=True) if n > 0]
-    forest = PrefixForest.from_sequences([tokens[s : s + n] for s, n in chosen])
+    forest = PrefixForest.from_sequences([tokens[s : s + n] for s, n in chosen] or [tokens[:1]])
+    if not chosen:
+        # padding alone
+        forest = forest.dummy()
     config = model.config
     size = config.tensor_model_parallel_size if config.sequence_parallel else None
     packed = pack(forest, pad_to_multiple_of=size).to(ids.device)
     rows, _ = packed.copy_index(np.arange(forest.num_sequences))
     # what lies between sequences, and behind them, reads zeros
     copies = np.full(ids.shape[1], -1, np.int32)
-    copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
+    if chosen:
+        copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
     return packed, copies
 
 
-def _counted(packed: PackedForest, rows: np.ndarray, padding: torch.Tensor) -> torch.Tensor:
+def _counted(packed: PackedForest, rows: np.ndarray, padding: torch.Tensor) -> np.ndarray:
     """How often the batch has each packed token, int64 [T], without what the caller's padding_mask
     [1, R] marks."""
     counted = ~padding.reshape(-1).cpu().numpy().astype(bool) & (rows >= 0)
-    counts = np.bincount(rows[counted], minlength=packed.num_tokens)
-    return torch.from_numpy(counts).to(packed.device)
+    return np.bincount(rows[counted], minlength=packed.num_tokens)

@@ -123,6 +123,7 @@ def routed_tokens(language_model: Any, local: LocalForest) -> RoutedTokens | Non
     """
     if not routers_of(language_model):
         return None
+    copies, is_dummy = local.copies.long(), local.packed.forest.is_dummy
     if local.routes is not None:
         if _counts(language_model):
             raise UnsupportedError(
@@ -130,8 +131,8 @@ def routed_tokens(language_model: Any, local: LocalForest) -> RoutedTokens | Non
                 "last tokens, whose experts nobody recorded; switch them off"
             )
         ordinals, _ = ordinals_of(language_model)
-        return RoutedTokens(local.copies.long(), local.routes, ordinals)
-    return RoutedTokens(local.copies.long()) if _counts(language_model) else None
+        return RoutedTokens(copies, local.routes, ordinals)
+    return RoutedTokens(copies, is_dummy=is_dummy) if _counts(language_model) else None
 
 
 def _check_layer(name: str, layer: Any) -> None:

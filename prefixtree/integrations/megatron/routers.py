@@ -40,12 +40,14 @@ class RoutedTokens:
         routes: None, or integers [T, L, k], the recorded experts of L layers.
         ordinals: with routes, number of a layer -> which of the L it is.
         calls: how many routers have read it so far.
+        is_dummy: whether copies are 0 of all tokens, on all ranks that have a part of them.
     """
 
     copies: torch.Tensor
     routes: torch.Tensor | None = None
     ordinals: dict[int, int] = field(default_factory=dict)
     calls: int = 0
+    is_dummy: bool = False
 
     def as_mask(self) -> TokenMask:
         """In the shape and the place of Megatron's padding_mask, [1, T]."""
@@ -94,6 +96,7 @@ class ForestRouter(_Router):
 
     # int64 [n, 1], while a forest is routed
     _copies: torch.Tensor | None = None
+    _is_dummy = False
 
     def forward(self, input: torch.Tensor, padding_mask: Any = None) -> Any:
         """input [n, 1, d] -> the probabilities [n, E] and routes [n, E] of Megatron's router."""
@@ -102,6 +105,7 @@ class ForestRouter(_Router):
         tokens = padding_mask.tokens
         tokens.calls += 1
         self._copies = self._of_this_rank(tokens.copies, input)[:, None]
+        self._is_dummy = tokens.is_dummy
         replay: Any = self.router_replay
         if tokens.routes is not None:
             experts = self._of_this_rank(tokens.routes, input)[
@@ -111,7 +115,7 @@ class ForestRouter(_Router):
         try:
             return super().forward(input, None)
         finally:
-            self._copies, self.router_replay = None, replay
+            self._copies, self._is_dummy, self.router_replay = None, False, replay
 
     def _of_this_rank(self, whole: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """The rows of [T, ...] whose hidden states are here."""
@@ -145,14 +149,27 @@ class ForestRouter(_Router):
 
     def _apply_global_aux_loss(self, probs: Any, scores: Any, routes: Any, **kwargs: Any) -> Any:
         scores, routes, kwargs = self._weighed(scores, routes, kwargs)
-        return super()._apply_global_aux_loss(probs, scores, routes, **kwargs)
+        counted: Any = self.global_tokens_per_expert
+        before = counted.clone() if self._is_dummy and counted is not None else None
+        probs = super()._apply_global_aux_loss(probs, scores, routes, **kwargs)
+        if before is not None:
+            # where no rank has a token, it is no step of those over which Megatron averages
+            self.ga_steps -= (self.global_tokens_per_expert == before).all().to(self.ga_steps.dtype)
+        return probs
 
-    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def attach_and_log_load_balancing_loss(
+        self, activation: Any, coefficient: float, loss: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._is_dummy:
+            # Megatron divided by the number of tokens
+            loss = activation[:0].sum()
         if self._copies is not None and self.calculate_per_token_loss:
             # R, cut evenly between ranks as the replicated batch is
             size = self.tp_cp_group.size()
             kwargs["valid_token_count"] = self._replicated() / size
-        return super().attach_and_log_load_balancing_loss(*args, **kwargs)
+        return super().attach_and_log_load_balancing_loss(
+            activation, coefficient, loss, *args, **kwargs
+        )
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
         config = self.config
@@ -162,7 +179,7 @@ class ForestRouter(_Router):
         # a mean of the means of ranks would be another loss, since their parts of R differ
         total = self._replicated()
         squares = logits.logsumexp(-1).square() * self._copies[:, 0]
-        part = squares.sum() / total
+        part = squares.sum() / total.clamp(min=1)
         get_moe_metrics_tracker().record(
             "z_loss",
             part.detach() * self.tp_cp_group.size(),

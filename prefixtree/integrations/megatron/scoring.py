@@ -42,9 +42,9 @@ from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
-from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.gather import gather
 from prefixtree.packing.layout import PackedForest
+from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.scoring.edges import (
     DeviceEdges,
     ScoredEdges,
@@ -58,7 +58,7 @@ from prefixtree.scoring.lm_head import Handed
 @with_hints
 def tree_logprobs(
     model: Any,
-    packed: PackedForest,
+    packed: PackedForest | MicroBatch,
     temperature: float | Sequence[Any] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
@@ -80,7 +80,8 @@ def tree_logprobs(
             Float16Module or not; one stage, or one virtual stage.
         packed: the packed forest, on the model's device; under sequence parallelism padded to a
             multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`). Where
-            it has routes, the routers run these experts.
+            it has routes, the routers run these experts. Or a MicroBatch, as in
+            `sequence_logprobs`.
         temperature: the divisor of the logits, above 0: as in `sequence_logprobs`.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
@@ -99,7 +100,7 @@ def tree_logprobs(
         parallelism).
 
     Raises:
-        TypeError: anything but a PackedForest, or a temperature that is no number.
+        TypeError: anything but a PackedForest or a MicroBatch, or a temperature that is no number.
         UnsupportedError: a model or a setting with which forests are not exact, with the reason.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
             that has no token ids or lacks padding.
@@ -109,8 +110,8 @@ def tree_logprobs(
             whose calls differ.
         RuntimeError: another context-parallel rank refused the call.
     """
-    check_packed(packed, "tree_logprobs", subset=True)
-    language_model = find_model(model)
+    given, language_model = packed, find_model(model)
+    packed = packed_of(given, "tree_logprobs", lambda: _device_of(language_model))
     options = ScoreOptions(return_entropy, chunk_size=chunk_size, measure=measure)
 
     def check() -> ScoredEdges:
@@ -121,7 +122,7 @@ def tree_logprobs(
                 "context_parallel_size=1"
             )
         _check_forest(language_model, packed)
-        found = find_edges(packed, temperature, loss_mask)
+        found = find_edges(packed, *own_of(given, temperature, loss_mask))
         if language_model.post_process:
             _check_head(language_model)
         return found
@@ -134,10 +135,10 @@ def tree_logprobs(
     with _scoring(language_model.output_layer, edges, options) as handed:
         output = _run(model, language_model, local)
     scores = local.gathered_scores(_returned(output, handed), found)
-    return scores_of(scores, to_sequences, found.lengths, options)
+    return scores_of(scores, to_sequences, found.lengths, options, found=found)
 
 
-def tree_outputs(model: Any, packed: PackedForest) -> Any:
+def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
     """Runs a model over a packed forest and returns its output, in packed order.
 
     A model with a value head gives [1, T, 1], for example; `PackedForest.unpack` brings the values
@@ -154,8 +155,8 @@ def tree_outputs(model: Any, packed: PackedForest) -> Any:
     Raises:
         UnsupportedError, ForestError, ValueError: as in `tree_logprobs`.
     """
-    check_packed(packed, "tree_outputs", subset=True)
     language_model = find_model(model)
+    packed = packed_of(packed, "tree_outputs", lambda: _device_of(language_model))
 
     def check() -> None:
         check_model(language_model)
@@ -200,12 +201,16 @@ def _check_forest(language_model: Any, packed: PackedForest) -> None:
             f"token id {int(tokens.max())} is beyond the model's vocabulary of "
             f"{language_model.vocab_size}: the sequences were tokenised for another model"
         )
-    device = next(language_model.parameters()).device
-    if device != packed.device:
+    if (device := _device_of(language_model)) != packed.device:
         raise ValueError(
             f"the packed forest is on {packed.device}, the model on {device}: "
             f"call packed = packed.to({str(device)!r})"
         )
+
+
+def _device_of(language_model: Any) -> torch.device:
+    device: torch.device = next(language_model.parameters()).device
+    return device
 
 
 # ---- the output layer ------------------------------------------------------------------------

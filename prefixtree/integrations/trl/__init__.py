@@ -15,7 +15,11 @@ from prefixtree.integrations.requirements import require
 # before the modules that import it
 require(__name__, "trl", "prefixtree-attention[trl]")
 
-from prefixtree.integrations.trl.contract import TESTED  # noqa: E402
+from prefixtree.integrations.trl.contract import TESTED, check_installed  # noqa: E402
+
+# before what an older TRL has not
+check_installed()
+
 from prefixtree.integrations.trl.dpo import PrefixTreeDPOTrainer  # noqa: E402
 from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer  # noqa: E402
 from prefixtree.integrations.trl.rollouts import tree_rollouts  # noqa: E402

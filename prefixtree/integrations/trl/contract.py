@@ -58,6 +58,16 @@ TREE_KEYWORDS = (
 )
 
 
+def check_installed() -> None:
+    """Refuses a TRL before the first that the adapter imports from."""
+    if Version(trl.__version__) < Version(TESTED[0]):
+        raise UnsupportedError(
+            f"prefixtree.integrations.trl needs TRL {TESTED[0]} or newer, this is TRL "
+            f"{trl.__version__}: pip install 'trl=={TESTED[1]}' (it is tested with "
+            f"{' to '.join(TESTED)})"
+        )
+
+
 def check_grpo(trainer_class: type) -> None:
     """Refuses a `GRPOTrainer` whose overridden methods take other arguments than those tested."""
     _check_version()

@@ -60,7 +60,7 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
         super().__init__(*args, **kwargs)
         _prepare(self)
         self._recompute = check_recompute(self, recompute)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
         # the packed forward calls the wrapped student by itself
         self._forward_redirection = _call
 
@@ -105,7 +105,7 @@ class _OfAnswers(KeepsOutputs):
             )
         _prepare(this)
         self._recompute = check_recompute(this, recompute)
-        self._sharing = SharingReport(this, DATA_SET_ADVICE)
+        self._sharing = SharingReport(this, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _loss_temperature(self) -> float:
         """The divisor of the logits of both models in TRL's loss."""

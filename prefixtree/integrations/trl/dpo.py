@@ -46,7 +46,7 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
         super().__init__(*args, **kwargs)
         prepare_trainer(self)
         self._recompute = check_recompute(self, recompute)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         # TRL's constructor calls it

@@ -6,8 +6,9 @@ Legend: B rows of a micro-batch, L = P + C columns, P of prompts (padded left), 
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+import warnings
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,13 @@ from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_i
 from prefixtree.integrations.trl.kept_windows import (
     KeptWindow,
     Rows,
+    WindowCost,
+    WindowPlan,
     is_kept,
     open_window,
+    plan_windows,
     same_rows,
+    window_cost,
 )
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
 from prefixtree.integrations.trl.neighbours import KeepsNeighbours
@@ -49,9 +54,9 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
     - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
       micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
     - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
-      which the completions of a prompt are next to each other. Old log-probabilities come from the
-      same micro-batches of rows, so that the ratio is exactly 1 before the policy's first update
-      (up to rounding where trunks are kept and a generation has several steps).
+      which the completions of a prompt are next to each other. Old log-probabilities and the
+      reference's come from the same rows, computed in the same way. So the ratio is exactly 1
+      before the policy's first update, and the KL of a policy that is its reference exactly 0.
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
     TRL's code. The metrics of `SharingReport` are added.
@@ -62,9 +67,10 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
             `gradient_checkpointing` of the arguments says.
         max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
             computed in steps, as in `prefixtree.sequence_logprobs`. Default: None, no limit.
-        keep_trunks: whether micro-batches of an optimiser step share what their rows have in
-            common (`prefixtree.kept_trunks`) where that computes less. It holds no more at once
-            than the largest micro-batch takes alone, or max_tokens. Default: True.
+        keep_trunks: whether micro-batches that are in one generation and one optimiser step share
+            what their rows have in common (`prefixtree.kept_trunks`) where that computes less. It
+            holds no more at once than the largest micro-batch takes alone, or max_tokens.
+            Default: True.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
@@ -90,15 +96,29 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         self._recompute = check_recompute(self, recompute)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         refused = self.aux_loss_enabled, self.args.torch_compile, self.is_deepspeed_enabled
-        served = not any(refused)
+        # so many are always within one generation and one optimiser step, whatever comes first
+        accumulated = self.args.gradient_accumulation_steps
+        self._together = math.gcd(self.args.steps_per_generation, accumulated)
+        served = not any(refused) and self._together > 1
         self._keeps = keep_trunks and served and is_kept(self.model)
-        # the micro-batches of this optimiser step, where they keep trunks, and how many are done;
+        # of the policy, as it was before the last generation, and of that generation: its plans in
+        # the order of its rows. None: not made yet; none: micro-batches are scored alone
+        self._cost: WindowCost | None = None
+        self._plans: list[WindowPlan] | None = None
+        # the micro-batches that keep trunks now, and how many of the optimiser step are done;
         # whether one runs now
         self._window: KeptWindow | None = None
         self._done, self._in_step = 0, False
-        self._sharing = SharingReport(self, sharing_advice(self.args))
+        together = self._micro_batches_together()
+        self._sharing = SharingReport(
+            self,
+            sharing_advice(self.args),
+            recompute=self._recompute,
+            max_tokens=self._max_tokens,
+            micro_batches_that_keep_trunks=together if self._keeps else None,
+        )
         if self.accelerator.is_main_process:
-            warn_of_micro_batches(self.args, self.aux_loss_enabled, self._keeps)
+            warn_of_micro_batches(self.args, self.aux_loss_enabled, together)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -153,9 +173,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
                     strict=True,
                 )
             ]
-            if window := self._open(model, chunks, logits_to_keep, compute_entropy):
-                found = [self._score_next(window, each, logits_to_keep) for each in chunks]
-                window.close()
+            if found := self._score_blocks(model, chunks, logits_to_keep, compute_entropy):
                 entropy = [each for _, each in found if each is not None]
                 return (
                     torch.cat([x for x, _ in found]),
@@ -205,49 +223,117 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         self._done = 0 if self.accelerator.sync_gradients else self._done + 1
         return loss
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.model.training:
+            self._plans, self._cost = None, None
+            # now, while the adapters of the policy are on
+            self._cost_of_policy()
+        return super()._generate_and_score_completions(inputs)
+
+    def _cost_of_policy(self) -> WindowCost | None:
+        """The cost of tokens by which all models that score a generation are planned."""
+        if self._cost is None and (self._keeps or self._max_tokens is not None):
+            checkpointing: Recompute = "all" if self.args.gradient_checkpointing else None
+            self._cost = window_cost(self.model, self._recompute or checkpointing, self._is_vlm)
+        return self._cost
+
+    def _score_blocks(
+        self, model: nn.Module, chunks: list[Rows], width: int, with_entropy: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The scores of a generation's micro-batches, in order; none where they keep no trunks."""
+        each = self._together
+        blocks = [chunks[at : at + each] for at in range(0, len(chunks), each)]
+        found, plans = [], self._plans_of(model, blocks, width)
+        planned = [rows for plan in plans for rows in plan.rows]
+        if planned and not (len(planned) == len(chunks) and all(map(same_rows, planned, chunks))):
+            # a caller's own rows, not those of the generation
+            plans = self._new_plans(model, blocks, width)
+        for plan in plans:
+            window = self._open(model, plan, width, with_entropy)
+            assert window is not None, "without gradients nothing is planned for memory"
+            found += [self._score_next(window, rows, width) for rows in plan.rows]
+            window.close()
+        return found
+
     def _window_of_step(
         self, model: nn.Module, given: Rows, width: int, with_entropy: bool
     ) -> KeptWindow | None:
-        """The micro-batches from this one to the last of the step that are sampled already."""
-        at = self._step % self.args.steps_per_generation
-        if self._done and at:
+        """The micro-batches from this one on that keep trunks."""
+        each, at = self._together, self._step % self.args.steps_per_generation
+        left = self.current_gradient_accumulation_steps - self._done
+        if at % each or left < each:
             # it was tried before the first of them
             return None
-        left = self.current_gradient_accumulation_steps - self._done
-        buffered = (self._buffered_inputs or [])[at : at + left]
-        rows = [
-            Rows(
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
-                *RowImages({n: batch.get(n) for n in PER_ROW}, self._is_vlm).of(),
-            )
-            for batch in buffered
-        ]
-        if len(rows) < 2 or not same_rows(rows[0], given):
+        if self._plans is None:
+            # nothing was scored before
+            rows = [
+                Rows(
+                    torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+                    torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+                    *RowImages({n: batch.get(n) for n in PER_ROW}, self._is_vlm).of(),
+                )
+                for batch in self._buffered_inputs or []
+            ]
+            blocks = [rows[i : i + each] for i in range(0, len(rows), each)]
+            in_order = sorted(zip(self._blocks, blocks, strict=True), key=lambda block: block[0])
+            self._plans_of(model, [block for _, block in in_order], width)
+        if not self._plans:
             return None
-        return self._open(model, rows, width, with_entropy)
+        plan = self._plans[self._blocks[at // each]]
+        if not same_rows(plan.rows[0], given):
+            return None
+        window = self._open(model, plan, width, with_entropy)
+        if window is None:
+            self._keeps = False
+            warnings.warn(
+                "recompute='auto' found no room for the trunks of an optimiser step: from now on "
+                "each micro-batch is computed by itself. In this generation old log-probabilities "
+                "and the reference's may differ from the policy's by rounding; to start so, make "
+                "the trainer with keep_trunks=False",
+                stacklevel=2,
+            )
+        return window
 
-    def _open(
-        self, model: nn.Module, rows: Sequence[Rows], width: int, with_entropy: bool
-    ) -> KeptWindow | None:
-        check_attention(model)
+    def _plans_of(self, model: nn.Module, blocks: list[list[Rows]], width: int) -> list[WindowPlan]:
+        """The plans of the generation: made for the first of the models that score it."""
         if not is_kept(model):
             # something wrapped it behind the constructor
-            self._keeps = False
-            return None
+            self._keeps, self._plans = False, []
+        if self._plans is None:
+            self._plans = self._new_plans(model, blocks, width)
+            if self._recompute == "auto" and not torch.is_grad_enabled() and not self._fit(width):
+                self._plans = []
+        return self._plans
+
+    def _new_plans(
+        self, model: nn.Module, blocks: list[list[Rows]], width: int
+    ) -> list[WindowPlan]:
+        given = width, self._max_tokens, self._cost_of_policy(), self._is_vlm
+        return plan_windows(self.accelerator, model, blocks, *given)
+
+    def _fit(self, width: int) -> bool:
+        """Whether the policy has room for the gradients of all plans."""
+        with torch.enable_grad():
+            for plan in self._plans or ():
+                if (window := self._open(self.model, plan, width, True)) is None:
+                    return False
+                window.abandon("tried")
+        return True
+
+    def _open(
+        self, model: nn.Module, plan: WindowPlan, width: int, with_entropy: bool
+    ) -> KeptWindow | None:
+        check_attention(model)
+        recompute = self._recompute if torch.is_grad_enabled() else None
         options = {"temperature": self.temperature, "return_entropy": with_entropy}
-        options["sees"] = self._is_vlm
-        # TRL switches it off where it scores without gradients
-        checkpointing: Recompute = "all" if self.args.gradient_checkpointing else None
-        limits = self._max_tokens, self._recompute, checkpointing
-        return open_window(self.accelerator, model, rows, width, *limits, **options)
+        return open_window(self.accelerator, model, plan, width, recompute, **options)
 
     def _score_next(
         self, window: KeptWindow, given: Rows, width: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         at = window.scored
         if torch.is_grad_enabled():
-            self._sharing.begins(*window.sharing_of(at, self._sharing.cost))
+            self._sharing.begins(*window.sharing_of(at))
         scores = window.score(given)
         prompts = window.prompts[at].tolist()
         logps = _completions(scores.logprobs, prompts, width)
@@ -285,6 +371,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
         if torch.is_grad_enabled():
             self._sharing.begins(packed.forest, masks)
+        cost = self._cost_of_policy()
+        cost_of_steps = cost.token if cost is not None and self._max_tokens is not None else None
         with self.accelerator.autocast():
             scores = sequence_logprobs(
                 model,
@@ -296,6 +384,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
                 output_router_logits=with_aux_loss,
                 pictures=pictures,
                 max_tokens=self._max_tokens,
+                borrow_cost=cost_of_steps,
             )
         logps = _completions(scores.logprobs, prompts, width)
         if scores.entropy is None:
@@ -303,8 +392,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         return logps, _completions(scores.entropy, prompts, width), scores.aux_loss
 
     def _micro_batches_together(self) -> int:
-        # micro-batches that share stand together within a step
-        return self.args.gradient_accumulation_steps if self._keeps else 1
+        # those that share stay together
+        return self._together if self._keeps else 1
 
 
 def _completions(values: list[torch.Tensor], prompts: list[int], width: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 
-def warn_of_micro_batches(args: Any, aux_loss: bool = False, keeps_trunks: bool = False) -> None:
+def warn_of_micro_batches(args: Any, aux_loss: bool = False, together: int = 1) -> None:
     """Warns of settings that cut groups, and of losses that depend on the cut.
 
     The warnings point at the caller's caller.
@@ -20,29 +20,30 @@ def warn_of_micro_batches(args: Any, aux_loss: bool = False, keeps_trunks: bool 
     Args:
         args: the trainer's `GRPOConfig`.
         aux_loss: whether the loss has the load-balancing loss of experts. Default: False.
-        keeps_trunks: whether micro-batches of an optimiser step share what their rows have in
-            common. Default: False.
+        together: as for `cut_groups`. Default: 1.
     """
-    # each generation is within an optimiser step
-    together = keeps_trunks and args.steps_per_generation <= args.gradient_accumulation_steps
-    groups = "" if together else cut_groups(args)
-    for message in (groups, cut_losses(args, aux_loss)):
+    for message in (cut_groups(args, together), cut_losses(args, aux_loss)):
         if message:
             warnings.warn(message, stacklevel=3)
 
 
-def cut_groups(args: Any) -> str:
+def cut_groups(args: Any, together: int = 1) -> str:
     """The warning for micro-batches that cut groups; "" where every group is whole.
 
     It says how often a prompt is computed, and which settings keep groups whole. Each micro-batch
     of each process is a run of `per_device_train_batch_size` neighbouring rows of the generation
     batch; each group is a run of `num_generations` rows.
+
+    Args:
+        args: the trainer's `GRPOConfig`.
+        together: neighbouring micro-batches that compute once what their rows share. Default: 1.
     """
     rows, group = args.per_device_train_batch_size, args.num_generations
-    if rows % group == 0:
+    run = rows * together
+    if run % group == 0:
         return ""
     # per group: a run begins where a group or a micro-batch does
-    times = 1 + group / rows - group / math.lcm(rows, group)
+    times = 1 + group / run - group / math.lcm(run, group)
     steps, generation = args.gradient_accumulation_steps, args.steps_per_generation
     whole = math.ceil(rows / group) * group
     # the smallest size that keeps the rows of an optimiser step, if there is one
@@ -81,12 +82,12 @@ def sharing_advice(args: Any) -> str:
 
 def cut_losses(args: Any, aux_loss: bool = False) -> str:
     """The warning for settings whose loss depends on the rows of a micro-batch; "" without them."""
-    bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
     found = [
         setting
         for setting, used in (
             (f"loss_type={args.loss_type!r}", args.loss_type == "bnpo"),
-            (f"entropy_coef={args.entropy_coef}", bonus),
+            (f"entropy_coef={args.entropy_coef}", args.entropy_coef != 0.0),
+            ("use_adaptive_entropy=True", args.use_adaptive_entropy),
             (f"top_entropy_quantile={args.top_entropy_quantile}", args.top_entropy_quantile < 1.0),
             ("the load-balancing loss of experts (router_aux_loss_coef)", aux_loss),
         )

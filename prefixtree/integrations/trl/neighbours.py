@@ -25,9 +25,11 @@ class KeepsNeighbours:
     model: Any
     # TRL's: the micro-batches of the last generation, None before the first
     _buffered_inputs: list[dict[str, Any]] | None
+    # of each block of micro-batches in their order, its number in the generation
+    _blocks: list[int]
 
     def _micro_batches_together(self) -> int:
-        """Of so many micro-batches the order is that of their rows."""
+        """So many micro-batches of neighbouring rows are shuffled as one."""
         return 1
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -43,35 +45,37 @@ class KeepsNeighbours:
         if shuffled is None or shuffled is before:
             return inputs  # of an evaluation, or of a generation that is in order already
         (at,) = (i for i, batch in enumerate(shuffled) if batch is inputs)
-        self._buffered_inputs = reunite(shuffled, self._micro_batches_together())
+        together = self._micro_batches_together()
+        self._buffered_inputs, self._blocks = reunite(shuffled, together)
         return self._buffered_inputs[at]
 
 
-def reunite(batches: list[dict[str, Any]], together: int = 1) -> list[dict[str, Any]]:
+def reunite(
+    batches: list[dict[str, Any]], together: int = 1
+) -> tuple[list[dict[str, Any]], list[int]]:
     """Turns micro-batches of shuffled rows into micro-batches of neighbouring rows.
 
-    A micro-batch takes the place of the first of its rows in the shuffle, so its place is random
-    without another draw. Its rows keep the order in which they were generated.
+    A block of micro-batches takes the place of the first of its rows in the shuffle, so its place
+    is random without another draw. Its rows keep the order in which they were generated.
 
     Args:
         batches: micro-batches of equal size; every entry a tensor [B, ...], or a tensor without
             dimensions or None for the whole micro-batch. But for images: they are those of all
             rows, one after another, and num_images, B numbers, says how many each has.
-        together: of so many micro-batches, one optimiser step's, the order is that of their rows.
-            Default: 1.
+        together: micro-batches of a block, a divisor of their number. Default: 1.
 
     Returns:
-        As many micro-batches, without the entry that numbers the rows.
+        As many micro-batches, without the entry that numbers the rows; and of each block its number
+        in the order in which rows were generated.
 
     Raises:
         UnsupportedError: an entry of another kind or size.
     """
     size = len(batches[0][_ROW])
-    # [micro-batches, size]: where the rows of every run of neighbours stand
-    places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size)
-    runs = places.amin(1).argsort()
-    runs = torch.cat([of_step.sort().values for of_step in runs.split(together)])
-    order = places[runs].flatten()
+    # [blocks, rows]: where the rows of every run of neighbours stand
+    places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size * together)
+    blocks = places.amin(1).argsort()
+    order = places[blocks].flatten()
     reunited: list[dict[str, Any]] = [{} for _ in batches]
     # images: a list of tensors, one per row
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
@@ -95,4 +99,4 @@ def reunite(batches: list[dict[str, Any]], together: int = 1) -> list[dict[str, 
             )
         for batch, part in zip(reunited, parts, strict=True):
             batch[key] = part
-    return [unsplit_pixel_values_by_grid(batch) for batch in reunited]
+    return [unsplit_pixel_values_by_grid(batch) for batch in reunited], blocks.tolist()

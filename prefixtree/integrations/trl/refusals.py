@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -76,12 +77,28 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     # not by truth value: a compiled model has none
     others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
     models = (trainer.model, *others)
+    if trainer.accelerator.is_main_process:
+        _warn_of_attention(trainer.args)
     for model in (m for m in models if m is not None):
         check_model(model)
         transformer = transformer_of(model)
         set_attention(transformer)
         # generation runs it too, before anything is scored
         prepare_states(transformer)
+
+
+def _warn_of_attention(args: Any) -> None:
+    """Warns of an attention that was asked for and is not used."""
+    for setting in ("model_init_kwargs", "teacher_model_init_kwargs"):
+        given = getattr(args, setting, None)
+        name = given.get("attn_implementation") if isinstance(given, dict) else None
+        if isinstance(name, str) and name != "prefixtree":
+            warnings.warn(
+                f"{setting}={{'attn_implementation': {name!r}}} is not used: packed rows need "
+                "'prefixtree', which the trainer sets. Leave it out (`prefixtree doctor` names the "
+                f"kernels that 'prefixtree' runs here), or use TRL's trainer for {name!r}",
+                stacklevel=4,
+            )
 
 
 def _check_aux_loss(model: nn.Module) -> None:

@@ -44,7 +44,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
         prepare_trainer(self)
         _check_loss(self)
         self._recompute = check_recompute(self, recompute)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def compute_loss(
         self,

@@ -26,6 +26,10 @@ from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
 from prefixtree.planning.trunks import Trunks, plan_trunks
 
+#: Entries of a batch by `prefixtree_sync`: samples of a mini-batch over all ranks, and the token
+#: limit of micro-batches in training.
+MINI_BATCH, TRAINED_TOKENS = "prefixtree_mini_batch_size", "prefixtree_max_token_len_per_gpu"
+
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:
     """Token ids of every sequence, int64 [n] each, on the host."""
@@ -48,6 +52,28 @@ def count_tokens(data: TensorDict, group: Any) -> float:
     count = data["loss_mask"].sum().to(get_device_id())
     dist.all_reduce(count, group=group)
     return count.item()
+
+
+def mini_batches_of(data: TensorDict, ranks: int) -> list[tuple[int, TensorDict]]:
+    """The mini-batches that a rank's batch will be trained in, each with its first row's number.
+
+    Where each is scored by itself, as it will be trained, old log-probabilities and the reference's
+    are those of the same forwards. `prefixtree_sync` tells their size; without it the batch is one.
+
+    Args:
+        data: a batch that is scored. ranks: those that divide a mini-batch.
+    """
+    size = tu.get_non_tensor_data(data=data, key=MINI_BATCH, default=None)
+    each = len(data) if size is None else size // ranks
+    if each < 1 or len(data) % each != 0:
+        each = len(data)
+    if each == len(data):
+        return [(0, data)]
+    rows = range(len(data))
+    return [
+        (at, tu.index_select_tensor_dict(data, list(rows[at : at + each])))
+        for at in range(0, len(data), each)
+    ]
 
 
 def split(
@@ -191,12 +217,13 @@ def rows_of(data: TensorDict, batch: MicroBatch) -> TensorDict:
     return tu.index_select_tensor_dict(data, batch.sequence_indices.tolist())
 
 
-def in_order(outputs: list[Any], batches: Sequence[MicroBatch]) -> Any:
-    """The results of all micro-batches, in the order of the batch."""
+def in_order(outputs: list[Any], indices: Sequence[np.ndarray]) -> Any:
+    """The results of all micro-batches, of the rows with these numbers, in the order of the
+    batch."""
     # says that the indices are to be undone, for a fixed batch size too
     data = tu.get_tensordict({}, {"use_dynamic_bsz": True})
-    indices = [batch.sequence_indices.tolist() for batch in batches]
-    return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+    rows = [each.tolist() for each in indices]
+    return postprocess_batch_func(output_lst=outputs, indices=rows, data=data)
 
 
 def scored_tokens(data: TensorDict) -> list[torch.Tensor] | None:

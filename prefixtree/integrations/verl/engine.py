@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -29,8 +30,10 @@ from verl.workers.engine.utils import detach_tree
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl.batches import (
+    TRAINED_TOKENS,
     count_tokens,
     in_order,
+    mini_batches_of,
     rows_of,
     scored_tokens,
     shifted_to_jagged,
@@ -117,6 +120,18 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         super()._build_model_optimizer()
         if self.compiles:
             compile_layers(self.module)
+        self._costs: dict[bool, BorrowCost | None] = {}
+        if self.packs:
+            # now, while adapters are on: a reference without them is planned alike
+            self._borrow_cost(as_trained=True)
+            limit = self.engine_config.max_token_len_per_gpu
+            self._announce(
+                self.model_config.hf_config,
+                self._autocast_dtype,
+                gives=self.model_output,
+                recompute=self.recompute,
+                max_token_len_per_gpu=limit if self.engine_config.use_dynamic_bsz else None,
+            )
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -130,26 +145,46 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             return super().forward_backward_batch(data, loss_function, forward_only)
         serves_topk = self.model_output == "log_probs"
         check_step(data, loss_function, forward_only, self.sees, serves_topk)
-        group = self.get_data_parallel_group()
-        pictures = self._pictures_of(data, group) if self.sees else None
         tu.assign_non_tensor(
             data,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_size=self.get_data_parallel_size(),
-            batch_num_tokens=count_tokens(data, group),
+            batch_num_tokens=count_tokens(data, self.get_data_parallel_group()),
         )
+        parts = [(0, data)]
+        if forward_only and self.model_output == "log_probs":
+            parts = mini_batches_of(data, self.get_data_parallel_size())
+        outputs: list[Any] = []
+        indices: list[np.ndarray] = []
+        self._work = Work()
+        for first, part in parts:
+            found, batches = self._forwards_and_backwards(part, loss_function, forward_only)
+            outputs += found
+            indices += [first + batch.sequence_indices for batch in batches]
+        if self.sees and not forward_only:
+            fill_gradients_of_tower(self.module)
+        return in_order(outputs, indices)
+
+    def _forwards_and_backwards(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> tuple[list[Any], Sequence[MicroBatch]]:
+        """The results of all micro-batches of a mini-batch, and these."""
+        group = self.get_data_parallel_group()
+        pictures = self._pictures_of(data, group) if self.sees else None
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
+        as_trained = not forward_only or self._plans_as_trained(data)
         batches = split(
             data,
             group,
             self.ulysses_sequence_parallel_size,
             pictures=pictures,
-            borrow_cost=self._borrow_cost(forward_only),
-            has_backward=not forward_only,
+            borrow_cost=self._borrow_cost(as_trained),
+            has_backward=as_trained,
         )
-        self._work = Work.of(batches, None if forward_only else scored_tokens(data))
+        sampled = None if forward_only else scored_tokens(data)
+        self._work = self._work.plus(Work.of(batches, sampled))
         outputs = []
         no_graph = torch.no_grad() if forward_only else nullcontext()
         with no_graph, self._kept(data, batches, loss_function, pictures) as kept:
@@ -174,9 +209,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
                     if not keep_outputs:
                         output.pop("model_output")
                 outputs.append(output)
-        if self.sees and not forward_only:
-            fill_gradients_of_tower(self.module)
-        return in_order(outputs, batches)
+        return outputs, batches
 
     def _pictures_of(self, data: TensorDict, group: Any) -> Pictures | None:
         """The pictures of a batch, checked; None where no rank has any."""
@@ -189,18 +222,38 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
 
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
-    def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
+    def _plans_as_trained(self, data: TensorDict) -> bool:
+        """Whether what is scored is planned as in training, where the limits are the same."""
+        trained = tu.get_non_tensor_data(data=data, key=TRAINED_TOKENS, default=None)
+        trained = trained or self.engine_config.max_token_len_per_gpu
+        limit = tu.get_non_tensor_data(data=data, key="max_token_len_per_gpu", default=None)
+        # a reference's engine has no limit of training
+        return trained is None or trained == limit
+
+    def _borrow_cost(self, as_trained: bool) -> BorrowCost | None:
         """The cost of a kept trunk's token; None where trees are cut instead."""
         if self.pad_to_length or self.ulysses_parallel_group is not None:
             return None
         try:
             check_kept(self.module)
-            config = transformer_of(self.module).config.get_text_config()
-            if getattr(config, "output_router_logits", False):
-                return None
-            # without a graph a token takes little beside the keys and values of a trunk's
+        except UnsupportedError:
+            return None
+        if as_trained not in self._costs:
+            self._costs[as_trained] = self._read_cost(as_trained)
+        return self._costs[as_trained]
+
+    def _read_cost(self, as_trained: bool) -> BorrowCost | None:
+        config = transformer_of(self.module).config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            return None
+        # without a graph a token takes little beside the keys and values of a trunk's
+        recompute: Recompute = "all"
+        if as_trained:
+            checkpoints = self.model_config.enable_gradient_checkpointing
+            recompute = self.recompute or ("all" if checkpoints else "nothing")
+        try:
             with torch.enable_grad():
-                return borrow_cost(self.module, "all" if forward_only else self.recompute)
+                return borrow_cost(self.module, recompute)
         except UnsupportedError:
             return None
 

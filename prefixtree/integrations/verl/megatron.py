@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithLMHead,
@@ -85,6 +86,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         if self.packs:
             check_megatron_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._announce(hf_config, PrecisionType.to_dtype(engine_config.dtype))
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
@@ -160,7 +162,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             self._recorded = None
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
-        results = in_order(outputs, batches)
+        results = in_order(outputs, [batch.sequence_indices for batch in batches])
         if recorded is not None:
             results["model_output"]["routed_experts"] = recorded
         return results

@@ -7,9 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from tensordict import TensorDict
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.flops_counter import FlopsCounter
 
+from prefixtree.integrations.announcement import announce
 from prefixtree.integrations.verl.metrics import Work, warn_if_nothing_is_shared, work_metrics
 
 NAME = "prefixtree"
@@ -43,6 +47,13 @@ class MeteredEngine:
             "critic +critic.model...), or leave external_lib out",
             stacklevel=3,
         )
+
+    def _announce(self, hf_config: Any, dtype: torch.dtype, **settings: Any) -> None:
+        """Logs on the first rank that packing is on."""
+        if self.packs and (not dist.is_initialized() or dist.get_rank() == 0):
+            name = get_device_name()
+            device = torch.device("cpu") if name == "cpu" else torch.device(name, get_device_id())
+            announce(hf_config, device, dtype, **settings)
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """One optimiser step on a mini-batch; adds the metrics of `work_metrics` to verl's."""

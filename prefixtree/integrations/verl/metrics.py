@@ -1,4 +1,4 @@
-"""Metrics of packing: tokens and seconds saved, what could still be shared, and the model FLOPs
+"""Metrics of packing: tokens saved, what could still be shared, and the model FLOPs
 utilisation (MFU) of useful FLOPs.
 
 verl's `mfu` counts every replicated token as if it had been computed: on packed batches it is
@@ -28,7 +28,6 @@ class Work:
     Attributes:
         replicated: tokens of all sequences. packed: distinct ones, padding left out.
         squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens.
-        replicated_squares: the same sum over the tokens of all sequences.
         to_win: tokens that run again behind forks that the policy did not sample; None where
             nobody looked.
     """
@@ -36,8 +35,16 @@ class Work:
     replicated: int = 0
     packed: int = 0
     squares: int = 0
-    replicated_squares: int = 0
     to_win: int | None = None
+
+    def plus(self, other: Work) -> Work:
+        """The work of both."""
+        return Work(
+            self.replicated + other.replicated,
+            self.packed + other.packed,
+            self.squares + other.squares,
+            None if other.to_win is None else (self.to_win or 0) + other.to_win,
+        )
 
     @classmethod
     def of(
@@ -60,7 +67,6 @@ class Work:
             work.packed += forest.num_tokens
             # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
             work.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
-            work.replicated_squares += int((forest.sequence_lengths.astype(np.int64) ** 2).sum())
             if sampled is not None:
                 masks = [sampled[i].numpy() for i in sequences]
                 work.to_win = (work.to_win or 0) + tokens_to_win(forest, masks)
@@ -102,8 +108,6 @@ def work_metrics(
         flops = a * work.packed + b * work.squares
         mfu = flops / seconds / promised
         metrics["prefixtree/mfu"] = [mfu / 3 if forward_only else mfu]
-        replicated = a * work.replicated + b * work.replicated_squares
-        metrics["prefixtree/seconds_saved"] = [seconds * (replicated / flops - 1)]
     return metrics
 
 

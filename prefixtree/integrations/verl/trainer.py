@@ -28,6 +28,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 
 from prefixtree.integrations.verl.balance import balance
+from prefixtree.integrations.verl.batches import MINI_BATCH, TRAINED_TOKENS
 
 
 class KeepsGroups:
@@ -81,6 +82,12 @@ class KeepsGroups:
         metrics["prefixtree/rank_cost/max_over_mean"] = float(costs.max() / costs.mean())
         metrics["prefixtree/divided_groups"] = balanced.divided_groups
         batch.reorder(balanced.order)
+        actor = self.config.actor_rollout_ref.actor
+        if not actor.get("shuffle", False):
+            # so that old log-probabilities and the reference's are scored as the policy is trained
+            batch.extra_info[MINI_BATCH] = self._mini_batch_size()
+            if (tokens := actor.get("ppo_max_token_len_per_gpu", None)) is not None:
+                batch.extra_info[TRAINED_TOKENS] = tokens
         return batch
 
     def _mini_batch_size(self) -> int:

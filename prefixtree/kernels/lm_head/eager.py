@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+#: Below it a log-probability is that of 0 in float64 too: a logit of -inf, put here, has no part in
+#: an entropy and its gradient, where 0 times -inf would be NaN.
+LEAST = -1e4
+
 
 @dataclass(frozen=True)
 class LogitRule:
@@ -48,7 +52,7 @@ def score(
     z = torch.log_softmax(z, -1)
     out[:, 0] = z.gather(1, target[:, None])[:, 0]
     if out.shape[1] == 2:
-        out[:, 1] = -z.exp().mul_(z).sum(-1)
+        out[:, 1] = -z.exp().mul_(z.clamp_(min=LEAST)).sum(-1)
 
 
 def gradient(
@@ -83,7 +87,7 @@ def gradient_of_logprobs(
 
     Args:
         logits: [R, V], before the temperature, in out's dtype as all but `into`.
-        log_p: [R, V].
+        log_p: [R, V], overwritten.
         column: int64 [R, 1], where `hit` goes.
         hit: [R, 1], the gradient of log p at the target; 0 where another rank has it.
         temperature: float32 [R].
@@ -96,7 +100,7 @@ def gradient_of_logprobs(
     # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
     dz = p * -grad[:, :1]
     if grad.shape[1] == 2:
-        dz -= p * (log_p + out[:, 1:]) * grad[:, 1:]
+        dz -= p * (log_p.clamp_(min=LEAST) + out[:, 1:]) * grad[:, 1:]
     dz.scatter_add_(1, column, hit)
     dz *= rule.grad(logits) / temperature[:, None]
     into.copy_(dz)

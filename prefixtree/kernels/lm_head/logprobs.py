@@ -34,8 +34,8 @@ _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
 # (1.2 ms on an H200 with V 151,936 and d 4,096)
 _FUSED_BYTES = 1 << 29
 
-#: int64 [E] twice: `MeasuredEdges.edge` and `.scored_edge`.
-EdgeNumbers = tuple[torch.Tensor, torch.Tensor]
+#: int64 [E] twice, `MeasuredEdges.edge` and `.scored_edge`; and `.source`.
+EdgeNumbers = tuple[torch.Tensor, torch.Tensor, Any]
 
 
 def linear_logprobs(
@@ -114,9 +114,10 @@ def _bound(
 ) -> BoundMeasure | None:
     if options.measure is None:
         return None
-    edge, scored_edge = numbers if numbers is not None else (torch.arange(len(target)),) * 2
+    every = torch.arange(len(target), device=target.device)
+    edge, scored_edge, source = (every, every, None) if numbers is None else numbers
     edges = MeasuredEdges(
-        edge.to(target.device), scored_edge.to(target.device), target, temperature
+        edge.to(target.device), scored_edge.to(target.device), target, temperature, source
     )
     return BoundMeasure(options.measure, edges, options.rule, dtype)
 
@@ -151,7 +152,7 @@ def lm_head_logprobs(
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if options.with_entropy:
-            columns.append(-(logp.exp() * logp).sum(-1))
+            columns.append(-(logp.exp() * logp.clamp(min=eager.LEAST)).sum(-1))
         others = z.new_empty(len(z), len(options.statistics))
         write_statistics(x, t, temp, options.rule, options.statistics, others)
         found = [torch.stack(columns, -1), others]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.torch_library import uncompiled
 
 # logits in float32 that a measure gets at once; under autograd it holds some eight times as many
 _BLOCK = 1 << 25
@@ -36,18 +37,57 @@ _STEPS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 class MeasuredEdges:
     """The scored edges whose logits a measure gets.
 
+    Numbers belong to one forest and one loss mask. `tokens_in`, `Teacher` and
+    `SequenceScores.of_edges` compare forests, and find the same edges in another one.
+
     Attributes:
         edge: int64 [r], rows of `packed.edges(loss_mask)`.
         scored_edge: int64 [r], rows of `SequenceScores.measured_edges`: the same as `edge` where
             one temperature serves all.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
+        source: all edges of the call in their forest (`scoring.edge_source.ForestEdges`), by which
+            they are found in others. None of edges that were made by hand.
     """
 
     edge: torch.Tensor
     scored_edge: torch.Tensor
     token: torch.Tensor
     temperature: torch.Tensor
+    source: Any = None
+
+    @uncompiled
+    def tokens_in(self, packed: Any) -> torch.Tensor:
+        """The packed tokens that these edges score, for what stands at the tokens of a forest:
+        `packed.pack_values(values)[edges.tokens_in(packed)]`.
+
+        Args:
+            packed: the packed forest that is scored, or another one that has its scored edges: of
+                the whole plan, say, where a micro-batch is scored.
+
+        Returns:
+            int64 [r], on the edges' device.
+
+        Raises:
+            ForestError: a forest without one of the scored edges, or with one more than once.
+            ValueError: edges that were made by hand.
+        """
+        of_all: torch.Tensor = source_of(self).tokens_in(packed, self.edge.device)
+        return of_all[self.scored_edge]
+
+
+def source_of(edges: MeasuredEdges) -> Any:
+    """All edges of the call that these are of.
+
+    Raises:
+        ValueError: edges that were made by hand.
+    """
+    if edges.source is None:
+        raise ValueError(
+            "these MeasuredEdges were made by hand and do not say of which forest they are: take "
+            "those that a measure is called with"
+        )
+    return edges.source
 
 
 #: (logits [r, V], edges) -> [r, C]. The logits are float32, after the family's scale and softcap,
@@ -61,8 +101,8 @@ def measure_bytes(rows: int, vocabulary: int) -> int:
 
 
 def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
-    columns = edges.edge, edges.scored_edge, edges.token, edges.temperature
-    return MeasuredEdges(*(column[which] for column in columns))
+    columns = "edge", "scored_edge", "token", "temperature"
+    return replace(edges, **{name: getattr(edges, name)[which] for name in columns})
 
 
 @dataclass(frozen=True)
@@ -110,10 +150,12 @@ class Divergence:
                 f"the teacher gives {t.shape[-1]} logits per token and the model {s.shape[-1]}: "
                 "they must have one vocabulary"
             )
+        # less what sums to 0, so that equal logits have a gradient of exactly 0
+        apart = s.exp() - t.exp()
         if self.beta == 0:
-            each = _times(t.exp(), t - s)
+            each = _times(t.exp(), t - s) + apart
         elif self.beta == 1:
-            each = _times(s.exp(), s - t)
+            each = _times(s.exp(), s - t) - apart
         else:
             # -inf - -inf would be NaN, and so would its gradient
             t, s = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (t, s))

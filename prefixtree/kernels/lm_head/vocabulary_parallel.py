@@ -61,7 +61,7 @@ class VocabularySlice:
         p = z.exp()
         sums = [torch.where(is_mine, z.gather(1, column), 0), p.sum(-1, keepdim=True)]
         if out.shape[1] == 2:
-            sums.append(p.mul_(z).sum(-1, keepdim=True))
+            sums.append(p.mul_(z.clamp_(min=lm_head.LEAST)).sum(-1, keepdim=True))
         total = self.summed(torch.cat(sums, 1))
         log_sum = total[:, 1].log()
         out[:, 0] = total[:, 0] - log_sum

@@ -158,7 +158,7 @@ def compared(case: Case) -> dict[str, Any]:
 def every_token_once() -> Any:
     """Shared tokens count as one."""
     made = checks.RoutedTokens
-    return patch.object(checks, "RoutedTokens", lambda copies: made(copies.clamp(max=1)))
+    return patch.object(checks, "RoutedTokens", lambda copies, **_: made(copies.clamp(max=1)))
 
 
 def losses_without_gradient() -> Any:

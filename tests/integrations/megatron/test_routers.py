@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-from prefixtree import UnsupportedError
+from prefixtree import PrefixForest, UnsupportedError, pack
 from prefixtree.integrations.megatron import pack_batches, routers, tree_logprobs, tree_spec
 from prefixtree.integrations.megatron.routers import RoutedTokens, TokenMask
 from tests.integrations.megatron import runs
@@ -19,6 +20,8 @@ from tests.integrations.megatron.router_runs import (
     compared,
     losses,
     make_sequences,
+    router_counts,
+    router_results,
 )
 from tests.integrations.megatron.runs import Case, build, packed_of, thd
 from tests.integrations.megatron.test_one_process import FULL
@@ -72,6 +75,40 @@ def test_padding_is_not_counted() -> None:
         counted.append(int(counts_in(model).sum()))
     behind = -(tokens + 3 * len(sequences)) % 8
     assert counted == [2 * (tokens + behind), 2 * tokens]
+
+
+@pytest.mark.parametrize("way", ["tree_logprobs", "no sequence", "all is padding"])
+def test_a_dummy_counts_nothing(way: str) -> None:
+    """Before a micro-batch: it changes no gradient, no count and no logged loss."""
+    kinds = "aux_loss", "seq_aux_loss", "global_aux_loss"
+    case = Case(losses(*kinds, **BIAS, **Z) | {"num_layers": 2})
+    sequences, found = make_sequences(), []
+
+    def run(model: Any, dummy: bool) -> None:
+        if way == "tree_logprobs":
+            forest = PrefixForest.from_sequences(sequences)
+            scores = tree_logprobs(model, pack(forest.dummy() if dummy else forest))
+            torch.cat(scores.logprobs).sum().backward()
+            return
+        inputs = thd(sequences)
+        if dummy and way == "no sequence":
+            inputs["packed_seq_params"].cu_seqlens_q = torch.zeros(2, dtype=torch.int32)
+        elif dummy:
+            inputs["padding_mask"] = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+        (0 * model(**inputs).sum() if dummy else model(**inputs)[0, :, 0].sum()).backward()
+
+    for micro_batches in ([False], [True, False]):
+        get_moe_metrics_tracker().metrics.clear()
+        model = build(case)
+        if way != "tree_logprobs":
+            pack_batches(model)
+        for dummy in micro_batches:
+            run(model, dummy)
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append(grads | router_counts(model) | router_results(model))
+    assert all(found[0][name].equal(value) for name, value in found[1].items())
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 20
+    assert all(value.any() for name, value in found[0].items() if "expert_bias" not in name)
 
 
 def test_evaluation_counts_nothing() -> None:

@@ -65,6 +65,18 @@ def test_a_run_on_policy_is_trls_own(folder: Path) -> None:
     assert min(ratios(ours)) > 2
 
 
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_student_that_is_its_teacher_does_not_move(folder: Path, beta: float) -> None:
+    """By a bit: of rounding AdamW would make steps. (GKD's loss in TRL has rounding there.)"""
+    options = {"teacher_model": AutoModelForCausalLM.from_pretrained(folder)}
+    given = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 1, "beta": beta}
+    trainer = make_distillation(PrefixTreeDistillationTrainer, folder, options=options, **given)
+    before = parameters(trainer.model)
+    trainer.train()
+    after = parameters(trainer.model)
+    assert before and all(torch.equal(p, after[name]) for name, p in before.items())
+
+
 @pytest.mark.parametrize("maker", [DISTILLATION, GKD, GOLD], ids=["on policy", "gkd", "gold"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_divergences(folder: Path, maker: Maker, beta: float) -> None:

@@ -19,6 +19,7 @@ from tests.integrations.trl.runs import (
     assert_equal_runs,
     make,
     moved,
+    parameters,
     rollouts,
     save_model,
     tiny_hybrid,
@@ -50,10 +51,10 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     real = kept_windows.KeptWindow.__init__
 
     def init(
-        self: Any, accelerator: Any, model: Any, rows: Any, *args: Any, **options: Any
+        self: Any, accelerator: Any, model: Any, plan: Any, *args: Any, **options: Any
     ) -> None:
-        real(self, accelerator, model, rows, *args, **options)
-        opened.append((torch.is_grad_enabled(), len(rows)))
+        real(self, accelerator, model, plan, *args, **options)
+        opened.append((torch.is_grad_enabled(), len(plan.rows)))
 
     monkeypatch.setattr(kept_windows.KeptWindow, "__init__", init)
     return opened
@@ -71,24 +72,30 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
         ),
         (
             {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 1},
-            [(False, 4), (False, 4), (True, 2), (True, 2)],
+            # of the reference as of the policy
+            [(False, 2)] * 4 + [(True, 2), (True, 2)],
         ),
         ({"gradient_checkpointing": False, "num_iterations": 1}, [(False, 4), (True, 4)]),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, None),
-        ({"beta": 0.0, "num_iterations": 1, "epochs": 1}, None),
+        ({"beta": 0.0, "num_iterations": 1, "epochs": 6}, [(False, 2), (False, 2), (True, 2)]),
+        # windows end with a generation and with a step: there are none
+        ({"num_iterations": 1, "epochs": 3}, []),
     ],
-    ids=["iterations", "generations within", "generations over", "plain", "reentrant", "remainder"],
+    ids=[
+        *("iterations", "generations within", "generations over", "plain", "reentrant"),
+        *("remainder", "no divisor"),
+    ],
 )
 def test_runs_are_trls_own_on_the_same_micro_batches(
     folder: Path, windows: Any, arguments: dict[str, Any], expected: Any
 ) -> None:
     given = {**CUT, **arguments}
-    if given.pop("epochs", None):
+    if accumulated := given.pop("epochs", None):
         # the last step of the epoch has fewer micro-batches than the others
-        given |= {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3}
-        given |= {"generation_batch_size": 8}
+        given |= {"max_steps": -1, "num_train_epochs": 1, "generation_batch_size": 8}
+        given |= {"gradient_accumulation_steps": accumulated}
     ours = train(PrefixTreeGRPOTrainer, folder, **given)
-    assert windows and all(count > 1 for _, count in windows)
+    assert bool(windows) == (expected != []) and all(count > 1 for _, count in windows)
     if expected is not None:
         assert windows[: len(expected)] == expected
     theirs = train(SameOrder, folder, **given)
@@ -179,12 +186,51 @@ def test_auto_recomputes_what_does_not_fit(
     theirs = train(SameOrder, folder, **arguments)
     arguments["options"] = {**CUT["options"], "recompute": "auto"}
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
-    assert windows[:2] == [(False, 4), (True, 4)] and len(plans) == 2
+    # before the reference is scored, the policy's memory is planned
+    assert windows[:3] == [(True, 4), (False, 4), (True, 4)] and len(plans) == 4
     assert any(set(part.modes) != {"nothing"} for plan in plans for part in plan.of_part)
     assert_equal_runs(ours, theirs)
     lose_keys(monkeypatch)
     wrong = train(PrefixTreeGRPOTrainer, folder, **arguments)
     assert worst_parameter(ours, wrong)[0] > 1e-4
+
+
+ALIKE: list[dict[str, Any]] = [
+    # a generation of one step, of several with and without trunks, and of a part of one
+    {},
+    {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    {"gradient_accumulation_steps": 1, "steps_per_generation": 4},
+    {"gradient_accumulation_steps": 3, "steps_per_generation": 4, "num_iterations": 1},
+    {"steps_per_generation": 2, "gradient_checkpointing": False},
+    # steps of a budget are as large for the reference, which recomputes nothing
+    {"options": {"max_tokens": 30}, "per_device_train_batch_size": 4},
+    {"options": {"max_tokens": 30, "keep_trunks": False}, "gradient_accumulation_steps": 2},
+    {"options": {"recompute": "auto"}},
+    {"options": {"peft": True}, "steps_per_generation": 8},
+    {"options": {"peft": True, "recompute": "auto", "max_tokens": 40}, "bf16": True},
+    {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0},
+    {"bf16": True, "steps_per_generation": 8},
+]
+
+
+@pytest.mark.parametrize("arguments", ALIKE, ids=str)
+def test_a_policy_that_is_its_reference_does_not_move(
+    folder: Path, arguments: dict[str, Any]
+) -> None:
+    """By a bit, as in TRL: of a gradient of rounding AdamW makes steps of the learning rate."""
+    more = {"reward_funcs": lambda completions, **_: [1.0] * len(completions)}
+    more |= {"rollout_func": rollouts, **arguments.get("options", {})}
+    if more.pop("peft", False):
+        peft = pytest.importorskip("peft")
+        more["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+    given = {**CUT, **arguments, "optim": "adamw_torch", "learning_rate": 1e-3, "beta": 0.1}
+    trainer = make(PrefixTreeGRPOTrainer, folder, **{**given, "options": more, "max_steps": 2})
+    before = parameters(trainer.model)
+    trainer.train()
+    after = parameters(trainer.model)
+    assert before and all(torch.equal(p, after[name]) for name, p in before.items())
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [(log["kl"], log["grad_norm"]) for log in logs] == [(0.0, 0.0)] * 2
 
 
 @pytest.mark.parametrize("lose", [lose_keys, lose_states])

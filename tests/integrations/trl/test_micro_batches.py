@@ -123,6 +123,8 @@ def test_the_settings_are_named(folder: Path) -> None:
     )
     # where the trainer was made
     assert Path(found.filename).name == "runs.py"
+    with pytest.warns(UserWarning, match="with use_adaptive_entropy=True TRL's loss depends"):
+        make(PrefixTreeGRPOTrainer, folder, beta=0.0, use_adaptive_entropy=True)
     # the model has experts, and TRL takes their loss unless told otherwise
     model = AutoModelForCausalLM.from_config(tiny_mixture())
     with pytest.warns(UserWarning, match="with the load-balancing loss of experts .* TRL's loss"):
@@ -173,6 +175,20 @@ def test_how_often_a_prompt_is_computed(rows: int, group: int, steps: int) -> No
 def _advised(message: str) -> dict[str, int]:
     advice = message.partition("To compute it once, set ")[2]
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", advice)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "together", "times"), [(1, 4, None), (2, 4, None), (1, 2, 2), (3, 2, 4 / 3)]
+)
+def test_micro_batches_that_keep_trunks_cut_where_they_end(
+    rows: int, together: int, times: float | None
+) -> None:
+    """As those of one process do, whose rows of a step are half of a group of 4."""
+    settings = {"per_device_train_batch_size": rows, "num_generations": 4}
+    steps = {"gradient_accumulation_steps": together, "steps_per_generation": together}
+    message = cut_groups(SimpleNamespace(**settings, **steps), together)
+    assert bool(message) == (times is not None)
+    assert times is None or f"every prompt is computed {times:.3g} times" in message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,12 +235,8 @@ def test_model_types_outside_the_allow_list(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"attention_dropout": 0.1}, "config.attention_dropout is 0.1"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "RoPE type 'dynamic'",
-        ),
     ],
-    ids=["dropout", "rope"],
+    ids=["dropout"],
 )
 def test_configurations(folder: Path, changes: dict[str, Any], message: str) -> None:
     refused(folder, message, model=model_of(tiny_config(**changes)), beta=0.0)
@@ -347,6 +347,35 @@ def test_a_version_that_was_not_tested(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trl, "__version__", "1.99.0")
     with pytest.warns(UserWarning, match=r"tested with TRL 1\.15.* make test-trl TRL=1\.99\.0$"):
         make(PrefixTreeGRPOTrainer, folder, beta=0.0)
+
+
+def test_a_version_that_is_too_old(tmp_path: Path) -> None:
+    """Before anything is imported that it has not."""
+    (tmp_path / "trl.py").write_text("__version__ = '1.14.2'")
+    run = subprocess.run(
+        [sys.executable, "-c", "import prefixtree.integrations.trl.distillation"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert "UnsupportedError: prefixtree.integrations.trl needs TRL 1.15.0 or newer" in last
+    assert "this is TRL 1.14.2: pip install 'trl==1.16.0'" in last
+
+
+@pytest.mark.parametrize("name", ["sdpa", "prefixtree", None])
+def test_an_attention_that_is_overridden(folder: Path, name: str | None) -> None:
+    given = {"model_init_kwargs": {"attn_implementation": name}} if name else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # TRL loads it with the arguments
+        made = make(PrefixTreeGRPOTrainer, folder, model=str(folder), beta=0.0, **given)
+    assert made.model.config._attn_implementation == "prefixtree"
+    found = [w for w in caught if "is not used: packed rows need 'prefixtree'" in str(w.message)]
+    assert len(found) == (name == "sdpa")
+    assert all("model_init_kwargs={'attn_implementation': 'sdpa'}" in str(w) for w in found)
+    assert all(Path(w.filename).name == "runs.py" for w in found)
 
 
 def test_the_attention_stays_refused_where_it_is_taken_away(folder: Path) -> None:

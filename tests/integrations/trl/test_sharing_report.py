@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
-from prefixtree.integrations.trl import sharing_report as sharing_report_module
+from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.micro_batches import sharing_advice
 from prefixtree.integrations.trl.sharing_report import SharingReport
-from prefixtree.planning.cost_model import CostModel
-from tests.integrations.trl.runs import SameOrder, rollouts, sharing_report, tiny_config, train
+from tests.integrations.trl.runs import SameOrder, make, rollouts, sharing_report, train
+from tests.integrations.trl.sample_runs import make_dpo
 
 FIRST = "the first optimiser step"
 
@@ -50,6 +50,27 @@ def test_completions_that_are_alone(folder: Path) -> None:
 
 def test_groups_that_share_their_prompt(folder: Path) -> None:
     assert warned(PrefixTreeGRPOTrainer, folder) == []
+
+
+@pytest.mark.parametrize("is_dpo", [False, True])
+def test_the_start_says_that_packing_is_on(
+    folder: Path, is_dpo: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the kernel and the plan; not where the user wants errors alone."""
+    maker: Any = make_dpo if is_dpo else make
+    kind = PrefixTreeDPOTrainer if is_dpo else PrefixTreeGRPOTrainer
+    options: dict[str, Any] = {"recompute": "all"}
+    options |= {} if is_dpo else {"max_tokens": 500}
+    for level in ("passive", "error"):
+        caplog.clear()
+        maker(kind, folder, max_steps=1, log_level=level, options=options).train()
+        lines = [r.getMessage() for r in caplog.records if r.name == "prefixtree"]
+        assert len(lines) == (level == "passive")
+        for line in lines:
+            assert line.startswith("packing is on") and "would run 'sdpa': q is on cpu" in line
+            assert all(f"{name}={value!r}" in line for name, value in options.items())
+    # the last run's
+    logging.set_verbosity_warning()
 
 
 def test_another_forward(folder: Path) -> None:
@@ -94,37 +115,17 @@ def test_advice(rows: int, advice: str) -> None:
     assert advice in sharing_advice(args)
 
 
-def test_what_is_logged_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches, one of them in two forwards; a timestamp parts what is the same again."""
-    now = iter([10.0, 12.0, 20.0, 25.0])
-    monkeypatch.setattr(sharing_report_module.time, "perf_counter", lambda: next(now))
+def test_what_is_logged_of_a_batch() -> None:
+    """A timestamp parts what is the same again. Nothing that nobody measured, as seconds saved."""
     metrics: dict[str, list[float]] = defaultdict(list)
     report = sharing_report(metrics)
     same = list(range(5, 65))
     saw(report, [[1, 2, *same], [1, 3, *same]])
-    assert metrics["prefixtree/seconds_saved"] == []
-    report.on_substep_end(None, None, None)
     saw(report, [[1, 2, 3], [1, 2, 4], [1, 2, 5]])
     saw(report, [[7, 8], [7, 8]])
-    report.on_pre_optimizer_step(None, None, None)
-    # nothing was packed since
-    report.on_substep_end(None, None, None)
     logged = {name.partition("/")[2]: values for name, values in metrics.items()}
     assert logged["tokens_computed"] == [123, 5, 2]
     assert logged["tokens_saved"] == [1, 4, 2]
     assert logged["replication_ratio"] == [124 / 123, 9 / 5, 2.0]
     assert logged["tokens_to_win"] == [60, 0, 0]
-    cost = CostModel.from_config(tiny_config())
-
-    def flops(*lengths: int, after: int = 0) -> float:
-        return float(cost.cost(np.full(len(lengths), after), np.array(lengths)).sum())
-
-    first = flops(62, 62) / (flops(62) + flops(61, after=1)) - 1
-    second = (flops(3, 3, 3) + flops(2, 2)) / (flops(3) + flops(1, 1, after=2) + flops(2)) - 1
-    assert logged["seconds_saved"] == pytest.approx([2 * first, 5 * second])
-
-
-def test_seconds_are_logged_of_a_run(folder: Path) -> None:
-    options = {"options": {"rollout_func": rollouts}, "max_steps": 3}
-    history = train(PrefixTreeGRPOTrainer, folder, **options).state.log_history
-    assert all(log["prefixtree/seconds_saved"] > 0 for log in history if "loss" in log)
+    assert len(logged) == 4

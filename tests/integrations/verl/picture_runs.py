@@ -48,12 +48,16 @@ def shown(rows: dict[str, list[Any]], path: Path, with_pictures: bool) -> dict[s
     """Groups of four rollouts, as a model sees them: with positions, and with pictures if wanted.
 
     The second and third group hold prompts alike but for pixels, also within the third; one branch
-    of the second sees a picture in a tool's output; the last group sees none.
+    of the second sees a picture in a tool's output; the last group sees none. Without pictures the
+    policy sampled some of the placeholders, which are text then.
     """
     special = torch.tensor([IMAGE, VIDEO, START, END])
     rows = {name: list(values) for name, values in rows.items()}
     for name in ("prompts", "responses"):
         rows[name] = [row.masked_fill(torch.isin(row, special), 3) for row in rows[name]]
+    if not with_pictures:
+        rows["responses"][1][-2:] = IMAGE
+        rows["responses"][6][-1] = VIDEO
     rows["multi_modal_inputs"] = [{} for _ in rows["prompts"]]
     for i in range(len(rows["prompts"]) if with_pictures else 0):
         _show(rows, i)

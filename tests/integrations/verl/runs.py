@@ -247,7 +247,7 @@ def make_worker(vendor: str, *args: Any, **kwargs: Any) -> TrainingWorker:
     return worker
 
 
-def actor_loss(settings: Settings) -> Any:
+def actor_loss(settings: Settings, entropy_coeff: float = 0.02) -> Any:
     """verl's PPO loss with KL and entropy as the algorithm wants them."""
     config = FSDPActorConfig(
         strategy="fsdp2",
@@ -255,7 +255,7 @@ def actor_loss(settings: Settings) -> Any:
         use_dynamic_bsz=True,
         use_kl_loss=settings.algorithm == "grpo",
         kl_loss_coef=0.1,
-        entropy_coeff=0.02,
+        entropy_coeff=entropy_coeff,
         clip_ratio=0.05,  # some ratios are clipped
         clip_ratio_low=0.05,
         clip_ratio_high=0.05,
@@ -319,20 +319,20 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
     actor.set_loss_fn(actor_loss(settings))
     roles = {"actor": actor}
     infer = {}
-    out = _infer(actor, rows, calculate_entropy=True, **common)
+    out = infer_with(actor, rows, calculate_entropy=True, **common)
     infer["old_log_probs"], infer["entropy"] = out["log_probs"], out["entropy"]
     batch = batch_of(rows, old_log_probs=jagged(infer["old_log_probs"]), **common)
     if settings.algorithm == "grpo":
         other = make_worker(vendor, path, settings, forward_only=True)
         _perturb(other)
-        infer["ref_log_prob"] = _infer(other, rows, **common)["log_probs"]
+        infer["ref_log_prob"] = infer_with(other, rows, **common)["log_probs"]
         batch["ref_log_prob"] = jagged(infer["ref_log_prob"])
     else:
         critic = make_worker(vendor, path, settings, "value_model")
         critic.set_loss_fn(critic_loss())
         _perturb(critic)
         roles["critic"] = critic
-        infer["values"] = _infer(critic, rows, **common)["values"]
+        infer["values"] = infer_with(critic, rows, **common)["values"]
         batch["values"] = jagged(infer["values"])
     _advantages(batch, rows, settings, 100 * rank)
     start = {role: parameters(worker) for role, worker in roles.items()}
@@ -378,7 +378,7 @@ def run_ranks(folder: Path, names: list[str], ranks: int = 2) -> list[dict[Any, 
     return spawn.run_ranks(f"{here}.rank", folder, ranks, arguments=[names], preload=preload)
 
 
-def _infer(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any) -> dict[str, Any]:
+def infer_with(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any) -> dict[str, Any]:
     data = batch_of(rows, compute_loss=False, **extra)
     out = of_collecting_rank(worker, worker.infer_batch(data))
     names = [n for n in ("log_probs", "entropy", "values") if n in out]

@@ -20,6 +20,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 import prefixtree as pt
 from prefixtree.cli import app
 from prefixtree.integrations.verl.balance import Balanced, GroupCosts, balance, deal
+from prefixtree.integrations.verl.batches import MINI_BATCH, TRAINED_TOKENS
 from prefixtree.integrations.verl.trainer import GroupedTrainerSync
 
 
@@ -186,7 +187,7 @@ def trainer(ranks: int, prompts: int, rollouts: int) -> GroupedTrainerSync:
         {
             "trainer": {"critic_warmup": 0},
             "actor_rollout_ref": {
-                "actor": {"ppo_mini_batch_size": prompts},
+                "actor": {"ppo_mini_batch_size": prompts, "ppo_max_token_len_per_gpu": 60},
                 "rollout": {"n": rollouts},
             },
         }
@@ -233,6 +234,11 @@ def test_the_trainer_orders_the_same_samples_by_groups(monkeypatch: pytest.Monke
     assert 1 <= metrics["prefixtree/rank_cost/max_over_mean"] < 1.2
     rank_lengths = [sum(len(stored[k]) for k in after.keys[i : i + 16]) for i in range(0, 64, 16)]
     assert metrics["global_seqlen/balanced_max"] == max(rank_lengths)
+    # what is scored is planned as it is trained, unless that is in another order
+    assert after.extra_info == {MINI_BATCH: 32, TRAINED_TOKENS: 60}
+    _, batch = store(monkeypatch, sequences, groups)
+    made.config.actor_rollout_ref.actor.shuffle = True
+    assert made._balance_batch(batch, {}).extra_info == {}
 
 
 def test_rollouts_are_written_for_the_report(

@@ -242,5 +242,5 @@ def test_ranks_get_as_many_micro_batches(count: int) -> None:
 def test_settings_with_which_trees_are_cut(options: dict[str, Any], models: Path) -> None:
     settings = replace(SETTINGS, **options)
     worker = make_worker("prefixtree", models / settings.model, settings)
-    assert worker.engine._borrow_cost(forward_only=False) is None
-    assert worker.engine._borrow_cost(forward_only=True) is None
+    assert worker.engine._borrow_cost(as_trained=True) is None
+    assert worker.engine._borrow_cost(as_trained=False) is None

@@ -6,14 +6,28 @@ Four updates of one rank in this process, two of ranks in processes of their own
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from verl.utils import tensordict_utils as tu
 
+from prefixtree.integrations.verl.batches import MINI_BATCH, TRAINED_TOKENS
 from tests.integrations.verl.cases import CASES, SEQUENCE_PARALLEL_CASES
 from tests.integrations.verl.compare import check_same
-from tests.integrations.verl.runs import run, run_ranks
+from tests.integrations.verl.runs import (
+    actor_loss,
+    batch_of,
+    infer_with,
+    jagged,
+    make_worker,
+    parameters,
+    rollouts,
+    run,
+    run_ranks,
+)
 from tests.support.full import asked_for, mostly
 
 # each algorithm, model, strategy and setting of both, on one rank or on several
@@ -81,3 +95,57 @@ def test_ranks_agree_on_their_micro_batches(two_ranks: list[dict[Any, Any]]) -> 
     assert "one rank needs 6 micro-batches, another has only 3 sequences" in first["too few"]
     for reason in ("too long", "too few"):
         assert first[reason] == second[reason]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens": 40},
+        {"tokens": 40, "checkpointing": False},
+        {"tokens": None, "size": 2},
+        {"tokens": 40, "model_options": {"lora_rank": 4, "lora_alpha": 8}},
+        {"tokens": 40, "recompute": "auto"},
+    ],
+    ids=str,
+)
+def test_a_policy_that_is_its_reference_does_not_move(
+    models: Path, options: dict[str, Any]
+) -> None:
+    """By a bit: AdamW makes steps of the learning rate of rounding. Old log-probabilities and the
+    reference's are of the forwards by which the policy is trained, two mini-batches an epoch."""
+    settings = replace(CASES["grpo, AdamW"], epochs=2, **options)
+    path, rows = models / settings.model, rollouts(3, groups=4, size=4)
+    count = len(rows["uid"])
+    actor = make_worker("prefixtree", path, settings)
+    actor.set_loss_fn(actor_loss(settings, entropy_coeff=0.0))
+    # what `prefixtree_sync` tells
+    told = {MINI_BATCH: count // 2, TRAINED_TOKENS: settings.tokens}
+    common = {"temperature": 0.7, "global_token_num": None, **told}
+    if "model_options" in options:
+        reference = infer_with(actor, rows, no_lora_adapter=True, **common)
+        old = infer_with(actor, rows, calculate_entropy=True, **common)
+    else:
+        old = infer_with(actor, rows, calculate_entropy=True, **common)
+        other = make_worker("prefixtree", path, settings, forward_only=True)
+        other.engine_config.max_token_len_per_gpu = None
+        reference = infer_with(other, rows, **common)
+    nothing = jagged([torch.zeros_like(r, dtype=torch.float32) for r in rows["responses"]])
+    data = batch_of(
+        rows,
+        old_log_probs=jagged(old["log_probs"]),
+        ref_log_prob=jagged(reference["log_probs"]),
+        advantages=nothing,
+        returns=nothing,
+        **common,
+        calculate_entropy=True,
+        global_batch_size=count // 2,
+        mini_batch_size=count // 2,
+        epochs=settings.epochs,
+        seed=3,
+        dataloader_kwargs={"shuffle": False},
+    )
+    before = parameters(actor)
+    metrics = tu.get(actor.train_mini_batch(data), "metrics")
+    assert set(map(float, metrics["grad_norm"])) == {0.0}
+    after = parameters(actor)
+    assert all(torch.equal(p, after[name]) for name, p in before.items())

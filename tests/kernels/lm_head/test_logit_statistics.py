@@ -130,3 +130,12 @@ def test_names() -> None:
         check_statistics(["top1", "is_top1", "rank"])
     with pytest.raises(ValueError, match=r"a sequence of names .*; got 'is_top1'"):
         check_statistics("is_top1")
+
+
+def test_logits_of_minus_infinity() -> None:
+    x = torch.tensor([[1.0, -torch.inf, 0.5, -torch.inf]])
+    out, rest = torch.zeros(1, 3), (torch.tensor([0]), torch.ones(1), LogitRule())
+    write_statistics(x, *rest, NAMES, out)
+    p = x.double().softmax(-1)
+    assert out[0, 0] == -torch.inf and out[0, 1] == 1
+    torch.testing.assert_close(out[0, 2].double(), p.square().sum().log())

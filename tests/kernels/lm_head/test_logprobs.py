@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import chunk_rows, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from tests.support.head_checks import columns_of, exact_columns
 from tests.support.triton_tiles import DEVICE, DTYPES
 
@@ -484,17 +485,52 @@ def test_the_kernels_are_as_exact_as_torchs_operations(rule, dtype, columns):
         assert ours <= (4 if _RULES[rule].softcap else 2) * torchs + 1e-6, error
 
 
-def test_logits_of_minus_infinity_have_no_part():
-    x = torch.tensor([[1.0, -torch.inf, 0.5, -torch.inf], [-torch.inf, 0.0, 0.0, 0.0]]).to(DEVICE)
-    target, temperature = torch.tensor([0, 2]).to(DEVICE), torch.ones(2).to(DEVICE)
-    out, into = torch.zeros(2, 2).to(DEVICE), torch.zeros(2, 4).to(DEVICE)
-    fused.score(x, target, temperature, LogitRule(), out)
-    fused.gradient(x, target, temperature, LogitRule(), out, torch.ones_like(out), into)
-    finite = x.double().cpu().clamp(min=-1e3).requires_grad_()
-    want = columns_of(finite, target.cpu())
-    (gradient,) = torch.autograd.grad(want.sum(), finite)
-    assert_close(out.cpu(), want.detach(), 1e-6)
-    assert_close(into.cpu(), gradient, 1e-6)
+@pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.parametrize("head", [*_HEADS, "sliced"])
+def test_logits_of_minus_infinity_have_no_part(head, rule, monkeypatch):
+    """A padded vocabulary, one row's target among it: all as torch's own operations have it where
+    0 times infinity is 0. Slices of ranks, too."""
+    case = make_case()
+    bias = case.bias.detach().clone()
+    bias[35:] = -torch.inf
+    masked = replace(case, bias=bias.requires_grad_(), target=case.target.clamp(max=34))
+    masked.target[2] = 38
+    # -1e6 has a probability of 0 in float64 too, and a gradient
+    finite = replace(masked, bias=bias.detach().clamp(min=-1e6).requires_grad_())
+    want, of_want = oracle(finite, _RULES[rule])
+    if head == "sliced":
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
+        given = masked.hidden, masked.weight, masked.bias, masked.target, masked.temperature
+        slice_ = VocabularySlice(None, 0, V)
+        out = linear_logprobs(*given, ScoreOptions(True, rule=_RULES[rule]), slice_)
+        found = gradients(out, masked)
+    else:
+        out, found = run(masked, head, _RULES[rule])
+    if not _RULES[rule].softcap:
+        assert out[2, 0] == -torch.inf
+        out, want = out.clone(), want.clone()
+        out[2, 0] = want[2, 0] = 0
+    assert_close(out, want)
+    for ours, exact in zip(found, of_want, strict=True):
+        assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, "all"])
+@pytest.mark.parametrize("head", [*_HEADS, "sliced"])
+def test_what_torch_makes_no_number_of_shows(head, bad, monkeypatch):
+    """A logit of infinity or NaN, and a row that has no token: NaN as of log_softmax."""
+    case = make_case(3)
+    bias = case.bias.detach().clone()
+    bias[slice(None) if bad == "all" else 3] = -torch.inf if bad == "all" else bad
+    given = replace(case, bias=bias.requires_grad_())
+    if head == "sliced":
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
+        inputs = given.hidden, given.weight, given.bias, given.target, given.temperature
+        out = linear_logprobs(*inputs, ScoreOptions(True), VocabularySlice(None, 0, V))
+        found = gradients(out, given)
+    else:
+        out, found = run(given, head, LogitRule())
+    assert out.isnan().all() and all(x.isnan().any() for x in found)
 
 
 @pytest.mark.parametrize("bad", ["logit", "target"])

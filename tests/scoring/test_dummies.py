@@ -1,0 +1,73 @@
+"""What stands for nothing trains nothing: a dummy changes no gradient by a bit, in every way of
+running, in this process and on another rank."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import prefixtree as pt
+from tests.support.dummy_ranks import IN_GROUPS, WAYS, differing, gradients, loss_of, plan_of
+from tests.support.models import build
+from tests.support.spawn import run_ranks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dummy_among_micro_batches_changes_no_gradient(way: str) -> None:
+    make, run, trunks = WAYS[way]
+    real, empty = plan_of(2, trunks)
+    model = make()
+    run(model, real)
+    expected = gradients(model)
+    run(model, empty)
+    assert not differing(gradients(model), expected)
+    model.zero_grad()
+    run(model, empty)
+    found = gradients(model)
+    assert not any(grad.any() for grad in found.values())
+    # wrappers wait for all of them
+    assert found.keys() == expected.keys()
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Per rank, what differs in each way."""
+    return run_ranks("tests.support.dummy_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_rank_with_a_dummy_adds_zeros(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        assert len(found) == 2 * len(WAYS) + len(IN_GROUPS)
+        assert not any(found.values()), f"rank {rank}: { {n: d for n, d in found.items() if d} }"
+
+
+def test_what_a_dummy_is() -> None:
+    forest = pt.PrefixForest.from_sequences([[9, 5, 7], [9, 5, 8]])
+    dummy = forest.dummy()
+    assert (dummy.tokens.tolist(), dummy.is_dummy, forest.is_dummy) == ([5], True, False)
+    for same in (dummy, pickle.loads(pickle.dumps(dummy))):
+        for packed in (
+            pt.pack(same),
+            pt.pack(same, pad_to_multiple_of=4),
+            pickle.loads(pickle.dumps(pt.pack(same))),
+        ):
+            assert not packed.multiplicity.any() and len(packed.edges().token) == 0
+            values = torch.full((packed.num_tokens, 2), float("inf"), requires_grad=True)
+            for unpacked in (packed.unpack(values)[0], packed.unpack_padded(values)[0]):
+                assert unpacked.tolist() == [[0, 0]]
+                (grad,) = torch.autograd.grad(unpacked.sum(), values)
+                assert not grad.any()
+
+
+def test_a_token_that_stands_for_something_trains() -> None:
+    """These losses see a single token that is no dummy."""
+    model = build("qwen3_moe")
+    one = pt.pack(pt.PrefixForest.from_sequences([[3]]))
+    scores = pt.sequence_logprobs(
+        model, one, return_entropy=True, measure=lambda z, _: z[:, :1], output_router_logits=True
+    )
+    loss_of(scores, one).backward()
+    assert max(float(grad.abs().max()) for grad in gradients(model).values()) > 0.1
