@@ -115,7 +115,7 @@ def state_of(transformer: nn.Module) -> int:
             parts += hooks
         if "forward" in held:
             parts.append(id(held["forward"]))
-        if children := held["_modules"]:
+        if children := held.get("_modules"):
             left += [child for child in children.values() if child is not None]
     parts += [id(kind.forward) for kind in kinds]
     return hash(tuple(parts))

@@ -228,6 +228,7 @@ def test_adapters_with_their_reference(folder: Path, method: str, settings: dict
     assert_equal_runs(ours, theirs)
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize(
     ("recompute", "lora"),
     [("nothing", False), pytest.param("auto", False, marks=FULL), ("auto", True)],
