@@ -90,7 +90,6 @@ KEPT = ("kept trunks", "again", "kept values")
 GROUPS = ("groups by parts", "groups by heads")
 _NO_DISTRIBUTION = Absent("a value has no distribution over tokens")
 _NO_EXPERTS = Absent("no experts")
-_NO_LM_HEAD = Absent("a classifier has no lm_head")
 
 # by two levels; what is not here is held
 CELLS: dict[tuple[str, str], Refused | Absent] = {
