@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.checks import transformer_of
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import layers_of
 from prefixtree.models.tower import compile_blocks
@@ -43,7 +43,7 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     layer of a kind alone: set them before, on all.
 
     Args:
-        model: as `sequence_logprobs` takes it.
+        model: as `sequence_logprobs` or `sequence_values` takes it.
         options: of torch.compile. Default: dynamic=True, so that no graph is made for the size of
             one forest.
 
@@ -51,10 +51,10 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         TypeError: not a module.
         UnsupportedError: a family without layers that transformers checkpoints.
     """
-    causal_lm = find_causal_lm(model)
-    layers = layers_of(causal_lm)
+    transformer = transformer_of(model)
+    layers = layers_of(transformer)
     # it replaces functions that would be compiled otherwise
-    prepare_states(causal_lm)
+    prepare_states(transformer)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     options = {"dynamic": True, **options}
     compile_blocks(model, **{**options, "fullgraph": False})

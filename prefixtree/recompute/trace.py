@@ -104,8 +104,8 @@ class ModelMemory:
             most = max(most, below + working + waiting)
         return round(max(most, below + scoring))
 
-    def scaled(self, factor: float) -> ModelMemory:
-        """For elements of `factor` times the bytes."""
+    def scaled(self, factor: float, element_bytes: int) -> ModelMemory:
+        """For layers that hold `factor` times the bytes, and keys and values of `element_bytes`."""
 
         def times(layer: LayerMemory) -> LayerMemory:
             held, working = ((a * factor, b * factor) for a, b in (layer.held, layer.working))
@@ -115,7 +115,7 @@ class ModelMemory:
             {mode: tuple(map(times, layers)) for mode, layers in self.layers.items()},
             self.before * factor,
             self.after * factor,
-            replace(self.cost, element_bytes=round(self.cost.element_bytes * factor)),
+            replace(self.cost, element_bytes=element_bytes),
             self.norm * factor,
             self.tied * factor,
             self.frozen,
@@ -226,11 +226,11 @@ def _traced(
     key.trains.set_on(model)
     make_fake(model, fake, torch.device(device))
     layers = layers_of(model)
-    if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
-        # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
-        # there counts as more than it is
+    if dtype != torch.bfloat16 and _has_grouped_experts(layers):
+        # torch knows the shapes of grouped products in bfloat16 alone, and autocast leaves them in
+        # the weights' dtype; what is kept in float32 there counts as more than it is
         half = _trace(key, torch.bfloat16, None, device, modes, cut is not None)
-        return half.scaled((autocast or dtype).itemsize / 2)
+        return half.scaled(dtype.itemsize / 2, (autocast or dtype).itemsize)
     model.train()
     prepare_states(model)
     parameters = list(model.parameters())

@@ -357,7 +357,7 @@ def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int
     b = cost.element_bytes
     # of the head's weight a float32 sum
     packed = held(b) + 4 * cost.hidden * cost.vocabulary + memory.peak(forest.num_tokens, mode)
-    sides = [packed, alone(memory, b), alone(memory.scaled(4 / b), 4)]
+    sides = [packed, alone(memory, b), alone(memory.scaled(4 / b, 4), 4)]
     if setting.device.startswith("cpu"):
         # gradients of the runs before: packed, trained, and the replicated one where there is
         earlier = b * cost.parameters

@@ -153,6 +153,21 @@ def test_memory_is_that_of_how_experts_run():
     assert held["batched_mm"] > 2 * held["grouped_mm"]
 
 
+def test_experts_under_autocast_count_in_the_dtype_of_their_weights():
+    config = build("qwen3_moe", intermediate_size=32).config
+    wide, autocast, short = (
+        trace_memory(config, *dtypes)
+        for dtypes in (
+            (torch.float32,),
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.bfloat16),
+        )
+    )
+    assert autocast.layers == wide.layers
+    assert [m.cost.element_bytes for m in (wide, autocast, short)] == [4, 2, 2]
+    assert short.peak(100, "all") < autocast.peak(100, "all")
+
+
 def test_layers_that_cannot_be_cut_are_traced_as_they_are(monkeypatch):
     """Once: a forward that plans does not try again."""
     tried = []

@@ -1,0 +1,77 @@
+"""Every way to run a forest x what users combine with it, against each sequence alone: `ways`."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tests.scoring.ways import (
+    AXES,
+    CELLS,
+    GROUPS,
+    Refused,
+    cases,
+    cell,
+    label,
+    pairs,
+    pairs_of,
+    refused_cases,
+)
+from tests.scoring.ways_runs import check, run
+from tests.support.spawn import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{words}")
+    for words in (
+        "`is_gradient_checkpointing` is deprecated:FutureWarning",
+        "None of the inputs have requires_grad:UserWarning",
+        # Dynamo asks hidden states for it
+        "The .grad attribute of a Tensor:UserWarning",
+    )
+]
+
+ALONE = [case for case in cases() if case["way"] not in GROUPS]
+TOGETHER = [case for case in cases() if case["way"] in GROUPS]
+REFUSED = refused_cases()
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What rank 0 of two finds, by the name of a case; the traceback where it raises."""
+    return run_ranks("tests.scoring.ways_ranks", tmp_path_factory.mktemp("ranks"))[0]
+
+
+def test_every_pair_that_is_held_stands_in_a_case() -> None:
+    covered = {pair for case in cases() for pair in pairs_of(case)}
+    assert covered == set(pairs())
+    assert all(cell(*two) is None for case in cases() for two in combinations(case.values(), 2))
+    named = {level for levels in AXES.values() for level in levels}
+    assert {level for pair in CELLS for level in pair} <= named
+
+
+@pytest.mark.parametrize("case", ALONE, ids=label)
+def test_in_one_process(case: dict[str, str]) -> None:
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=label)
+def test_on_two_ranks(case: dict[str, str], of_ranks: Any) -> None:
+    found = of_ranks[label(case)]
+    assert not isinstance(found, str), found
+    check(case, found)
+
+
+@pytest.mark.parametrize(
+    ("case", "refused"), [pytest.param(*of, id=label(of[0])) for of in REFUSED]
+)
+def test_refused_by_name(case: dict[str, str], refused: Refused, of_ranks: Any) -> None:
+    if case["way"] in GROUPS:
+        message = of_ranks[label(case)]
+        assert isinstance(message, str)
+    else:
+        with pytest.raises(Exception) as refusal:
+            run(case)
+        message = str(refusal.value)
+    assert refused.words in message

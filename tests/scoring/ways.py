@@ -1,0 +1,204 @@
+"""Every way to run a forest x what users combine with it: the axes, and what a pair of levels is.
+
+A case takes one level of every axis. A pair of levels is held by a case of `cases()`, refused by
+name, or does not exist; `cell` says which. The table of docs/what-fits-where.md is printed from it
+(`python -m tests.scoring.ways_page`).
+
+How cases are drawn: every pair of levels of two axes that is neither refused nor absent stands in
+one case at least. A case begins with the first pair that no case has yet; each further axis takes
+the level that brings the most new pairs (the first of equals), and its first level, which goes with
+everything, where none brings any. `test_ways.py` counts the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+
+# the first level of an axis is the plain one, and goes with every other
+AXES: dict[str, tuple[str, ...]] = {
+    "way": (
+        "one forward",
+        "steps",
+        "kept trunks",
+        "again",
+        "groups by parts",
+        "groups by heads",
+        "values",
+        "kept values",
+    ),
+    "layers": (
+        "attention",
+        "windows, softcap",
+        "sinks",
+        "latent attention",
+        "experts",
+        "indexers",
+        "blocks that choose",
+        "compressed keys",
+        "delta rule",
+        "Mamba-2",
+        "convolutions",
+        "images",
+    ),
+    "trained": ("all", "frozen layers", "LoRA without the first layer", "head alone"),
+    "recomputed": (
+        "nothing asked",
+        "checkpointing",
+        "reentrant checkpointing",
+        "nothing",
+        "all_but_attention",
+        "all",
+        "auto",
+        "compiled layers",
+    ),
+    "returned": ("log p", "entropies", "statistics", "measure", "router loss"),
+    "scored": ("all tokens", "loss masks", "temperatures", "routes"),
+    "precision": ("float32", "float64", "bfloat16 autocast"),
+    "event": (
+        "none",
+        "empty batch before",
+        "exception in the middle",
+        "two calls in flight",
+        "no_grad before",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A pair that is refused.
+
+    Attributes:
+        words: what the message holds. See docs/refusals.md.
+    """
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A pair that nobody can ask for, with the reason."""
+
+    why: str
+
+
+VALUES = ("values", "kept values")
+KEPT = ("kept trunks", "again", "kept values")
+GROUPS = ("groups by parts", "groups by heads")
+_NO_DISTRIBUTION = Absent("a value has no distribution over tokens")
+_NO_EXPERTS = Absent("no experts")
+
+# by two levels; what is not here is held
+CELLS: dict[tuple[str, str], Refused | Absent] = {
+    ("steps", "auto"): Refused("plans for a forest in one forward"),
+    **{(way, "router loss"): Refused("load-balancing") for way in KEPT[:2]},
+    **{(way, "compressed keys"): Refused("compress") for way in ("steps", *KEPT, *GROUPS)},
+    **dict.fromkeys(
+        product(
+            VALUES,
+            (
+                *("entropies", "statistics", "measure", "router loss"),
+                *("loss masks", "temperatures", "routes"),
+            ),
+        ),
+        _NO_DISTRIBUTION,
+    ),
+    **dict.fromkeys(
+        product(
+            (layers for layers in AXES["layers"] if layers != "experts"), ("router loss", "routes")
+        ),
+        _NO_EXPERTS,
+    ),
+    **{(way, "two calls in flight"): Absent("micro-batches have turns") for way in KEPT},
+    **{
+        (way, layers): Absent("transformers has no classifier of them")
+        for way, layers in product(
+            VALUES,
+            (
+                *("indexers", "blocks that choose", "compressed keys"),
+                *("Mamba-2", "convolutions", "images"),
+            ),
+        )
+    },
+    ("router loss", "reentrant checkpointing"): Refused("reentrant checkpointing"),
+    ("routes", "compiled layers"): Refused("not verified in compiled models"),
+}
+
+
+def cell(first: str, second: str) -> Refused | Absent | None:
+    """What a pair of levels is; None where it is held."""
+    return CELLS.get((first, second)) or CELLS.get((second, first))
+
+
+def goes(case: dict[str, str]) -> bool:
+    """Whether all pairs of a case's levels are held."""
+    return all(cell(a, b) is None for a, b in combinations(case.values(), 2))
+
+
+def pairs() -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Every two (axis, level) of two axes that are held."""
+    return [
+        ((one, a), (other, b))
+        for one, other in combinations(AXES, 2)
+        for a, b in product(AXES[one], AXES[other])
+        if cell(a, b) is None
+    ]
+
+
+def pairs_of(case: dict[str, str]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """The pairs that a case holds, as `pairs` has them."""
+    yield from combinations(case.items(), 2)
+
+
+@cache
+def cases() -> tuple[dict[str, str], ...]:
+    """Cases that hold every pair; one level of every axis, in the order of AXES."""
+    left = dict.fromkeys(pairs())
+    found = []
+    while left:
+        chosen = dict(next(iter(left)))
+        for axis, levels in AXES.items():
+            if axis in chosen:
+                continue
+            new = {
+                level: sum(
+                    tuple(sorted([(axis, level), held], key=lambda x: [*AXES].index(x[0]))) in left
+                    for held in chosen.items()
+                )
+                for level in levels
+                if goes({**chosen, axis: level})
+            }
+            chosen[axis] = max(new, key=new.__getitem__)
+        case = {axis: chosen[axis] for axis in AXES}
+        found.append(case)
+        for pair in pairs_of(case):
+            left.pop(pair, None)
+    return tuple(found)
+
+
+def axis_of(level: str) -> str:
+    """The axis that has a level."""
+    return next(axis for axis, levels in AXES.items() if level in levels)
+
+
+def refused_cases() -> list[tuple[dict[str, str], Refused]]:
+    """A case of each refused pair, all else plain but what the pair needs."""
+    found = []
+    for pair, of in CELLS.items():
+        if isinstance(of, Refused):
+            case = {axis: levels[0] for axis, levels in AXES.items()}
+            case |= {axis_of(level): level for level in pair}
+            if case["returned"] == "router loss" or case["scored"] == "routes":
+                case["layers"] = "experts"
+            found.append((case, of))
+    return found
+
+
+def label(case: dict[str, str]) -> str:
+    """The name of a case: its levels that are not plain, the way first."""
+    return " + ".join(
+        [case["way"], *(b for a, b in case.items() if b != AXES[a][0] and a != "way")]
+    )

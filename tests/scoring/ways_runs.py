@@ -1,0 +1,534 @@
+"""A case of `ways`, through public calls, and each of its sequences alone through eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForTokenClassification
+
+import prefixtree as pt
+from tests.scoring.ways import GROUPS, KEPT, VALUES
+from tests.support import picture_cases
+from tests.support.models import (
+    adapted,
+    build,
+    enable_checkpointing,
+    gradients,
+    logprob_and_entropy,
+    make_objective,
+    padded_balancing_loss,
+    ragged_sequences,
+    randomise,
+)
+from tests.support.replay import drawn_routes, recorded_choice
+
+LAYERS = {
+    "attention": "qwen3",
+    "windows, softcap": "gemma2",
+    "sinks": "gpt_oss",
+    "latent attention": "deepseek_v3",
+    "experts": "qwen3_moe",
+    "indexers": "deepseek_v32",
+    "blocks that choose": "minimax_m3_vl_text",
+    "compressed keys": "deepseek_v4",
+    "delta rule": "qwen3_5",
+    "Mamba-2": "nemotron_h",
+    "convolutions": "lfm2",
+    "images": "qwen3_vl",
+}
+# a borrowed token counts a twentieth of an own one, so that a step borrows much
+LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
+MAX_TOKENS = 20
+STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
+BALANCE = 0.5
+
+
+class Stopped(Exception):
+    """What a hook raises in the middle of a forward."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one side gives.
+
+    Attributes:
+        rows: [n - 1, columns] per sequence (of values [n, columns]), float64.
+        gradients: by parameter, float64. balance: the load-balancing loss.
+    """
+
+    rows: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    balance: float = 0.0
+
+
+# ---- models and inputs ---------------------------------------------------------------------------
+
+
+def model_of(case: dict[str, str], implementation: str = "prefixtree") -> Any:
+    """The model of a case, before anything is asked of a forward."""
+    family = LAYERS[case["layers"]]
+    torch.manual_seed(0)
+    if case["layers"] == "images":
+        model = picture_cases.build(family, implementation)
+    else:
+        model = build(family, implementation)
+    if case["way"] in VALUES:
+        text = model.config.get_text_config()
+        text.num_labels, text.classifier_dropout = 2, 0.0
+        model.config.num_labels, model.config.classifier_dropout = 2, 0.0
+        model = AutoModelForTokenClassification.from_config(
+            model.config, attn_implementation=implementation
+        )
+        randomise(model)
+        model.train()
+    model = _TRAINED[case["trained"]](model)
+    if case["precision"] == "float64":
+        model = model.double()
+        if hasattr(model, "set_experts_implementation"):
+            # grouped products know no float64
+            model.set_experts_implementation("eager")
+    return model
+
+
+def _freeze(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "layers.0.mlp" in name)
+    return model
+
+
+def _upper_lora(model: nn.Module) -> Any:
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and "layers." in name
+        and "layers.0." not in name
+        and not name.startswith(picture_cases.TOWERS)
+        # PEFT refuses what mixers of Mamba-2 read as a weight
+        and name.rpartition(".")[2] in ("q_proj", "o_proj", "down_proj", "in_proj", "kv_b_proj")
+    ]
+    return adapted(model, *layers)
+
+
+def _head_alone(model: nn.Module) -> nn.Module:
+    head = getattr(model, "score", None) or model.lm_head
+    model.requires_grad_(False)
+    head.requires_grad_(True)
+    return model
+
+
+_TRAINED: dict[str, Callable[[Any], Any]] = {
+    "all": lambda model: model,
+    "frozen layers": _freeze,
+    "LoRA without the first layer": _upper_lora,
+    "head alone": _head_alone,
+}
+
+
+@cache
+def pictures() -> Any:
+    """The sequences with images."""
+    return picture_cases.batch(LAYERS["images"])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is scored, and how: with `Objective`'s weights."""
+
+    sequences: list[np.ndarray]
+    temperatures: list[Any]
+    masks: list[np.ndarray] | None
+    routes: list[np.ndarray] | None
+    weights: list[torch.Tensor]
+
+    def loss_of(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        """Of sequence i; no sum over tokens. rows: [n, columns] or [n - 1, columns]."""
+        weights = self.weights[i].to(rows)[: len(rows)]
+        weights = (
+            torch.cat([weights, weights[:1]])[: len(rows)] if len(rows) > len(weights) else weights
+        )
+        gains = torch.linspace(1.0, -0.5, rows.shape[1], dtype=rows.dtype)
+        loss: torch.Tensor = (rows * weights[:, :1] * gains).sum() + 1e-3 * rows.sum().pow(2)
+        return loss
+
+
+@cache
+def inputs_of(layers: str, scored: str) -> Inputs:
+    sequences = pictures().sequences if layers == "images" else ragged_sequences()
+    drawn = make_objective(sequences)
+    temperatures: list[Any] = [1.0] * len(sequences)
+    if scored == "temperatures":
+        rng = np.random.default_rng(1)
+        per_token = [rng.choice([0.7, 1.0, 1.6], len(s)) for s in sequences]
+        # numbers for some, arrays for others
+        temperatures = [t if i % 2 else np.full(len(t), 0.8) for i, t in enumerate(per_token)]
+    masks = drawn.loss_masks if scored == "loss masks" else None
+    routes = drawn_routes(sequences) if scored == "routes" else None
+    return Inputs(sequences, temperatures, masks, routes, drawn.weights)
+
+
+# ---- each sequence alone -------------------------------------------------------------------------
+
+
+def alone(case: dict[str, str]) -> Found:
+    """Each sequence in a forward of its own, without prefixtree."""
+    of_values = case["way"] in VALUES
+    return _alone(of_values, *(case[axis] for axis in _DECIDE))
+
+
+# the axes that decide what a sequence alone gives
+_DECIDE = ("layers", "trained", "returned", "scored", "precision")
+
+
+@cache
+def _alone(of_values: bool, *levels: str) -> Found:
+    case = {
+        "way": "values" if of_values else "one forward",
+        **dict(zip(_DECIDE, levels, strict=True)),
+    }
+    model, inputs = model_of(case, "eager"), inputs_of(case["layers"], case["scored"])
+    rows = []
+    for i, tokens in enumerate(inputs.sequences):
+        routed = nullcontext()
+        if inputs.routes is not None:
+            routed = recorded_choice(model, inputs.routes[i])
+        with routed:
+            # checkpointing is off, so no router chooses again behind this block
+            with _autocast(case):
+                found = _rows_alone(case, model, inputs, i, tokens)
+        inputs.loss_of(i, found).backward()
+        rows.append(found.detach().double())
+    balance = 0.0
+    if case["returned"] == "router loss":
+        with _autocast(case):
+            loss = padded_balancing_loss(model, inputs.sequences)
+        if loss.requires_grad:
+            (BALANCE * loss).backward()
+        balance = float(loss.detach())
+    return Found(rows, _gradients(model), balance)
+
+
+def _rows_alone(
+    case: dict[str, str], model: Any, inputs: Inputs, i: int, tokens: np.ndarray
+) -> torch.Tensor:
+    ids = torch.from_numpy(tokens)
+    keywords: dict[str, Any] = {"input_ids": ids[None]}
+    if case["layers"] == "images":
+        shown = picture_cases.pictures_of(model, pictures())
+        keywords = picture_cases.alone_inputs(shown, shown.sequences[i], shown.of_sequences[i])
+        ids = keywords["input_ids"][0]
+    if case["way"] in VALUES:
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        hidden = inner.base_model(**keywords, use_cache=False).last_hidden_state
+        values: torch.Tensor = inner.score(hidden)[0]
+        return values
+    logits = model(**keywords, use_cache=False).logits[0, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature = torch.as_tensor(inputs.temperatures[i])
+    temperature = temperature[1:, None].to(logits) if temperature.ndim else temperature
+    logits = logits / temperature
+    log_p = logits.log_softmax(-1)
+    taken = log_p.gather(1, ids[1:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    columns = {
+        "log p": [taken],
+        "router loss": [taken],
+        "entropies": [taken, entropy],
+        "measure": [taken, taken, entropy],
+        "statistics": [
+            taken,
+            *(
+                x.detach().to(taken)
+                for x in (
+                    logits.mean(-1),
+                    logits.argmax(-1) == ids[1:],
+                    (2 * log_p).logsumexp(-1),
+                )
+            ),
+        ],
+    }[case["returned"]]
+    rows = torch.stack(columns, -1)
+    if inputs.masks is not None:
+        rows = rows * torch.from_numpy(inputs.masks[i][1:, None])
+    return rows
+
+
+# ---- the case ------------------------------------------------------------------------------------
+
+
+def run(case: dict[str, str], group: Any = None) -> Found:
+    """The case through prefixtree. group: of the ranks, for the ways of groups."""
+    model = pt.prepare(model_of(case))
+    _recompute(model, case["recomputed"])
+    inputs = inputs_of(case["layers"], case["scored"])
+    call = Call(case, model, inputs, group)
+    event = case["event"]
+    if event == "empty batch before":
+        call.nothing()
+    elif event == "exception in the middle":
+        with _stopping(model):
+            try:
+                call()
+            except Stopped:
+                pass
+            else:
+                raise AssertionError("the hook did not stop the forward")
+        model.zero_grad(set_to_none=True)
+    elif event == "no_grad before":
+        with torch.no_grad():
+            call()
+        assert not _gradients(model)
+    if event == "two calls in flight":
+        halves = [call.scores(), call.scores()]
+        for rows, balance in halves:
+            call.backward(rows, balance, 0.5)
+        rows, balance = halves[0]
+        return call.found(dict(enumerate(rows)), balance)
+    return call()
+
+
+def _recompute(model: Any, how: str) -> None:
+    if how == "compiled layers":
+        torch._dynamo.reset()
+        pt.compile_layers(model, backend="eager")
+    elif "checkpointing" in how:
+        enable_checkpointing(model, how.startswith("reentrant"))
+
+
+@contextmanager
+def _stopping(model: nn.Module) -> Iterator[None]:
+    """The last attention or state layer raises, the first time."""
+
+    def stop(*_: Any) -> None:
+        raise Stopped
+
+    name = max(n for n, _ in model.named_modules() if n.rpartition(".")[0].endswith("layers"))
+    handle = dict(model.named_modules())[name].register_forward_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Call:
+    """The way's public call, and the backward of its loss."""
+
+    def __init__(self, case: dict[str, str], model: Any, inputs: Inputs, group: Any) -> None:
+        self.case, self.model, self.inputs, self.group = case, model, inputs, group
+        self.way = case["way"]
+        self.options: dict[str, Any] = {}
+        if case["recomputed"] in ("nothing", "all", "all_but_attention", "auto"):
+            self.options["recompute"] = case["recomputed"]
+        self.tokens = list(inputs.sequences)
+        if case["layers"] == "images":
+            shown = picture_cases.pictures_of(model, pictures())
+            self.options["pictures"], self.tokens = shown, shown.sequences
+        if self.way not in VALUES:
+            self.options["chunk_size"] = 7
+            returned = case["returned"]
+            if returned == "entropies":
+                self.options["return_entropy"] = True
+            elif returned == "statistics":
+                self.options["return_statistics"] = STATISTICS
+            elif returned == "measure":
+                self.options["measure"] = logprob_and_entropy
+            elif returned == "router loss":
+                self.options["output_router_logits"] = True
+        if self.way in KEPT and self.options.pop("output_router_logits", False):
+            # a block of kept trunks has no keyword for it
+            model.config.output_router_logits = True
+        if self.way == "steps":
+            self.options |= {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
+        elif self.way in GROUPS:
+            mode = "parts" if self.way == "groups by parts" else "heads"
+            self.options |= {"group": group, "group_mode": mode}
+        elif self.way == "again":
+            self.options["recompute_trunks"] = "again"
+
+    def forest(self) -> pt.PrefixForest:
+        more = {} if self.inputs.routes is None else {"routes": self.inputs.routes}
+        return pt.PrefixForest.from_sequences(self.tokens, **more)
+
+    def __call__(self) -> Found:
+        if self.way in KEPT:
+            return self._kept(self._plan()[0])
+        rows, balance = self.scores()
+        if rows[0].requires_grad:
+            self.backward(rows, balance)
+        return self.found(dict(enumerate(rows)), balance)
+
+    def scores(self) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Rows per sequence, with a graph."""
+        with _autocast(self.case):
+            return self._scored(pt.pack(self.forest()))
+
+    def _scored(self, packed: pt.PackedForest) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        if self.way in VALUES:
+            return pt.sequence_values(self.model, packed, **self.options), None
+        per_sequence = self.inputs.temperatures, self.inputs.masks
+        if packed.forest.num_sequences != len(self.tokens):
+            # of an empty batch
+            per_sequence = 1.0, None
+        scores = pt.sequence_logprobs(self.model, packed, *per_sequence, **self.options)
+        return self._rows(scores), scores.aux_loss
+
+    def nothing(self) -> None:
+        """What an empty batch adds to gradients: nothing."""
+        if self.way in KEPT:
+            self._kept(self._plan(num_ranks=2, min_micro_batches=9)[1])
+            self.model.zero_grad(set_to_none=True)
+            return
+        empty = _empty(self.forest())
+        with _autocast(self.case):
+            rows, balance = self._scored(empty)
+        loss = sum(row.sum() for row in rows) if self.way not in VALUES else 0.0 * rows[0].sum()
+        if balance is not None:
+            assert float(balance) == 0.0
+            loss = loss + balance
+        loss.backward()
+        assert not any(g.any() for g in _gradients(self.model).values())
+
+    def backward(
+        self, rows: Sequence[torch.Tensor], balance: torch.Tensor | None, scale: float = 1.0
+    ) -> None:
+        loss: Any = sum(self.inputs.loss_of(i, row) for i, row in enumerate(rows))
+        if balance is not None:
+            loss = loss + BALANCE * balance
+        (scale * loss).backward()
+
+    def found(self, rows: dict[int, torch.Tensor], balance: torch.Tensor | None) -> Found:
+        return Found(
+            [rows[i].detach().double() for i in sorted(rows)],
+            _gradients(self.model),
+            0.0 if balance is None else float(balance.detach()),
+        )
+
+    # ---- kept trunks
+
+    def _plan(self, **options: Any) -> pt.MicroBatchPlan:
+        plan = pt.plan_micro_batches(
+            self.forest(), self._budget, trunks=True, borrow_cost=LIGHT, **options
+        )
+        assert plan.stats.trunks.trunks > 0
+        return plan
+
+    @property
+    def _budget(self) -> int:
+        return 24 if self.case["layers"] != "images" else 40
+
+    def _kept(self, batches: Any) -> Found:
+        rows: dict[int, torch.Tensor] = {}
+        values = self.way in VALUES
+        kept: Any = pt.kept_values if values else pt.kept_trunks
+        if not values:
+            kept = partial(kept, temperature=self.inputs.temperatures, loss_mask=self.inputs.masks)
+        with _autocast(self.case), kept(self.model, batches, **self.options) as scored:
+            for batch, scores in scored:
+                its = scores if values else self._rows(scores)
+                pairs = dict(zip(batch.sequence_indices.tolist(), its, strict=False))
+                rows |= pairs
+                loss = sum(self.inputs.loss_of(i, row) for i, row in pairs.items())
+                if batch.is_empty:
+                    loss = sum(row.sum() for row in its) * 0.0
+                if torch.is_grad_enabled():
+                    loss.backward()
+        return self.found(rows, None)
+
+    def _rows(self, scores: Any) -> list[torch.Tensor]:
+        found = [[p] for p in scores.logprobs]
+        if scores.entropy is not None:
+            found = [[*of, e] for of, e in zip(found, scores.entropy, strict=True)]
+        for name in self.options.get("return_statistics", ()):
+            found = [[*of, s] for of, s in zip(found, scores.statistics[name], strict=True)]
+        if scores.measured is not None:
+            found = [[*of, *m.unbind(-1)] for of, m in zip(found, scores.measured, strict=True)]
+        return [torch.stack(of, -1) for of in found]
+
+
+def _autocast(case: dict[str, str]) -> Any:
+    if case["precision"] == "bfloat16 autocast":
+        return torch.autocast("cpu", torch.bfloat16)
+    return nullcontext()
+
+
+def _empty(forest: pt.PrefixForest) -> pt.PackedForest:
+    """An empty step of a plan."""
+    plan = pt.plan_micro_batches(forest, 10_000, num_ranks=2, min_micro_batches=40)
+    return next(b for rank in range(2) for b in plan[rank] if b.is_empty).packed
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By the name without wrappers' prefixes."""
+    return {name: g.double() for name, g in gradients(model).items()}
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def check(case: dict[str, str], found: Found) -> None:
+    """Fails unless a case gives what each of its sequences gives alone.
+
+    Under autocast both round: then each is compared with float32, and the packed run may be twice
+    as far away as the sequences alone are.
+    """
+    expected = alone(case)
+    if case["precision"] != "bfloat16 autocast":
+        far = distance(found, expected)
+        assert far <= tolerance(case), far
+        return
+    exact = alone({**case, "precision": "float32"})
+    far, rounding = mean_distance(found, exact), mean_distance(expected, exact)
+    assert far <= 2 * rounding + 1e-3, (far, rounding)
+
+
+def tolerance(case: dict[str, str]) -> float:
+    """Of `distance`: a bound of rounding. States are read through exponentials of sums, and V4's
+    hyper-connections nearly cancel."""
+    if case["layers"] in ("delta rule", "Mamba-2", "convolutions", "compressed keys"):
+        return 5e-5
+    # scores are float32 of models in float64 too
+    return 3e-6 if case["precision"] == "float64" else 1e-5
+
+
+def distance(found: Found, expected: Found) -> float:
+    """The largest difference: of rows over the largest row, of a parameter's gradient over its
+    norm; a norm below 1e-3 of all gradients counts as that."""
+    _check_shapes(found, expected)
+    rows, wanted = torch.cat(found.rows), torch.cat(expected.rows)
+    largest = float((rows - wanted).abs().max() / wanted.abs().max())
+    norms = {name: float(g.norm()) for name, g in expected.gradients.items()}
+    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5 or 1.0
+    gaps = (
+        float((found.gradients[name] - g).norm()) / max(norms[name], floor)
+        for name, g in expected.gradients.items()
+    )
+    return max(largest, abs(found.balance - expected.balance), *gaps)
+
+
+def mean_distance(found: Found, expected: Found) -> float:
+    """The larger of two root mean squares: of rows, and of all gradients, over those expected."""
+    _check_shapes(found, expected)
+    pairs = (
+        (torch.cat([x.flatten() for x in a]), torch.cat([x.flatten() for x in b]))
+        for a, b in (
+            (found.rows, expected.rows),
+            (
+                [found.gradients[name] for name in expected.gradients],
+                [*expected.gradients.values()],
+            ),
+        )
+    )
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _check_shapes(found: Found, expected: Found) -> None:
+    assert [r.shape for r in found.rows] == [e.shape for e in expected.rows]
+    assert found.gradients.keys() == expected.gradients.keys()
+    assert all(x.isfinite().all() for x in (*found.rows, *found.gradients.values()))
