@@ -20,6 +20,7 @@ from tests.scoring.ways import (
     refused_cases,
 )
 from tests.scoring.ways_runs import check, run
+from tests.support.lost_gradients import lose_keys, lose_states, lose_tails
 from tests.support.spawn import run_ranks
 
 pytestmark = [
@@ -54,6 +55,26 @@ def test_every_pair_that_is_held_stands_in_a_case() -> None:
 @pytest.mark.parametrize("case", ALONE, ids=label)
 def test_in_one_process(case: dict[str, str]) -> None:
     check(case, run(case))
+
+
+@pytest.mark.parametrize(
+    ("lose", "levels"),
+    [
+        (lose_keys, {"way": "steps"}),
+        (lose_keys, {"way": "kept trunks"}),
+        (lose_keys, {"way": "kept values"}),
+        (lose_states, {"way": "steps", "layers": "delta rule"}),
+        (lose_tails, {"way": "again", "layers": "convolutions"}),
+    ],
+)
+def test_a_gradient_that_is_left_out_is_seen(
+    lose: Any, levels: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {axis: of[0] for axis, of in AXES.items()} | levels
+    lose(monkeypatch)
+    found = run(case)
+    with pytest.raises(AssertionError):
+        check(case, found)
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=label)

@@ -1,8 +1,7 @@
 """Every way to run a forest x what users combine with it: the axes, and what a pair of levels is.
 
 A case takes one level of every axis. A pair of levels is held by a case of `cases()`, refused by
-name, or does not exist; `cell` says which. The table of docs/what-fits-where.md is printed from it
-(`python -m tests.scoring.ways_page`).
+name, or does not exist; `cell` says which.
 
 How cases are drawn: every pair of levels of two axes that is neither refused nor absent stands in
 one case at least. A case begins with the first pair that no case has yet; each further axis takes

@@ -199,10 +199,9 @@ def _alone(of_values: bool, *levels: str) -> Found:
         routed = nullcontext()
         if inputs.routes is not None:
             routed = recorded_choice(model, inputs.routes[i])
-        with routed:
-            # checkpointing is off, so no router chooses again behind this block
-            with _autocast(case):
-                found = _rows_alone(case, model, inputs, i, tokens)
+        # checkpointing is off, so no router chooses again behind this block
+        with routed, _autocast(case):
+            found = _rows_alone(case, model, inputs, i, tokens)
         inputs.loss_of(i, found).backward()
         rows.append(found.detach().double())
     balance = 0.0
