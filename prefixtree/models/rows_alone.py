@@ -31,7 +31,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import KNOWN_PACKAGES, every_layer_attends, foreign_module
 from prefixtree.models.families import family_of, forward_inputs
 from prefixtree.models.layers import decoder_of
-from prefixtree.models.router_loss import router_keywords
+from prefixtree.models.routers import router_keywords
 from prefixtree.packing.layout import pack
 
 _TOKENS = 64
@@ -115,7 +115,7 @@ def state_of(transformer: nn.Module) -> int:
             parts += hooks
         if "forward" in held:
             parts.append(id(held["forward"]))
-        if children := held["_modules"]:
+        if children := held.get("_modules"):
             left += [child for child in children.values() if child is not None]
     parts += [id(kind.forward) for kind in kinds]
     return hash(tuple(parts))

@@ -15,7 +15,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.layers import decoder_of
-from prefixtree.models.router_loss import router_keywords
+from prefixtree.models.routers import router_keywords
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.layers import Mode, recomputing
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from prefixtree._hints import kind_of
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.models.changes import ModelStamp
 from prefixtree.models.checks import (
     attention_modules,
     check_loaded,
@@ -33,7 +34,6 @@ from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.paths import not_kept
 from prefixtree.models.rope import fixed_lengths, longest_row
 from prefixtree.models.rows_alone import check_layers
-from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
 from prefixtree.sampling.graphs import state_of

@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.models.changes import changing
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
+from prefixtree.models.changes import ModelStamp, changing
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
-from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
-from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask

@@ -20,8 +20,7 @@ from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.replay import check_routes
-from prefixtree.models.router_loss import router_loss
+from prefixtree.models.routers import check_routes, router_loss
 from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest

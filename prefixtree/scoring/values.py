@@ -25,9 +25,9 @@ from prefixtree.models.checks import (
     every_layer_attends,
     foreign_module,
     transformer_of,
+    warn_past_ddp,
 )
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
-from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.rope import check_rope

@@ -129,9 +129,10 @@ def test_a_fork_while_another_thread_changes_a_model() -> None:
 # where else a module or torch's state changes, and why that is not for one call
 ELSEWHERE = {
     "models/changes.py": "the one place",
+    "models/checks.py": "a refusal of classifiers that are called by themselves: stays",
     "models/compiled.py": "compile_layers: stays",
     "models/hybrids.py": "prepare: stays, and a second call completes what is missing",
-    "models/replay.py": "hooks of a replay: they stay, and the next call completes them",
+    "models/routers.py": "hooks of a replay: they stay, and the next call completes them",
     "recompute/trace.py": "on a model of its own, on meta tensors",
     "recompute/trace_tower.py": "on a tower of its own, on meta tensors",
     "recompute/traced_runs.py": "on the model of a trace",

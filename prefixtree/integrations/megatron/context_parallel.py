@@ -24,7 +24,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.models.state_calls import KeepsStates, WholeForest
+from prefixtree.models.along_tree import KeepsStates, WholeForest
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree

@@ -21,7 +21,7 @@ from prefixtree.models.families import (
     check_modules,
 )
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.router_loss import loss_function
+from prefixtree.models.routers import loss_function
 from prefixtree.recompute.forward import Recompute
 
 # (argument, values that are fine, what is wrong with the others)
