@@ -17,11 +17,9 @@ from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Picture, Pictures, picture_key
-from prefixtree.planning.borrow_cost import BorrowCost
-from prefixtree.planning.cost_model import CostModel
-from prefixtree.planning.micro_batch import MicroBatch
+from prefixtree.planning.costs import BorrowCost, CostModel
+from prefixtree.planning.micro_batch import MicroBatch, PlanStats, ReuseStats
 from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
-from prefixtree.planning.plan_stats import PlanStats, ReuseStats
 from prefixtree.planning.steps import StepStats
 from prefixtree.planning.trunks import TrunkStats
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from prefixtree.planning.borrow_cost import borrow_cost_of
+from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute.picture_work import TowerChoice
 from prefixtree.recompute.plan import (

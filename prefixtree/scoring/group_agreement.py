@@ -12,8 +12,7 @@ from torch import nn
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import Parts
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
-from prefixtree.planning.cost_model import CostModel, cost_model_of
+from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.scoring.edges import ScoredEdges
 

@@ -30,7 +30,7 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.layers import MODES, Mode

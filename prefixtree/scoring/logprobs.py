@@ -35,7 +35,7 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import (

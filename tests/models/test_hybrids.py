@@ -17,7 +17,7 @@ import torch
 import prefixtree as pt
 from prefixtree.models import along_tree, families, hybrids
 from prefixtree.models.along_tree import AlongTree
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify

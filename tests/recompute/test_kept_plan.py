@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixtree.planning.borrow_cost import borrow_cost_of
+from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute.kept_plan import plan_kept
 from prefixtree.recompute.layers import MODES

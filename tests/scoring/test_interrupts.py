@@ -18,7 +18,7 @@ from prefixtree.models import changes, routers
 from prefixtree.models import checks as model_checks
 from prefixtree.models import vision as pictures
 from prefixtree.parallel.steps import LoanStore
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
 from prefixtree.sampling.forward import CachedForward

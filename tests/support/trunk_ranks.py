@@ -25,7 +25,7 @@ from prefixtree import (
     sequence_logprobs,
     sequence_values,
 )
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.kept_plan import plan_kept
 from prefixtree.scoring import kept_modes
 from tests.support.full import asked_for

@@ -64,7 +64,7 @@ from prefixtree.models.checks import transformer_of
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores

@@ -22,7 +22,7 @@ from prefixtree.integrations.trl import (
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.images import check_images
 from prefixtree.models import vision as tower
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.forward import tower_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import (
