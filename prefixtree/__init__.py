@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from prefixtree.sampling import Draws, Rows, Samples, TreeSampler
     from prefixtree.scoring.batches import BatchScores, batch_logprobs
     from prefixtree.scoring.in_steps import borrow_cost
-    from prefixtree.scoring.kept_trunks import kept_trunks
-    from prefixtree.scoring.kept_values import kept_values
+    from prefixtree.scoring.kept_trunks import kept_trunks, kept_values
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
@@ -97,8 +96,7 @@ _LATER = {
     "prefixtree.integrations.transformers": ("prepare",),
     "prefixtree.scoring.batches": ("BatchScores", "batch_logprobs"),
     "prefixtree.scoring.in_steps": ("borrow_cost",),
-    "prefixtree.scoring.kept_trunks": ("kept_trunks",),
-    "prefixtree.scoring.kept_values": ("kept_values",),
+    "prefixtree.scoring.kept_trunks": ("kept_trunks", "kept_values"),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),

@@ -34,7 +34,7 @@ ROOMS = {
     ),
     "pictures": (
         "pictures.py _picture_inputs.py models/vision.py models/encodings.py "
-        "parallel/features.py packing/placements.py",
+        "parallel/ranks.py packing/placements.py",
         "tests/test_pictures.py tests/models/test_vision.py "
         "tests/scoring/test_pictures_in_groups.py",
     ),
@@ -48,7 +48,7 @@ ROOMS = {
     ),
     "packing": ("packing/*.py loops/*.py", "tests/packing/test_*.py"),
     "parallel": (
-        "parallel/*.py scoring/in_groups.py scoring/parallel_lm_head.py "
+        "parallel/*.py scoring/in_groups.py scoring/lm_head.py "
         "kernels/lm_head/vocabulary_parallel.py",
         "tests/parallel/test_*.py tests/scoring/test_in_groups.py "
         "tests/scoring/test_states_in_groups.py tests/scoring/test_tensor_parallel.py "

@@ -38,8 +38,7 @@ from prefixtree.parallel.agreement import num_ranks
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
-from prefixtree.scoring.lm_head import check_rows_alone
-from prefixtree.scoring.parallel_lm_head import is_linear
+from prefixtree.scoring.lm_head import check_rows_alone, is_linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

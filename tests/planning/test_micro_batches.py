@@ -357,9 +357,15 @@ def test_every_window_counts_with_its_layers(monkeypatch):
     monkeypatch.setattr(costs, "model_cost", lambda config: replace(cost, layers=layers))
     by_window = CostModel.from_config(config)
     assert by_window.attention == 7 * 3
-    assert dict(zip(by_window.window, by_window.windowed, strict=True)) == {4: 7 * (2 + 7), 9: 7 * 5}
+    assert dict(zip(by_window.window, by_window.windowed, strict=True)) == {
+        4: 7 * (2 + 7),
+        9: 7 * 5,
+    }
     want = [
-        sum(by_window.linear + 7 * (3 * (p + 1) + 9 * min(p + 1, 4) + 5 * min(p + 1, 9)) for p in run)
+        sum(
+            by_window.linear + 7 * (3 * (p + 1) + 9 * min(p + 1, 4) + 5 * min(p + 1, 9))
+            for p in run
+        )
         for run in (range(3), range(3, 20))
     ]
     assert by_window.cost(np.array([0, 3]), np.array([3, 17])).tolist() == want

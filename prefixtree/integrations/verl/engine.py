@@ -70,8 +70,7 @@ from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
 from prefixtree.scoring.kept_runs import KeptRuns, check_kept
-from prefixtree.scoring.kept_trunks import kept_trunks
-from prefixtree.scoring.kept_values import kept_values
+from prefixtree.scoring.kept_trunks import kept_trunks, kept_values
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 

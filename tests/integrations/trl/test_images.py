@@ -185,7 +185,7 @@ def test_a_window_that_does_not_fit_is_not_opened(
 
     monkeypatch.setattr(Accelerator, "reduce", reduced)
     if whose == "own":
-        monkeypatch.setattr("prefixtree.scoring.kept_modes.plan_kept", too_large)
+        monkeypatch.setattr("prefixtree.recompute.kept_modes.plan_kept", too_large)
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
     ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
     # windows without gradients plan nothing
