@@ -132,7 +132,7 @@ class KeepsStates(Protocol):
     """Takes states from beyond a call and hands them on.
 
     Those of steps (`parallel.states`), of ranks (`parallel.state_heads`), or of a growing forest
-    (`sampling.state_pools`): with a tree mask its forward is the prefill, without one it is of the
+    (`sampling.forest_cache`): with a tree mask its forward is the prefill, without one it is of the
     rows' new tokens.
     """
 

@@ -15,8 +15,7 @@ from prefixtree.packing.transfers import lasting
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest
-from prefixtree.sampling.rows import Rows, stop_tokens
-from prefixtree.sampling.samples import Piece, Row, Samples
+from prefixtree.sampling.rows import Piece, Row, Rows, Samples, stop_tokens
 from prefixtree.sampling.step import Steps
 
 

@@ -145,7 +145,7 @@ ELSEWHERE = {
     "models/indexers.py": "prepare: stays",
     "models/experts.py": "prepare: stays",
     "sampling/whole_copy.py": "a copy of its own, which is thrown away",
-    "sampling/graphs.py": "torch's synchronisation warnings, within try",
+    "sampling/forward.py": "torch's synchronisation warnings, within try",
     "demo/depot.py": "models of its own",
     "testing/choices.py": "models of verify's own, which are thrown away",
     "testing/models.py": "models of its own",
