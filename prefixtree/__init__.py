@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prefixtree._hints import near_name
 from prefixtree.errors import ForestError, InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.registration import register_when_imported as _register
+from prefixtree.integrations.common import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape

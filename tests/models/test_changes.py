@@ -140,7 +140,7 @@ ELSEWHERE = {
     "integrations/trl/rollouts.py": "eval(), noted before",
     "integrations/verl/engine.py": "of a configuration, and of a critic that is being made",
     "integrations/verl/megatron.py": "of a configuration",
-    "integrations/verl/metered.py": "of a configuration",
+    "integrations/verl/metrics.py": "of a configuration",
     "models/encodings.py": "the output of a tower, which is no module",
     "models/indexers.py": "prepare: stays",
     "models/experts.py": "prepare: stays",

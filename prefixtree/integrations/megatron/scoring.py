@@ -34,9 +34,13 @@ from prefixtree.integrations.megatron.checks import (
     find_model,
     routed_tokens,
 )
-from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
-from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.integrations.megatron.replay import check_routes
+from prefixtree.integrations.megatron.context_parallel import (
+    Alone,
+    ForestParams,
+    LocalForest,
+    local_forest,
+)
+from prefixtree.integrations.megatron.routers import check_routes
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions

@@ -41,8 +41,7 @@ from prefixtree.integrations.verl.batches import (
     to_jagged,
 )
 from prefixtree.integrations.verl.distillation import TopK, wants_topk
-from prefixtree.integrations.verl.metered import NAME, MeteredEngine
-from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.metrics import NAME, MeteredEngine, Work
 from prefixtree.integrations.verl.pictures import (
     check_positions,
     check_unpatched,

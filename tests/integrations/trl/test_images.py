@@ -16,8 +16,8 @@ from prefixtree.integrations.trl import (
     PrefixTreeDPOTrainer,
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
+    data_set_trainers,
     kept_windows,
-    packed_model,
 )
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.images import check_images
@@ -240,9 +240,9 @@ def test_placeholders_that_were_sampled_are_text(vision: Path) -> None:
 def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And red where the rows get one another's images."""
     if wrong:
-        of = packed_model._images_of
+        of = data_set_trainers._images_of
         turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(packed_model, "_images_of", turned)
+        monkeypatch.setattr(data_set_trainers, "_images_of", turned)
 
     def run(kind: type[SFTTrainer]) -> SFTTrainer:
         trainer = make_sft(
@@ -272,9 +272,9 @@ def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPa
 def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its reference's; red where rows get one another's images, or the tower no gradient."""
     if wrong == "images of other rows":
-        of = packed_model._images_of
+        of = data_set_trainers._images_of
         turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(packed_model, "_images_of", turned)
+        monkeypatch.setattr(data_set_trainers, "_images_of", turned)
     elif wrong:
         repeated = tower.Encoding._repeated
         monkeypatch.setattr(tower.Encoding, "_repeated", lambda *args: repeated(*args).detach())
