@@ -7,8 +7,7 @@ belongs to them), not before.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from prefixtree._hints import near_name
-from prefixtree.errors import ForestError, InputError, UnsupportedError
+from prefixtree.errors import ForestError, InputError, UnsupportedError, near_name
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.common import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention

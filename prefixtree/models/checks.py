@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree._hints import kind_of
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, kind_of
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.families import (

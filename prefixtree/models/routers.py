@@ -32,7 +32,7 @@ import transformers
 from packaging import version
 from torch import nn
 
-from prefixtree._routes import OTHER_LAYERS, check_counts
+from prefixtree._forest_inputs import OTHER_LAYERS, check_counts
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import attention_modules
 from prefixtree.models.families import (

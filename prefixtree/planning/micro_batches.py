@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._hints import with_hints
+from prefixtree._forest_inputs import label_numbers
 from prefixtree._numbers import integer, number
-from prefixtree._tokens import label_numbers
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import pack

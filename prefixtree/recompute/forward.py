@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised

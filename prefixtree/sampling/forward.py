@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from prefixtree._hints import kind_of
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, kind_of
 from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import ModelStamp
 from prefixtree.models.checks import (

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from prefixtree._hints import with_hints
+from prefixtree._forest_inputs import flatten
 from prefixtree._numbers import entries, integer
-from prefixtree._tokens import flatten
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.transfers import lasting

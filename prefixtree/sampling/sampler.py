@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from prefixtree._hints import with_hints
+from prefixtree.errors import with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import pack

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.models.changes import ModelStamp, changing
 from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs

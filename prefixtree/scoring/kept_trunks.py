@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, check_module, find_causal_lm

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
+from prefixtree.errors import with_hints
 from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm, warn_past_ddp

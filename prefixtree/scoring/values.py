@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_loaded,

@@ -1,5 +1,5 @@
-"""`tree_spec`: a layer spec whose self-attention follows packed forests, Megatron's latent attention
-(MLA) too.
+"""`tree_spec`: a layer spec whose self-attention follows packed forests, Megatron's latent
+attention (MLA) too.
 
 Latent attention makes its rotary table itself and applies row i to token i. Wherever it is handed
 packed parameters it also squeezes the batch away, for code that reads cu_seqlens. So its queries

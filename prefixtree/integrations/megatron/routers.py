@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from prefixtree._routes import check_counts
+from prefixtree._forest_inputs import check_counts
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.packing.layout import PackedForest

@@ -26,8 +26,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.integrations.megatron.checks import (
     check_model,
     every_layer_attends,
