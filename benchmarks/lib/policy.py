@@ -30,7 +30,7 @@ from prefixtree import (
     plan_recomputation,
 )
 from prefixtree.packing.transfers import move
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import CostModel
 from prefixtree.recompute.forward import gathered_bytes, memory_of
 from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes, waiting_bytes
 from prefixtree.rollouts import expand_turns, read_rollouts

@@ -39,7 +39,7 @@ from prefixtree.models.plain_batches import (
     shows_positions,
 )
 from prefixtree.models.rope import check_lengths, fixed_lengths
-from prefixtree.models.tower_attention import picture_attention
+from prefixtree.models.tower import picture_attention
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.packing.no_labels import LABELS, NoLabels

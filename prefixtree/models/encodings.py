@@ -18,7 +18,7 @@ from prefixtree.models.tower import TowerShape, features_in
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.placements import Placements
 from prefixtree.packing.transfers import move, move_joined
-from prefixtree.parallel.features import FeatureExchange, holders_of
+from prefixtree.parallel.ranks import FeatureExchange, holders_of
 from prefixtree.pictures import Pictures
 from prefixtree.planning.parts import Parts
 

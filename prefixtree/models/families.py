@@ -24,7 +24,7 @@ from prefixtree.models.family_table import (
     Family,
     layer_types_of,
 )
-from prefixtree.models.gradient_paths import GradientPaths
+from prefixtree.models.layers import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED

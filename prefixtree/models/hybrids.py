@@ -20,9 +20,15 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.along_tree import AlongTree, along_tree, check_own_code
-from prefixtree.models.checks import attention_modules, set_attention, transformer_of
-from prefixtree.models.copied_forwards import with_globals
+from prefixtree.models.along_tree import (
+    AlongTree,
+    KeepsStates,
+    WholeForest,
+    along_tree,
+    check_own_code,
+    with_globals,
+)
+from prefixtree.models.checks import attention_modules, refuse_pooled, set_attention, transformer_of
 from prefixtree.models.experts import prepare_experts
 from prefixtree.models.families import (
     PACKING_KEYWORDS,
@@ -34,8 +40,6 @@ from prefixtree.models.family_table import FUSED, Family, layer_types_of
 from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
-from prefixtree.models.pooled import refuse_pooled
-from prefixtree.models.state_calls import KeepsStates, WholeForest
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.state_heads import StatesOfRanks

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree._forest_inputs import unbroken_runs
 from prefixtree._numbers import to_numpy
-from prefixtree._tokens import unbroken_runs
 from prefixtree.errors import ForestError
 from prefixtree.packing.transfers import move
 

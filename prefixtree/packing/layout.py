@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree._hints import kind_of, with_hints
 from prefixtree._numbers import (
     check_unmasked,
     check_without_gradient,
@@ -22,7 +21,7 @@ from prefixtree._numbers import (
     integers,
     number,
 )
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, kind_of, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.mask import TreeMask

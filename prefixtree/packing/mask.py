@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prefixtree._hints import kind_of
 from prefixtree._numbers import entries, integer, integers
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, kind_of
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape, visited_tiles
 from prefixtree.packing.host_mask import HostMask, make_handle
 from prefixtree.packing.transfers import check_device

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._routes import numbers_of
+from prefixtree._forest_inputs import numbers_of
 from prefixtree.forest import PrefixForest
 
 

@@ -21,8 +21,7 @@ import torch
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.planning.borrow_cost import BorrowCost, run_flops
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
 from prefixtree.planning.steps import Steps
 
 # a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit

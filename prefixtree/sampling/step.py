@@ -16,8 +16,7 @@ from prefixtree.kernels.recurrence.protocol import RowSlots
 from prefixtree.packing.transfers import move
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forest_cache import Works
-from prefixtree.sampling.forward import CachedForward
-from prefixtree.sampling.graphs import StepGraphs
+from prefixtree.sampling.forward import CachedForward, StepGraphs
 
 # drawn tokens per row that are on the device at once
 _KEPT = 16

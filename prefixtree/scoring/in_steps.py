@@ -17,22 +17,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.models.changes import changing
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
+from prefixtree.models.changes import ModelStamp, changing
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
-from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
-from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.layers import MODES, Mode

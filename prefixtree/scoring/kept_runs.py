@@ -6,7 +6,7 @@ leaves; its backward runs at once and adds to their gradients in float32. Behind
 last micro-batch that borrows from it, the trunk's own backward runs. So every distinct token is
 computed once per rank, for a loss that is a sum over micro-batches. How parts lend and return is in
 `parallel.steps`, which parts there are in `planning.trunks`, and what the model gives of a part in
-`scoring.kept_trunks` and `scoring.kept_values`.
+`scoring.kept_trunks`.
 
 Legend: S sequences that were planned, U units that get a row.
 """
@@ -25,28 +25,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
+from prefixtree.models.changes import ModelStamp
+from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
-from prefixtree.models.stamp import ModelStamp
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.agreement import BACKWARD, FORWARD, agree_on_order
 from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.lockstep import BACKWARD, FORWARD, agree_on_order
 from prefixtree.parallel.steps import LoanStore, StepExchanges
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.recompute.kept_modes import RecomputeTrunks, modes_of
 from prefixtree.recompute.picture_work import RUN
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
-from prefixtree.scoring.kept_modes import RecomputeTrunks, modes_of
 
 _INSTEAD = "leave kept trunks out and score each micro-batch by itself"
 # what cuts a forest, where it matters how long sequences are

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_loaded,
@@ -25,9 +24,9 @@ from prefixtree.models.checks import (
     every_layer_attends,
     foreign_module,
     transformer_of,
+    warn_past_ddp,
 )
 from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
-from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.rope import check_rope
@@ -38,8 +37,7 @@ from prefixtree.parallel.agreement import num_ranks
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
-from prefixtree.scoring.lm_head import check_rows_alone
-from prefixtree.scoring.parallel_lm_head import is_linear
+from prefixtree.scoring.lm_head import check_rows_alone, is_linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,6 +1,6 @@
 """Predicts how the packed forest of a file of rollouts divides among the ranks of a group.
 
-The formulas are in the docstring of `prefixtree.planning.borrow_cost.BorrowCost`.
+The formulas are in the docstring of `prefixtree.planning.costs.BorrowCost`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def predict_ranks(
         InputError: a model without keys and values to borrow.
     """
     from prefixtree.packing.layout import pack
-    from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
-    from prefixtree.planning.cost_model import CostModel, cost_model_of
+    from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
     from prefixtree.planning.split import split_tokens
 
     cost_model, borrow_cost = CostModel(), BorrowCost()

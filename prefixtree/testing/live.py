@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree._hints import with_hints
 from prefixtree._numbers import integers
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.family_table import layer_types_of

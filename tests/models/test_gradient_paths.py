@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from prefixtree.models.gradient_paths import GradientPaths, _parts_in_order
+from prefixtree.models.layers import GradientPaths, _parts_in_order
 from tests.support.family_configs import FAMILIES
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import build, mostly_full, with_random_lora

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.models import families, hybrids, state_calls
+from prefixtree.models import along_tree, families, hybrids
 from prefixtree.models.along_tree import AlongTree
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
@@ -163,7 +163,7 @@ def test_states_that_do_not_follow_the_tree_turn_it_red(
 ) -> None:
     monkeypatch.setattr("prefixtree.models.checks._check_states", lambda *_: None)
     for name, operator in _by_definition(mistake).items():
-        monkeypatch.setattr(state_calls, name, operator)
+        monkeypatch.setattr(along_tree, name, operator)
     found = _errors(build(family), family)
     print(f"{family}, {mistake}: {found}")
     if mistake == "none":
@@ -371,13 +371,13 @@ def test_gradients_reach_projections_token_by_token(family: str) -> None:
 def test_key_heads_are_no_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older transformers repeat them before the call: ranks would exchange copies."""
     seen = []
-    rule = state_calls.tree_delta_rule
+    rule = along_tree.tree_delta_rule
 
     def note(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> Any:
         seen.append((query.shape[1], key.shape[1]))
         return rule(query, key, *more, **options)
 
-    monkeypatch.setattr(state_calls, "tree_delta_rule", note)
+    monkeypatch.setattr(along_tree, "tree_delta_rule", note)
     model = build(family)
     pt.sequence_logprobs(model, ragged_packed())
     heads = model.config.get_text_config().linear_num_key_heads

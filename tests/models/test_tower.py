@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
+from prefixtree.models import tower
 from prefixtree.models import tower as runs_of_tower
-from prefixtree.models import tower_attention
 from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward as recompute
@@ -301,12 +301,12 @@ def test_layers_that_are_recomputed_by_themselves():
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_attention_across_borders_is_seen(model_type, monkeypatch):
     """Two pictures of one size as one."""
-    attend = tower_attention.picture_attention
+    attend = tower.picture_attention
 
     def across(*given: Any) -> Any:
         return attend(*given[:-1], given[-1][[0, *range(2, len(given[-1]))]])
 
-    monkeypatch.setattr(tower_attention, "picture_attention", across)
+    monkeypatch.setattr(tower, "picture_attention", across)
     wrong = errors(run_packed(build(model_type), batch(model_type)), reference(model_type))
     assert wrong.logprob > 0.01 and wrong.tower > 0.01
 

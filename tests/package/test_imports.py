@@ -97,7 +97,7 @@ MASK_ROOMS = (
 WORK = "prefixtree.kernels.decoding.work"
 LOOPS = "prefixtree.loops"
 # what raises and what reads numbers that callers give: every room may know them
-OF_ALL = ("prefixtree.errors", "prefixtree._hints", "prefixtree._numbers")
+OF_ALL = ("prefixtree.errors", "prefixtree._numbers")
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
 

@@ -15,7 +15,7 @@ from prefixtree import PackedForest, PrefixForest, UnsupportedError, pack, tree_
 from prefixtree.parallel import steps as steps_module
 from prefixtree.parallel.attention import part_attention
 from prefixtree.parallel.steps import LoanStore, find_loans
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import Steps, plan_steps
 from tests.support.part_exchange import attend_whole, random_values
 from tests.support.strategies import forests, random_forest

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.lib.workloads import AIRLINE, NAMES, forest_of, single, workload
 from prefixtree import CostModel, ForestError, PackedForest, PrefixForest, pack
 from prefixtree.planning import split
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.split import Split, split_stats, split_tokens

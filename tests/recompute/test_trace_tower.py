@@ -16,7 +16,7 @@ from prefixtree.models.tower import TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute import forward, picture_work, trace_tower
-from prefixtree.recompute.kept_plan import plan_kept
+from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.picture_work import RUN, PictureWork
 from prefixtree.recompute.plan import (

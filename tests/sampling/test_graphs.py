@@ -17,7 +17,7 @@ from prefixtree.kernels.decoding.work import DecodeWork
 from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling import rows as rows_module
 from prefixtree.sampling import step as step_module
-from prefixtree.sampling.graphs import StepGraphs, state_of
+from prefixtree.sampling.forward import StepGraphs, state_of
 from tests.sampling.cases import GREEDY, histories, models
 from tests.sampling.recorded import RecordedGraphs, watched
 from tests.support.models import build

@@ -11,10 +11,10 @@ import torch
 
 import prefixtree as pt
 from prefixtree.kernels.recurrence.protocol import RowSlots
-from prefixtree.sampling import Draws, Samples, TreeSampler, state_pools
+from prefixtree.sampling import Draws, Samples, TreeSampler, forest_cache
 from prefixtree.sampling import rows as rows_module
+from prefixtree.sampling.forest_cache import StatePools
 from prefixtree.sampling.growing_forest import GrowingForest
-from prefixtree.sampling.state_pools import StatePools
 from tests.sampling.cases import same_samples, turns
 from tests.support.models import build, mostly_full
 
@@ -149,14 +149,14 @@ def test_no_memory_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before anything is sampled, and fewer rows go on as if nothing had happened."""
     model = build("qwen3_5").eval()
     rows = TreeSampler(model, 3000).start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-    original = state_pools.empty
+    original = forest_cache.empty
 
     def little(like: torch.Tensor, *shape: int) -> torch.Tensor:
         if shape[0] > 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(like, *shape)
 
-    monkeypatch.setattr(state_pools, "empty", little)
+    monkeypatch.setattr(forest_cache, "empty", little)
     rows.branch(20)
     with pytest.raises(MemoryError, match=r"^21 states of rows, 0\.0 MB each, need 0\.0 GB: drop"):
         rows.generate(3)

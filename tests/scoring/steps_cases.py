@@ -11,7 +11,7 @@ from prefixtree import PackedForest
 from prefixtree.models import families
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.in_groups import part_inputs

@@ -17,7 +17,7 @@ from benchmarks.lib.workloads import forest_of, single
 from prefixtree import ForestError, PrefixForest, UnsupportedError, pack, plan_micro_batches
 from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel.steps import StepExchange
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.scoring.in_steps import step_cost_of

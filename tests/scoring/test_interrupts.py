@@ -14,11 +14,11 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.kernels import call_counter
-from prefixtree.models import changes, replay
+from prefixtree.models import changes, routers
 from prefixtree.models import checks as model_checks
 from prefixtree.models import vision as pictures
 from prefixtree.parallel.steps import LoanStore
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
 from prefixtree.sampling.forward import CachedForward
@@ -141,7 +141,7 @@ def test_routes() -> None:
     packed = pt.pack(pt.PrefixForest.from_sequences(sequences, routes=routes))
     model, _ = tiny("qwen3_moe")
     run = lambda: sequence_logprobs(model, packed).logprobs  # noqa: E731
-    check(model, run, replay.replaying, replay._Keep.__call__, replay._Choose.__call__)
+    check(model, run, routers.replaying, routers._Keep.__call__, routers._Choose.__call__)
     expected, state = run(), {name: value.clone() for name, value in model.state_dict().items()}
 
     def from_a_fresh_model() -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ def test_routes() -> None:
         model.load_state_dict(state)
         return run()
 
-    for place in interrupted_at_each_line(from_a_fresh_model, [replay._prepare]):
+    for place in interrupted_at_each_line(from_a_fresh_model, [routers._prepare]):
         assert all(map(torch.equal, run(), expected)), place
 
 

@@ -14,10 +14,10 @@ from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
+from prefixtree.recompute import kept_modes
 from prefixtree.recompute import plan as recompute_plan
-from prefixtree.recompute.kept_plan import KeptPlan
+from prefixtree.recompute.kept_modes import KeptPlan
 from prefixtree.recompute.trace import LiveBytes
-from prefixtree.scoring import kept_modes
 from tests.scoring.kept_cases import compare, plan_of, run
 from tests.support.lost_gradients import lose_keys, lose_states
 from tests.support.models import (

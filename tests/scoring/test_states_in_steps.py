@@ -16,7 +16,7 @@ from prefixtree import UnsupportedError, plan_micro_batches
 from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import states
 from prefixtree.parallel.steps import LoanStore, StepExchanges
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from prefixtree.recompute import kept_modes
 from prefixtree.recompute import plan as recompute_plan
-from prefixtree.recompute.kept_plan import KeptPlan
-from prefixtree.scoring import kept_modes
+from prefixtree.recompute.kept_modes import KeptPlan
 
 
 def tighten(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[KeptPlan]:

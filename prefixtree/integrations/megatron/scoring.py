@@ -26,17 +26,20 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.integrations.megatron.checks import (
     check_model,
     every_layer_attends,
     find_model,
     routed_tokens,
 )
-from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
-from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.integrations.megatron.replay import check_routes
+from prefixtree.integrations.megatron.context_parallel import (
+    Alone,
+    ForestParams,
+    LocalForest,
+    local_forest,
+)
+from prefixtree.integrations.megatron.routers import check_routes
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions

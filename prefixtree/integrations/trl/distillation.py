@@ -21,10 +21,10 @@ from trl.experimental.gold import GOLDTrainer
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_distillation, check_gkd, check_gold
-from prefixtree.integrations.trl.fsdp import KeepsOutputs
-from prefixtree.integrations.trl.neighbours import KeepsNeighbours
+from prefixtree.integrations.trl.data_set_trainers import check_single_samples
+from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
-from prefixtree.integrations.trl.sft import check_single_samples
+from prefixtree.integrations.trl.sharding import KeepsOutputs
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute

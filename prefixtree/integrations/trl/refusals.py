@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl.deepspeed import check_deepspeed
-from prefixtree.integrations.trl.fsdp import check_fsdp
 from prefixtree.integrations.trl.images import check_images
+from prefixtree.integrations.trl.sharding import check_deepspeed, check_fsdp
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.families import (
@@ -21,7 +20,7 @@ from prefixtree.models.families import (
     check_modules,
 )
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.router_loss import loss_function
+from prefixtree.models.routers import loss_function
 from prefixtree.recompute.forward import Recompute
 
 # (argument, values that are fine, what is wrong with the others)

@@ -31,7 +31,7 @@ from verl.workers.engine.megatron.transformer_impl import (
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
 from prefixtree.integrations.megatron.checks import find_model
-from prefixtree.integrations.megatron.replay import recording
+from prefixtree.integrations.megatron.routers import recording
 from prefixtree.integrations.verl.batches import (
     count_tokens,
     in_order,
@@ -41,8 +41,7 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
-from prefixtree.integrations.verl.metered import MeteredEngine
-from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.metrics import MeteredEngine, Work
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
     RECOMPUTE,

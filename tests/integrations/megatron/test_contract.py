@@ -39,9 +39,8 @@ from packaging.version import Version
 
 from prefixtree import UnsupportedError
 from prefixtree.integrations.megatron import layers, tree_logprobs, tree_spec, version
-from prefixtree.integrations.megatron.context_parallel import LocalForest
-from prefixtree.integrations.megatron.latent_attention import is_served_latent
-from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.context_parallel import ForestParams, LocalForest
+from prefixtree.integrations.megatron.layers import is_served_latent
 from prefixtree.integrations.megatron.refusals import REFUSALS
 from tests.integrations.megatron.runs import (
     Case,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention, _AtDepths
+from prefixtree.integrations.megatron.layers import ForestLatentAttention, _AtDepths
 from tests.integrations.megatron import router_runs
 from tests.integrations.megatron.router_runs import BIAS, losses
 from tests.integrations.megatron.runs import (

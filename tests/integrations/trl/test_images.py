@@ -16,13 +16,13 @@ from prefixtree.integrations.trl import (
     PrefixTreeDPOTrainer,
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
+    data_set_trainers,
     kept_windows,
-    packed_model,
 )
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.images import check_images
 from prefixtree.models import vision as tower
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.forward import tower_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import (
@@ -185,7 +185,7 @@ def test_a_window_that_does_not_fit_is_not_opened(
 
     monkeypatch.setattr(Accelerator, "reduce", reduced)
     if whose == "own":
-        monkeypatch.setattr("prefixtree.scoring.kept_modes.plan_kept", too_large)
+        monkeypatch.setattr("prefixtree.recompute.kept_modes.plan_kept", too_large)
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
     ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
     # windows without gradients plan nothing
@@ -240,9 +240,9 @@ def test_placeholders_that_were_sampled_are_text(vision: Path) -> None:
 def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And red where the rows get one another's images."""
     if wrong:
-        of = packed_model._images_of
+        of = data_set_trainers._images_of
         turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(packed_model, "_images_of", turned)
+        monkeypatch.setattr(data_set_trainers, "_images_of", turned)
 
     def run(kind: type[SFTTrainer]) -> SFTTrainer:
         trainer = make_sft(
@@ -272,9 +272,9 @@ def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPa
 def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its reference's; red where rows get one another's images, or the tower no gradient."""
     if wrong == "images of other rows":
-        of = packed_model._images_of
+        of = data_set_trainers._images_of
         turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(packed_model, "_images_of", turned)
+        monkeypatch.setattr(data_set_trainers, "_images_of", turned)
     elif wrong:
         repeated = tower.Encoding._repeated
         monkeypatch.setattr(tower.Encoding, "_repeated", lambda *args: repeated(*args).detach())

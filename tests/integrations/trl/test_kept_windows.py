@@ -12,7 +12,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.scoring import logprobs as scoring
 from tests.integrations.trl.runs import (
     SameOrder,

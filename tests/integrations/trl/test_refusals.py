@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, refusals
 from prefixtree.integrations.trl.contract import IMAGE_PARAMETERS, check_grpo
-from prefixtree.integrations.trl.fsdp import keep_outputs
+from prefixtree.integrations.trl.sharding import keep_outputs
 from tests.integrations.trl.runs import VOCABULARY, make, rollouts, tiny_config, tiny_mixture
 
 

@@ -23,7 +23,7 @@ from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.batches import split
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.planning import trunks as trunks_module
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.scoring import kept_runs
 from tests.integrations.verl.cases import CASES, TRUNK_CASES
 from tests.integrations.verl.compare import check_same, difference
