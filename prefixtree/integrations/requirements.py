@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.packages import installed
+from prefixtree.kernels.runtime import installed
 
 #: the transformers that models run on, as pyproject.toml has them: from the first, below the second
 TRANSFORMERS = "5.5", "6"

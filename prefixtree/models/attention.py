@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.kernels.call_counter import as_one_call
+from prefixtree.kernels.operators import as_one_call
 from prefixtree.models.families import (
     ENCODES,
     PACKING_KEYWORDS,

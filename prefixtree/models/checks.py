@@ -19,7 +19,7 @@ from torch import nn
 
 from prefixtree._hints import kind_of
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.kernels.operators import counted_calls
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.families import (
     check_checkpointing,

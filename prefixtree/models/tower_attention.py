@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 from prefixtree.models.copied_forwards import with_globals
 
 # what a forward asks before it hands borders on, and what it then hands them on as

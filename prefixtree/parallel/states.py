@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.operators import note_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.state_borders import StateBorders
 from prefixtree.packing.transfers import move, to_pinned
 from prefixtree.planning.part_states import PartStates

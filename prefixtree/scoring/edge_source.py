@@ -20,7 +20,7 @@ import torch
 
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
-from prefixtree.kernels.torch_library import new_library, register
+from prefixtree.kernels.operators import new_library, register
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.same_paths import described, find_paths
 from prefixtree.packing.transfers import lasting, move

@@ -19,7 +19,7 @@ from prefixtree._numbers import numbers
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.lm_head.measures import MeasuredEdges, source_of
 from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence

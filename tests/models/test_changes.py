@@ -149,7 +149,7 @@ ELSEWHERE = {
     "testing/choices.py": "models of verify's own, which are thrown away",
     "testing/models.py": "models of its own",
     "testing/reference.py": "torch's precision of convolutions, within try",
-    "kernels/torch_library.py": "torch's namespace of operators: stays",
+    "kernels/operators.py": "torch's namespace of operators: stays",
 }
 _METHODS = {
     *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),

@@ -141,7 +141,7 @@ def backend_of(module: str) -> str | None:
 # The rooms that q passes, in order. Those behind import none of those before; beside them stand
 # what every room may know.
 ATTENTION = "prefixtree.kernels.attention"
-WAY = ("", "api", "operator", "choice", "backends", "a backend", "protocol")
+WAY = ("", "api", "operator", "choice", "a backend", "protocol")
 
 
 def room_of(module: str) -> str | None:

@@ -16,8 +16,8 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.decoding import eager as decode_eager
 from prefixtree.kernels.decoding.eager import DecodeCall
 from prefixtree.kernels.decoding.work import DecodeTables, DecodeWork
-from prefixtree.kernels.packages import installed
-from prefixtree.kernels.torch_library import as_given, new_library, register
+from prefixtree.kernels.operators import as_given, new_library, register
+from prefixtree.kernels.runtime import installed
 
 
 def _chosen(backend: str, call: DecodeCall) -> Callable[[DecodeCall], torch.Tensor]:

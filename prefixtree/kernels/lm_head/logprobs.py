@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logit_statistics import write_statistics
@@ -311,7 +311,7 @@ def _kernels_for(hidden: torch.Tensor) -> ModuleType:
 @cache
 def _compiled_for(device: torch.device) -> ModuleType:
     """The Triton kernels if they compile here; warns if they should compile and do not."""
-    is_served = torch.version.hip is None and device_info.capability(device) >= (8, 0)
+    is_served = torch.version.hip is None and runtime.capability(device) >= (8, 0)
     if not is_served or find_spec("triton") is None:
         return eager
     try:

@@ -9,8 +9,8 @@ import warnings
 from functools import cache
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.backend import Backend
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, Kernels
+from prefixtree.kernels.runtime import Backend
 
 
 def _triton() -> Kernels:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence import l2norm
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
@@ -36,7 +36,7 @@ def refusal(call: Call) -> str | None:
     value = call.x if isinstance(call, SsdCall) else call.value
     if max(key.shape[2], value.shape[2]) > 256 or min(key.shape[2], value.shape[2]) < 16:
         return f"head dims must be 16 to 256, and are {key.shape[2]} and {value.shape[2]}"
-    if x.is_cuda and device_info.capability(x.device) < (8, 0):
+    if x.is_cuda and runtime.capability(x.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if (reason := _package_refusal()) is not None:
         return reason
@@ -89,7 +89,7 @@ def forward(call: Call) -> Computed:
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule = _schedule(call)
-    with device_info.current(call[0].device):
+    with runtime.current(call[0].device):
         if isinstance(call, SsdCall):
             value, g = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
@@ -112,7 +112,7 @@ def backward(
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule, dout = _schedule(call), dout.contiguous()
-    with device_info.current(call[0].device):
+    with runtime.current(call[0].device):
         if isinstance(call, SsdCall):
             value, _ = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence import fla
 from prefixtree.kernels.recurrence.flash_qla_ahead import compile_ahead
 from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
@@ -45,7 +45,7 @@ def refusal(call: Call) -> str | None:
         return reason
     if (dims := (call.key.shape[2], call.value.shape[2])) != (HEAD_DIM, HEAD_DIM):
         return f"head dims must be {HEAD_DIM} and {HEAD_DIM}, and are {dims[0]} and {dims[1]}"
-    if device_info.capability(call.key.device)[0] != 9:
+    if runtime.capability(call.key.device)[0] != 9:
         return "it was verified on Hopper (compute capability 9.0) alone"
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 switches it off"
@@ -82,7 +82,7 @@ def forward(call: Call) -> Computed:
     if _is_short(tables):
         return fla.forward(call)
     compile_ahead(call, schedule.num_states > 0, backward=False)
-    with device_info.current(call.value.device):
+    with runtime.current(call.value.device):
         query, key = fla.normed(call)[:2]
         value, beta = call.value.contiguous(), call.beta.contiguous()
         g = call.g.float().contiguous()
@@ -110,7 +110,7 @@ def backward(
         return fla.backward(call, dout, saved, dfinal)
     compile_ahead(call, schedule.num_states > 0, backward=True)
     g, solved = saved
-    with device_info.current(call.value.device):
+    with runtime.current(call.value.device):
         query, key, *norms = fla.normed(call)
         value, beta, dout = call.value.contiguous(), call.beta.contiguous(), dout.contiguous()
         inputs = (query, key, value, g, beta, solved, dout)

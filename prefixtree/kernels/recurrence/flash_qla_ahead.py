@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from prefixtree.kernels.first_calls import first_call
+from prefixtree.kernels.operators import first_call
 from prefixtree.kernels.recurrence.protocol import DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK
 

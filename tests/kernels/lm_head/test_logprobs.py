@@ -555,7 +555,7 @@ def test_who_scores(monkeypatch):
     monkeypatch.setattr(logprobs, "find_spec", lambda name: None)
     assert probe(device) is eager
     monkeypatch.undo()
-    monkeypatch.setattr(logprobs.device_info, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(logprobs.runtime, "capability", lambda device: (7, 5))
     assert probe(device) is eager
     monkeypatch.undo()
     monkeypatch.setattr(fused, "score", lambda *given: 1 // 0)

@@ -338,7 +338,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # where fla could serve a call, head dims, the switch and the release decide
     monkeypatch.setattr(flash_qla.fla, "refusal", lambda _: None)
-    monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash_qla.runtime, "capability", lambda _: (9, 0))
     assert flash_qla.refusal(call) == "head dims must be 128 and 128, and are 16 and 16"
     wide = torch.zeros(150, 1, 128)
     call = call._replace(query=wide, key=wide, value=wide)
@@ -351,5 +351,5 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flash_qla.SWITCH, "0")
     assert flash_qla.refusal(call) == "FLA_FLASH_QLA=0 switches it off"
     monkeypatch.delenv(flash_qla.SWITCH)
-    monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (10, 0))
+    monkeypatch.setattr(flash_qla.runtime, "capability", lambda _: (10, 0))
     assert "verified on Hopper" in str(flash_qla.refusal(call))
