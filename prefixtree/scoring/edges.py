@@ -17,8 +17,8 @@ import torch
 from prefixtree import loops
 from prefixtree._numbers import numbers
 from prefixtree.forest import PrefixForest
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import MeasuredEdges, source_of
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.operators import uncompiled
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest

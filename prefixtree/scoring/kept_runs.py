@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.gradient_warnings import warn_of_hooks

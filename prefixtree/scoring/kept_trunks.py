@@ -16,8 +16,8 @@ from torch import nn
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.replay import check_routes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from prefixtree._hints import with_hints
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.models.checks import check_module
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states

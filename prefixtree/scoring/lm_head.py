@@ -17,8 +17,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import check_hook
 from prefixtree.models.families import family_of

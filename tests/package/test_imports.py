@@ -156,24 +156,11 @@ def room_of(module: str) -> str | None:
 # The same for recurrent layers, in a room of their own. "a backend" is what is named nowhere here.
 RECURRENCE = "prefixtree.kernels.recurrence"
 RECURRENCE_PARTS = {
-    "chunked": ("conv", "chunk_rules"),
     "triton": ("conv_triton", "conv_kernels"),
     # flash_qla serves a part of what fla serves, with its norms and its refusals
-    "fla": (
-        *("fla_rules", "fla_tuning", "states", "state_kernels"),
-        *(
-            "flash_qla",
-            "flash_qla_ahead",
-            "flash_qla_rules",
-            "handover",
-            "handover_kernels",
-            "l2norm",
-        ),
-    ),
+    "fla": ("fla_rules", "states", "state_kernels", "flash_qla", "flash_qla_rules"),
 }
-RECURRENCE_WAY = (
-    *("", "decode", "api", "operator", "explanation", "backends", "a backend", "protocol"),
-)
+RECURRENCE_WAY = ("", "decode", "api", "operator", "backends", "a backend", "protocol")
 
 
 def recurrence_room_of(module: str) -> str | None:
@@ -318,7 +305,7 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
     assert layer_of("prefixtree.demo.depot") < layer_of("prefixtree.cli.console")
     assert backend_of("prefixtree.kernels.attention.triton.forward") == "triton"
     assert room_of("prefixtree.kernels.attention.triton.forward") == "a backend"
-    assert recurrence_room_of("prefixtree.kernels.recurrence.conv") == "a backend"
+    assert recurrence_room_of("prefixtree.kernels.recurrence.chunked") == "a backend"
     assert {recurrence_room_of(m) for m in MODULES} == {*RECURRENCE_WAY, None}
     assert {room_of(m) for m in MODULES} == {*WAY, None}
     assert {"prefixtree", "prefixtree.forest", "prefixtree.packing.mask"} <= set(MODULES)

@@ -37,9 +37,8 @@ from prefixtree.integrations.megatron.checks import (
 from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.replay import check_routes
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
 from prefixtree.packing.gather import gather

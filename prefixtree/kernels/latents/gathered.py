@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels.latents.protocol import Chunk, Kernels, sums_of
+from prefixtree.kernels.latents.definition import Chunk, Kernels, sums_of
 from prefixtree.kernels.operators import as_given, uncompiled
 from prefixtree.kernels.runtime import installed
 from prefixtree.packing.host_mask import HostMask

@@ -12,12 +12,12 @@ import torch
 import triton
 
 from prefixtree.kernels import runtime
+from prefixtree.kernels.latents.definition import Chunk
 from prefixtree.kernels.latents.kernels import (
     backward_kernel,
     forward_kernel,
     index_kernel,
 )
-from prefixtree.kernels.latents.protocol import Chunk
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.host_mask import HostMask
 

@@ -11,7 +11,7 @@ import torch
 
 from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence import backends, conv_triton, explain_recurrence, fla
-from prefixtree.kernels.recurrence.explanation import OPERATORS, explanation
+from prefixtree.kernels.recurrence.backends import OPERATORS, explanation
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
 from tests.support.recurrence_cases import forest_of
 from tests.support.strategies import mask_of
