@@ -24,7 +24,7 @@ ROOMS = {
         "tests/test_forest*.py tests/test_routes.py",
     ),
     "planning": (
-        "planning/*.py loops/planning.py loops/parts.py packing/visible.py",
+        "planning/*.py loops/planning.py loops/parts.py",
         "tests/planning/test_*.py tests/parallel/test_*.py",
     ),
     "sharing": (
@@ -39,8 +39,8 @@ ROOMS = {
         "tests/scoring/test_pictures_in_groups.py",
     ),
     "recurrence": (
-        "kernels/recurrence/*.py packing/state_schedule.py loops/state_schedule.py",
-        "tests/kernels/recurrence/test_*.py",
+        "kernels/recurrence/*.py packing/segments.py loops/segments.py",
+        "tests/kernels/recurrence/test_*.py tests/packing/test_segments.py",
     ),
     "flash": (
         "kernels/attention/flash/*.py",

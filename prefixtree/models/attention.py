@@ -41,8 +41,8 @@ from prefixtree.models.plain_batches import (
 from prefixtree.models.rope import check_lengths, fixed_lengths
 from prefixtree.models.tower_attention import picture_attention
 from prefixtree.packing.host_mask import HostMask
+from prefixtree.packing.layout import LABELS, NoLabels
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.packing.no_labels import LABELS, NoLabels
 from prefixtree.parallel.attention import DividedMask
 
 # of the tensors of a trace, which have shapes and no values

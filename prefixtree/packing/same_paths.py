@@ -52,10 +52,10 @@ class _Paths(NamedTuple):
     @classmethod
     def of(cls, forest: PrefixForest, value: np.ndarray) -> _Paths:
         above = _token_above(forest)
-        every = loops.paths.hashes(above, value)
+        every = loops.sequence_copies.hashes(above, value)
         hashes, first, inverse = np.unique(every, return_index=True, return_inverse=True)
         first_of = first[inverse]
-        is_equal = loops.paths.are_equal(first_of, above, value)
+        is_equal = loops.sequence_copies.are_equal(first_of, above, value)
         comes_again = np.bincount(first_of, minlength=len(above)) > 1
         return cls(above, value, hashes, first, first_of, is_equal, comes_again)
 
@@ -90,11 +90,11 @@ def find_paths(forest: PrefixForest, other: PrefixForest) -> Found:
         if other.routes is None:
             _paths[other] = paths
     above = _token_above(forest)
-    wanted = loops.paths.hashes(above, value)
+    wanted = loops.sequence_copies.hashes(above, value)
     place = np.searchsorted(paths.hashes, wanted).clip(max=len(paths.hashes) - 1)
     at = np.where(paths.hashes[place] == wanted, paths.first[place], -1)
     others = paths.first_of, paths.is_equal, paths.above, paths.value
-    loops.paths.keep_equal(at, above, value, *others)
+    loops.sequence_copies.keep_equal(at, above, value, *others)
     return Found(at, (at >= 0) & paths.comes_again[at])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.parallel.ranks import arrival, exchange_rows
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.packing.row_runs import RowRuns
+from prefixtree.packing.copies import RowRuns
 from prefixtree.parallel.attention import PartMask
 from prefixtree.planning.parts import Part, Parts
 

@@ -24,9 +24,9 @@ from prefixtree import loops
 from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
+from prefixtree.packing.copies import lasting, move_all
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask, make_mask
-from prefixtree.packing.transfers import lasting, move_all
 
 
 @dataclass(frozen=True, eq=False)

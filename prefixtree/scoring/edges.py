@@ -20,10 +20,9 @@ from prefixtree.forest import PrefixForest
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import MeasuredEdges, source_of
 from prefixtree.kernels.operators import uncompiled
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
-from prefixtree.packing.transfers import move
 from prefixtree.scoring.edge_source import ForestEdges
 
 # logits up to 3e8 divided by it are finite in float32

@@ -33,7 +33,7 @@ from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.models.vision import PlacedPictures
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.attention import PartMask

@@ -23,7 +23,7 @@ from prefixtree.models.families import forward_inputs
 from prefixtree.models.replay import check_routes
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.vision import PlacedPictures, check_pictures
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures

@@ -21,7 +21,7 @@ from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import PlacedPictures
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.planning.micro_batch import MicroBatch

@@ -21,7 +21,7 @@ from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, l
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import check_hook
 from prefixtree.models.families import family_of
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.scoring.edges import DeviceEdges
 from prefixtree.scoring.parallel_lm_head import is_linear, sliced_head
 

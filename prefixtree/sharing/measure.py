@@ -1,4 +1,6 @@
-"""The figures of a forest: tokens, query-key pairs, nodes and branching."""
+"""The figures of a forest: tokens, query-key pairs, nodes and branching, its pictures, and what its
+recorded routes cost.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.visible import visible_pairs
+from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.rollouts.picture_messages import FIRST_PICTURE, RolloutPicture
+from prefixtree.rollouts.sequences import Rollouts
 
 
 def measure(forest: PrefixForest) -> dict[str, Any]:
@@ -52,4 +57,80 @@ def _spread(lengths: np.ndarray) -> dict[str, Any]:
         "median": float(np.median(lengths)),
         "mean": float(lengths.mean()),
         "max": int(lengths.max()),
+    }
+
+
+def measure_pictures(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any] | None:
+    """The figures of the pictures, ready for JSON; None where no sequence has one.
+
+    `replicated` is what every sequence alone has, `packed` what stands in the forest. A picture
+    that is in two branches stands there twice. `distinct` counts every picture once: these are
+    what the vision encoder has to read.
+
+    Args:
+        forest: of `rollouts.sequences`.
+        rollouts: as they are read.
+    """
+    assert forest.tokens is not None
+    count = len(rollouts.pictures)
+    if count == 0:
+        return None
+    replicated = sum(
+        (_counts(sequence, rollouts.pictures) for sequence in rollouts.sequences),
+        np.zeros(count, np.int64),
+    )
+    if not replicated.any():
+        return None
+    packed = _counts(forest.tokens, rollouts.pictures)
+    sides = {"replicated": replicated, "packed": packed, "distinct": np.minimum(replicated, 1)}
+    tokens = np.array([picture.tokens for picture in rollouts.pictures])
+    patches = np.array([picture.patches for picture in rollouts.pictures])
+    return {
+        "pictures": {name: int(times.sum()) for name, times in sides.items()},
+        "tokens": {name: int(times @ tokens) for name, times in list(sides.items())[:2]},
+        "patches": {name: int(times @ patches) for name, times in sides.items()},
+        "ratio": float(replicated @ patches / (sides["distinct"] @ patches)),
+    }
+
+
+def _counts(tokens: np.ndarray, pictures: tuple[RolloutPicture, ...]) -> np.ndarray:
+    """How often each picture stands in some tokens: int64 [pictures]."""
+    there = tokens[tokens >= FIRST_PICTURE] - FIRST_PICTURE
+    # by tokens and not by runs: in packed order two of a kind may lie side by side
+    times = np.bincount(there, minlength=len(pictures))
+    return times // [picture.tokens for picture in pictures]
+
+
+def measure_routes(rollouts: Rollouts) -> dict[str, Any] | None:
+    """The figures of the rollouts that have routes, with and without them, ready for JSON.
+
+    Args:
+        rollouts: as they are read.
+
+    Returns:
+        None where no rollout has routes.
+
+    Raises:
+        InputError: routes of two models, or that name an expert twice.
+    """
+    routed = rollouts.take([i for i, route in enumerate(rollouts.routes) if route is not None])
+    if len(routed) == 0:
+        return None
+    without = PrefixForest.from_sequences(routed.sequences)
+    try:
+        forest = PrefixForest.from_sequences(routed.sequences, routes=routed.routes)
+    except ForestError as problem:
+        raise InputError(
+            f"{rollouts.source}: {problem} (routes[i] is the i-th of the {len(routed)} sequences "
+            "with routes, counted from 0)"
+        ) from None
+    assert forest.routes is not None
+    return {
+        "sequences": len(routed),
+        "layers": forest.routes.shape[1],
+        "experts_per_token": forest.routes.shape[2],
+        "distinct": forest.num_tokens,
+        "ratio": forest.replication_ratio,
+        "distinct_without_routes": without.num_tokens,
+        "ratio_without_routes": without.replication_ratio,
     }

@@ -21,7 +21,7 @@ from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.recompute.layers import Mode
 from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.estimate import read_cost, read_memory
-from prefixtree.sharing.picture_counts import measure_pictures
+from prefixtree.sharing.measure import measure_pictures
 from prefixtree.testing.choices import Margins, PackedChoices, Replay, chooses_keys
 from prefixtree.testing.compare import (
     Objective,

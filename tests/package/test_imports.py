@@ -83,15 +83,11 @@ def every_import(below: str = "prefixtree", types: bool = False) -> Iterator[tup
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
 MASK_ROOMS = (
-    "transfers",
-    "row_runs",
+    "copies",
     "block_tables",
-    "state_schedule",
     "segments",
-    "visible",
     "host_mask",
     "mask",
-    "state_borders",
 )
 # the work list of decoding: what its kernels know in the place of a mask
 WORK = "prefixtree.kernels.decoding.work"
@@ -324,7 +320,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     for module, file in MODULES.items():
         # `from prefixtree.room import name` may name a module or what the room's __init__ exports
         graph.add_edges_from((module, m) for m, _ in imports(file, types=True) if m in MODULES)
-    assert graph.has_edge("prefixtree.cli.files", "prefixtree.rollouts")
+    assert graph.has_edge("prefixtree.cli.console", "prefixtree.rollouts")
     circles = [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
     assert circles == []
 
@@ -390,7 +386,7 @@ def test_a_work_list_knows_no_mask() -> None:
     found = {target for target, _ in imports(MODULES[WORK])}
     assert {name for name in found if name.startswith("prefixtree")} == {
         "prefixtree.loops",
-        "prefixtree.packing.transfers",
+        "prefixtree.packing.copies",
     }
 
 

@@ -36,7 +36,7 @@ from prefixtree.integrations.megatron.replay import check_no_replay
 from prefixtree.integrations.megatron.routers import RoutedTokens
 from prefixtree.kernels.operators import counted_calls
 from prefixtree.models.changes import changing
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest, pack
 
 

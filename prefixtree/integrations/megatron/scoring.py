@@ -41,7 +41,7 @@ from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, l
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.scoring.edges import (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
-from prefixtree.packing.visible import visible_pairs
+from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.sharing.near_misses import tokens_to_win
 

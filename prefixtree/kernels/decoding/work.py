@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.transfers import lasting, move
+from prefixtree.packing.copies import lasting, move
 
 # a run of keys is read once for all rows below it if that saves more than so many reads of a key
 # per head; otherwise every row reads it with its tail. From 64 to 1,024 times are alike (H200)
@@ -357,7 +357,7 @@ def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
     shared = np.zeros(rows + 2, np.int64)
     np.add.at(shared, first[is_wide] + 1, keys[is_wide])
     np.subtract.at(shared, stop[is_wide], keys[is_wide])
-    cuts = loops.row_blocks.cheapest_cuts(shared.cumsum()[:-1], most, STEP)
+    cuts = loops.tile_costs.cheapest_cuts(shared.cumsum()[:-1], most, STEP)
     begin = np.searchsorted(cuts, first, "right") - 1
     end = np.searchsorted(cuts, stop)
     which, number = _counted(np.where(is_wide, end - begin, 1))

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
+from prefixtree.packing.copies import move
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.segments import Segments, Taps
-from prefixtree.packing.transfers import move
 
 # (state [n, H, K, V], inputs [n, c, ...]..) -> out [n, c, H, V], state behind the chunk
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -21,7 +21,7 @@ import triton.language as tl
 from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
-from prefixtree.packing.state_schedule import StateSchedule
+from prefixtree.packing.segments import StateSchedule
 
 # numbers that a program holds
 _SIZE = 4096

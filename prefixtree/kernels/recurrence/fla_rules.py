@@ -40,7 +40,7 @@ from fla.ops.utils.constant import RCP_LN2
 from triton.runtime import Autotuner, Heuristics
 
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED, carry_gradients, carry_states
-from prefixtree.packing.state_schedule import StateSchedule
+from prefixtree.packing.segments import StateSchedule
 
 _log = logging.getLogger("prefixtree")
 

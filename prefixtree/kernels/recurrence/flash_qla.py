@@ -34,8 +34,7 @@ from prefixtree.kernels.operators import first_call
 from prefixtree.kernels.recurrence import fla
 from prefixtree.kernels.recurrence.protocol import Call, Computed, DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK, gradients_of_ends, starts_of
-from prefixtree.packing.segments import SegmentTables
-from prefixtree.packing.state_schedule import StateSchedule
+from prefixtree.packing.segments import SegmentTables, StateSchedule
 
 _log = logging.getLogger("prefixtree")
 _lock = threading.Lock()

@@ -21,8 +21,7 @@ from prefixtree.kernels.recurrence.state_kernels import (
     states_backward,
     states_forward,
 )
-from prefixtree.packing.segments import SegmentTables
-from prefixtree.packing.state_schedule import StateSchedule
+from prefixtree.packing.segments import SegmentTables, StateSchedule
 
 CHUNK = 64
 INTERPRETED = not isinstance(states_forward, triton.JITFunction)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.packing.block_tables import BlockTables, TileShape
+from prefixtree.packing.copies import lasting, move, move_all
 from prefixtree.packing.host_mask import HostMask
-from prefixtree.packing.transfers import lasting, move, move_all
 
 # places in an index array are sent as int32
 MOST_ENTRIES = 2**31 - 1

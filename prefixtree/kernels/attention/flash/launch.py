@@ -25,8 +25,8 @@ from prefixtree.kernels.attention.flash.block_lists import (
 )
 from prefixtree.kernels.attention.flash.disk_cache import keep_on_disk
 from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall
+from prefixtree.packing.copies import RowRuns
 from prefixtree.packing.host_mask import HostMask
-from prefixtree.packing.row_runs import RowRuns
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
 # which a registered operator cannot take apart. So one version; tests/kernels/attention/flash/fa4
