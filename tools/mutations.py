@@ -48,8 +48,7 @@ ROOMS = {
     ),
     "packing": ("packing/*.py loops/*.py", "tests/packing/test_*.py"),
     "parallel": (
-        "parallel/*.py scoring/in_groups.py scoring/parallel_lm_head.py "
-        "kernels/lm_head/vocabulary_parallel.py",
+        "parallel/*.py scoring/in_groups.py scoring/parallel_lm_head.py",
         "tests/parallel/test_*.py tests/scoring/test_in_groups.py "
         "tests/scoring/test_states_in_groups.py tests/scoring/test_tensor_parallel.py "
         "tests/scoring/test_states_in_steps.py",

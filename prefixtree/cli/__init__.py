@@ -229,7 +229,7 @@ def _report(
     facts["groups"] = facts["near_misses"] = facts["estimate"] = facts["ranks"] = None
     cost = None
     if rollouts.groups is not None:
-        from prefixtree.sharing.groups import measure_groups
+        from prefixtree.sharing.measure import measure_groups
 
         with status("groups"):
             facts["groups"] = measure_groups(forest, rollouts, chat)

@@ -52,8 +52,8 @@ class Exchange:
     def send_rows(self) -> np.ndarray:
         """int32, the own row behind each row of the buffer that is sent.
 
-        A row that several parts borrow stands here several times. `packing.copies.gather` over these rows
-        sums its gradients in fp32, borrower after borrower.
+        A row that several parts borrow stands here several times. `packing.copies.gather` over
+        these rows sums its gradients in fp32, borrower after borrower.
         """
         return _rows_of(self.send_runs)
 

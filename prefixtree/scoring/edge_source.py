@@ -23,7 +23,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.kernels.operators import new_library, register
 from prefixtree.packing.copies import lasting, move
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.same_paths import described, find_paths
+from prefixtree.packing.placements import described, find_paths
 
 MEND = (
     "give the forest that is scored, or one that holds all its sequences (of a plan "

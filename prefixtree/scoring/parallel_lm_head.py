@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import VocabularySlice
 from prefixtree.models.checks import foreign_module
 from prefixtree.models.low_precision import is_plain
 

@@ -31,7 +31,7 @@ from prefixtree.models.layers import device_of
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.same_paths import find_paths
+from prefixtree.packing.placements import find_paths
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.scoring.edge_source import MEND, ForestEdges, make_handle, rows_in
 from prefixtree.scoring.edges import find_edges

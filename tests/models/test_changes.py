@@ -146,9 +146,8 @@ ELSEWHERE = {
     "sampling/whole_copy.py": "a copy of its own, which is thrown away",
     "sampling/graphs.py": "torch's synchronisation warnings, within try",
     "demo/depot.py": "models of its own",
-    "testing/choices.py": "models of verify's own, which are thrown away",
     "testing/models.py": "models of its own",
-    "testing/reference.py": "torch's precision of convolutions, within try",
+    "testing/reference.py": "models of verify's own, thrown away; torch's precision, within try",
     "kernels/operators.py": "torch's namespace of operators: stays",
 }
 _METHODS = {

@@ -37,9 +37,9 @@ from prefixtree.integrations.megatron.checks import (
 from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.replay import check_routes
+from prefixtree.kernels.lm_head.eager import VocabularySlice
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
 from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest

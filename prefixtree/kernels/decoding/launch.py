@@ -15,8 +15,8 @@ from prefixtree.kernels import runtime
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.configs import padded
 from prefixtree.kernels.attention.triton.launch import INTERPRETED, LOG2E
-from prefixtree.kernels.decoding.eager import DecodeCall
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
+from prefixtree.kernels.decoding.work import DecodeCall
 
 # Slots that a program of the merge loads at once, and its warps: it waits for memory, and more
 # small programs wait at the same time (H200, agent rollouts: 88 us less of 1,023 than 4 warps)

@@ -22,9 +22,13 @@ from prefixtree._numbers import integer
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import runtime
 from prefixtree.kernels.lm_head import eager
-from prefixtree.kernels.lm_head.eager import LogitRule, check_statistics, write_statistics
+from prefixtree.kernels.lm_head.eager import (
+    LogitRule,
+    VocabularySlice,
+    check_statistics,
+    write_statistics,
+)
 from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredEdges
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 
 from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
-from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.eager import LogitRule, VocabularySlice
 from prefixtree.kernels.lm_head.logprobs import (
     ScoreOptions,
     chunk_rows,
     linear_logprobs,
     lm_head_logprobs,
 )
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from tests.support.head_checks import columns_of, exact_columns
 from tests.support.triton_tiles import DEVICE, DTYPES
 
