@@ -29,7 +29,7 @@ from prefixtree import (
     plan_micro_batches,
     plan_recomputation,
 )
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
 from prefixtree.planning.costs import CostModel
 from prefixtree.recompute.forward import gathered_bytes, memory_of
 from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes, waiting_bytes

@@ -27,7 +27,7 @@ from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.models import along_tree
 from prefixtree.models.attention import prefixtree_attention
-from prefixtree.packing.visible import visible_pairs
+from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 

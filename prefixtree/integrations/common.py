@@ -25,7 +25,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention.api import explain
-from prefixtree.kernels.packages import installed
+from prefixtree.kernels.runtime import installed
 from prefixtree.packing.mask import TreeMask
 
 # ---- code that runs right behind the import of a module of others --------------------------------

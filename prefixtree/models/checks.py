@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import UnsupportedError, kind_of
-from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.kernels.operators import counted_calls
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.families import (
     check_checkpointing,

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 from prefixtree.models.along_tree import with_globals
 from prefixtree.models.changes import changing
 

@@ -16,7 +16,7 @@ import torch
 from prefixtree._forest_inputs import unbroken_runs
 from prefixtree._numbers import to_numpy
 from prefixtree.errors import ForestError
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
 
 _WAYS = (
     "give attention_mask for padded rows, or position_ids or cu_seqlens for rows that hold several "

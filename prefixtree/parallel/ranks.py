@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.packing.gather import GatherIndex, gather
-from prefixtree.packing.row_runs import RowRuns
+from prefixtree.packing.copies import GatherIndex, RowRuns, gather
 from prefixtree.parallel.attention import PartMask
 from prefixtree.planning.parts import Part, Parts
 

@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.operators import note_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.kernels.torch_library import uncompiled
-from prefixtree.packing.state_borders import StateBorders
-from prefixtree.packing.transfers import move, to_pinned
+from prefixtree.packing.copies import move, to_pinned
+from prefixtree.packing.mask import StateBorders
 from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.steps import Steps
 

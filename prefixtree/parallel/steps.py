@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.packing.transfers import move, to_pinned
+from prefixtree.packing.copies import move, to_pinned
 from prefixtree.parallel.states import LayerStates, StateStore
 from prefixtree.planning.steps import Steps
 

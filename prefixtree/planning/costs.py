@@ -12,8 +12,8 @@ import numpy as np
 from prefixtree._numbers import integer, number
 from prefixtree._picture_inputs import PictureRule
 from prefixtree.errors import UnsupportedError
+from prefixtree.packing.host_mask import pairs_per_run
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.visible import pairs_per_run
 from prefixtree.planning.model_cost import ModelCost, model_cost, tower_weights
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.mask import TreeMask, make_mask
-from prefixtree.packing.state_borders import StateBorders
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
+from prefixtree.packing.mask import StateBorders, TreeMask, make_mask
 from prefixtree.planning.parts import Part
 
 

@@ -24,9 +24,9 @@ from prefixtree import loops
 from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
+from prefixtree.packing.copies import lasting, move_all
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask, make_mask
-from prefixtree.packing.transfers import lasting, move_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class Exchange:
     def send_rows(self) -> np.ndarray:
         """int32, the own row behind each row of the buffer that is sent.
 
-        A row that several parts borrow stands here several times. `packing.gather` over these rows
-        sums its gradients in fp32, borrower after borrower.
+        A row that several parts borrow stands here several times. `packing.copies.gather` over
+        these rows sums its gradients in fp32, borrower after borrower.
         """
         return _rows_of(self.send_runs)
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import measure_bytes
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.steps import Steps

@@ -28,9 +28,8 @@ from prefixtree.kernels.decoding.work import DecodeWork
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
 from prefixtree.kernels.recurrence.protocol import RowSlots
-from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.state_borders import StateBorders
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
+from prefixtree.packing.mask import StateBorders, TreeMask
 
 # ---- states, in slots ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from prefixtree._numbers import entries, integer
 from prefixtree.errors import ForestError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
-from prefixtree.packing.transfers import lasting
+from prefixtree.packing.copies import lasting
 from prefixtree.sampling.draws import Draws, row_keys
 from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest

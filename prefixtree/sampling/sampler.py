@@ -10,8 +10,8 @@ from torch import nn
 from prefixtree.errors import with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.copies import lasting
 from prefixtree.packing.layout import pack
-from prefixtree.packing.transfers import lasting
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest

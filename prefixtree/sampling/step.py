@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from prefixtree.kernels.recurrence.protocol import RowSlots
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forest_cache import Works
 from prefixtree.sampling.forward import CachedForward, StepGraphs

@@ -19,8 +19,8 @@ from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import check_loaded, transformer_of
 from prefixtree.models.layers import device_of
 from prefixtree.packing.batch_layout import BatchLayout
+from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.packing.transfers import move
 from prefixtree.pictures import Pictures
 from prefixtree.scoring.logprobs import sequence_logprobs
 

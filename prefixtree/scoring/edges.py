@@ -24,14 +24,13 @@ from prefixtree import loops
 from prefixtree._numbers import numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import MeasuredEdges, source_of
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.torch_library import new_library, register, uncompiled
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.kernels.operators import new_library, register, uncompiled
+from prefixtree.packing.copies import GatherIndex, gather, lasting, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
-from prefixtree.packing.same_paths import described, find_paths
-from prefixtree.packing.transfers import lasting, move
+from prefixtree.packing.placements import described, find_paths
 
 # ---- edges in their forest, by which other calls find them ---------------------------------------
 

@@ -18,7 +18,7 @@ from torch import nn
 from prefixtree.models.families import ROUTES, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.vision import EncodedPictures, PlacedPictures
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import Parts, agree

@@ -24,9 +24,9 @@ from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
 from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
 from prefixtree.planning.costs import BorrowCost, borrow_cost_of

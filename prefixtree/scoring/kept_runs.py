@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.models.changes import ModelStamp
 from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
 from prefixtree.models.families import forward_inputs
@@ -32,7 +32,7 @@ from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
 from prefixtree.models.vision import PlacedPictures
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import BACKWARD, FORWARD, agree_on_order

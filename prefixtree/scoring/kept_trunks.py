@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError, with_hints
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, check_module, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.routers import check_routes, router_loss
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import PlacedPictures, check_pictures
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures

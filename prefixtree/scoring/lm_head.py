@@ -21,15 +21,13 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import LogitRule, VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import check_hook, foreign_module
 from prefixtree.models.families import family_of
 from prefixtree.models.low_precision import is_plain
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.scoring.edges import DeviceEdges
 
 # who wrote the forward, and what it wraps: a further wrapper might change logits

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from prefixtree.errors import with_hints
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm, warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from prefixtree.demo.browser_rollouts import write_rollouts
+from prefixtree.demo.browser import write_rollouts
 from prefixtree.testing import models
 from tests.support.cli_runs import one_thread, run, run_json
 from tests.support.cli_runs import write_rollouts as write_token_ids

@@ -50,7 +50,7 @@ def test_an_interrupt_exits_130(monkeypatch, rollout_file):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prefixtree.cli.files.read_rollouts", interrupted)
+    monkeypatch.setattr("prefixtree.cli.console.read_rollouts", interrupted)
     result = run("report", rollout_file)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr

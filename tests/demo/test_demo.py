@@ -296,7 +296,7 @@ def test_demo_finds_out_that_it_cannot_draw_before_it_trains(no_training, monkey
 
 
 def test_the_check_of_a_file_leaves_it_as_it_is(tmp_path):
-    from prefixtree.cli.files import check_writable
+    from prefixtree.cli.console import check_writable
 
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     old.write_text("kept\n")

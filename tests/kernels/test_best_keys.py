@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixtree.kernels import best_keys as kernels
 from prefixtree.kernels import chosen
+from prefixtree.kernels import indexer_kernels as kernels
 from prefixtree.kernels.chosen import from_bits, to_bits, words
 from tests.support.triton_tiles import DEVICE
 
@@ -102,4 +102,6 @@ def test_a_gpu_selects_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_served() -> None:
     scores = torch.zeros(1, device=DEVICE)
-    assert kernels.serves(scores) == (DEVICE == "cuda") and not kernels.serves(scores.double())
+    assert kernels.serves_choice(scores) == (DEVICE == "cuda") and not kernels.serves_choice(
+        scores.double()
+    )

@@ -147,10 +147,9 @@ ELSEWHERE = {
     "sampling/whole_copy.py": "a copy of its own, which is thrown away",
     "sampling/forward.py": "torch's synchronisation warnings, within try",
     "demo/depot.py": "models of its own",
-    "testing/choices.py": "models of verify's own, which are thrown away",
     "testing/models.py": "models of its own",
-    "testing/reference.py": "torch's precision of convolutions, within try",
-    "kernels/torch_library.py": "torch's namespace of operators: stays",
+    "testing/reference.py": "models of verify's own, thrown away; torch's precision, within try",
+    "kernels/operators.py": "torch's namespace of operators: stays",
 }
 _METHODS = {
     *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),

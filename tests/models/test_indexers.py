@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
-from prefixtree.kernels import chosen, index_scores
+from prefixtree.kernels import chosen, indexer_kernels
 from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, compressed, indexers, paths
 from prefixtree.models.along_tree import AlongTree
@@ -228,13 +228,13 @@ def _with_triton() -> Any:
 def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any) -> None:
     """In any chunks; what nobody wrote is not a number."""
     asked: list[int] = []
-    inner = index_scores.index_scores
+    inner = indexer_kernels.index_scores
 
     def noted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         asked.append(len(q))
         return inner(q, *rest)
 
-    monkeypatch.setattr(index_scores, "index_scores", noted)
+    monkeypatch.setattr(indexer_kernels, "index_scores", noted)
     monkeypatch.setattr(indexers, "_SCORES", 1)
     reference = run_packed(build(family), ragged_packed(), ragged_objective())
     # of 24 heads, 4 queries at a time
@@ -243,14 +243,14 @@ def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any
     if family in (BLOCKS, COMPRESSED):
         assert not asked, "the family's own products score these"
     else:
-        assert max(asked) == index_scores.tile_tokens(24) < sum(asked)
+        assert max(asked) == indexer_kernels.tile_tokens(24) < sum(asked)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_scores_of_another_order_turn_it_red(monkeypatch: Any) -> None:
-    inner = index_scores.index_scores
+    inner = indexer_kernels.index_scores
     turned = lambda *args: inner(*args).neg()  # noqa: E731
-    monkeypatch.setattr(index_scores, "index_scores", turned)
+    monkeypatch.setattr(indexer_kernels, "index_scores", turned)
     found = run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
     wanted = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
     assert errors(found, wanted).logprob > 1e-2
@@ -265,7 +265,7 @@ def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> No
 def test_where_the_familys_own_products_run() -> None:
     """Autocast rounds them; float64 and wide heads are not triton's; and as they are asked for."""
     mask, hidden = _with_triton().mask, torch.zeros(1, 2, 3)
-    assert indexers._kernels_for(mask, hidden, 128) is index_scores
+    assert indexers._kernels_for(mask, hidden, 128) is indexer_kernels
     with torch.autocast("cpu", torch.bfloat16):
         assert indexers._kernels_for(mask, hidden, 128) is None
     assert indexers._kernels_for(mask, hidden.double(), 128) is None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.kernels import call_counter
+from prefixtree.kernels import operators
 from prefixtree.models import changes, routers
 from prefixtree.models import checks as model_checks
 from prefixtree.models import vision as pictures
@@ -85,7 +85,7 @@ def tiny(model_type: str = "llama", **config: Any) -> tuple[Any, pt.PackedForest
 
 _CHANGES = [changes.changing, changes._lock_of, changes._put, changes._remove]
 _CHANGES += [f for f in vars(changes.Changes).values() if callable(f) and f.__name__ != "keep"]
-_CALLS = [model_checks.every_layer_attends, call_counter.counted_calls]
+_CALLS = [model_checks.every_layer_attends, operators.counted_calls]
 
 
 def test_scoring() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.parallel import states
 from prefixtree.parallel.steps import StepExchange
 from prefixtree.scoring import edges

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.vision import tower_of
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.parallel import ranks
 from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward as recompute

@@ -35,7 +35,7 @@ from prefixtree.integrations.megatron.routers import (
     routers_of,
 )
 from prefixtree.integrations.megatron.states import check_state, has_state, state_of
-from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.kernels.operators import counted_calls
 
 _WRAPPERS = (DistributedDataParallel, Float16Module)
 _MODELS = (GPTModel, HybridModel)

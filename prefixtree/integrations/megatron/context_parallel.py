@@ -28,7 +28,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.models.along_tree import KeepsStates, WholeForest
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
 from prefixtree.parallel.ranks import TokensForHeads, arrival, rank_mask

@@ -40,12 +40,11 @@ from prefixtree.integrations.megatron.context_parallel import (
     local_forest,
 )
 from prefixtree.integrations.megatron.routers import check_routes
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.eager import VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.scoring.edges import (

@@ -21,7 +21,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.flops_counter import FlopsCounter
 
 from prefixtree.integrations.common import announce
-from prefixtree.packing.visible import visible_pairs
+from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.sharing.near_misses import tokens_to_win
 

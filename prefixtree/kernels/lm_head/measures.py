@@ -20,7 +20,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 
 # logits in float32 that a measure gets at once; under autograd it holds some eight times as many
 _BLOCK = 1 << 25

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from prefixtree.integrations.megatron import batch_packing, context_parallel, scoring
 from prefixtree.integrations.megatron.version import installed
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import VocabularySlice
 from tests.integrations.megatron import replay_runs, router_runs, state_runs
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import Case, build, compared, latent, moe

@@ -22,7 +22,7 @@ from prefixtree.kernels.lm_head import eager as eager_head
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head import logprobs
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.attention_checks import Case, assert_numerics, eager, ours, run
 from tests.support.gpu_cases import (

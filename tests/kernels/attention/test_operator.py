@@ -23,7 +23,7 @@ from prefixtree import ForestError, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels.attention import operator, sdpa
 from prefixtree.kernels.attention.flash.block_lists import Tiles, lists_of
 from prefixtree.packing import host_mask as mask_module
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from tests.support.attention_checks import (
     Case,
     assert_as_promised,

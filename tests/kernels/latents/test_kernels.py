@@ -9,7 +9,7 @@ import torch
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.latents import definition, gathered
 from prefixtree.kernels.latents import launch as kernels
-from prefixtree.kernels.latents.protocol import Chunk
+from prefixtree.kernels.latents.definition import Chunk
 from tests.conftest import Poison
 from tests.support.choices import random_choice
 from tests.support.latents import LatentCase

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from prefixtree.kernels.lm_head import eager, logprobs, measures
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Divergence
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.head_checks import columns_of
 from tests.support.triton_tiles import DEVICE, DTYPES
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
-from prefixtree.kernels.lm_head import logit_statistics, logprobs
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logit_statistics import check_statistics, write_statistics
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.eager import LogitRule, check_statistics, write_statistics
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from tests.support.triton_tiles import DEVICE
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -98,7 +96,7 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     before = x.clone()
     found = []
     for block in (1, 3 * V, 1 << 25):
-        monkeypatch.setattr(logit_statistics, "_BLOCK", block)
+        monkeypatch.setattr(eager, "_BLOCK", block)
         out = torch.full((10, 3), float("nan"))
         write_statistics(x, target, torch.ones(10), LogitRule(), NAMES, out)
         found.append(out)

@@ -14,10 +14,13 @@ import torch.nn.functional as F
 
 from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import chunk_rows, linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import LogitRule, VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import (
+    ScoreOptions,
+    chunk_rows,
+    linear_logprobs,
+    lm_head_logprobs,
+)
 from tests.support.head_checks import columns_of, exact_columns
 from tests.support.triton_tiles import DEVICE, DTYPES
 
@@ -555,7 +558,7 @@ def test_who_scores(monkeypatch):
     monkeypatch.setattr(logprobs, "find_spec", lambda name: None)
     assert probe(device) is eager
     monkeypatch.undo()
-    monkeypatch.setattr(logprobs.device_info, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(logprobs.runtime, "capability", lambda device: (7, 5))
     assert probe(device) is eager
     monkeypatch.undo()
     monkeypatch.setattr(fused, "score", lambda *given: 1 // 0)

@@ -12,9 +12,8 @@ import prefixtree as pt
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head import logprobs, measures
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredEdges
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.triton_tiles import DEVICE
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked

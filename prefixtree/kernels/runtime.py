@@ -1,12 +1,19 @@
-"""`Backend`: kernels by the name that calls give, imported when a call first needs them."""
+"""`Backend`: kernels by the name that calls give, imported when a call first needs them. Also which
+packages and which devices there are.
+
+On a CPU a device's numbers are those that Triton's interpreter assumes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Generic, Protocol, TypeVar
 
-from prefixtree.kernels.packages import installed
+import torch
 
 
 class _Refuses(Protocol):
@@ -46,3 +53,33 @@ class Backend(Generic[K]):
         except (ImportError, AttributeError) as problem:
             return f"its kernels cannot be imported ({problem})"
         return kernels.refusal(call)
+
+
+@cache
+def installed(package: str) -> bool:
+    """Whether a package can be found. The answer is kept: a search takes longer than a launch."""
+    return find_spec(package) is not None
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability; (9, 0) on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """The number of multiprocessors; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which this device is the current one, on which kernels are launched."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
