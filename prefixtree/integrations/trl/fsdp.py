@@ -1,4 +1,4 @@
-"""FSDP2 under TRL: the one setting that is changed, and what is refused."""
+"""FSDP2 under TRL: the one setting that is changed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
-
-from prefixtree.errors import UnsupportedError
 
 
 class KeepsOutputs:
@@ -40,27 +37,3 @@ def keep_outputs(plugin: Any) -> None:
         return
     if policy.output_dtype not in (None, torch.float32):
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
-
-
-def check_fsdp(plugin: Any) -> None:
-    """Refuses what is not verified of accelerate's FullyShardedDataParallelPlugin.
-
-    Raises:
-        UnsupportedError: FSDP1, or parameters or activations that are offloaded to the CPU.
-    """
-    if plugin.fsdp_version != 2:
-        raise UnsupportedError(
-            f"FSDP1 (fsdp_version: {plugin.fsdp_version}) is not verified under TRL: set "
-            'fsdp_version: 2 in accelerate\'s configuration, or "version": 2 in fsdp_config'
-        )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise UnsupportedError(
-            "CPU offload (fsdp_offload_params: true) is not verified under TRL: set "
-            'fsdp_offload_params: false in accelerate\'s configuration, or "cpu_offload": False in '
-            "fsdp_config, and shard over more GPUs"
-        )
-    if getattr(plugin, "activation_checkpointing_offload", False):
-        raise UnsupportedError(
-            "fsdp_activation_checkpointing_offload: true is not verified under TRL: set it to "
-            "false in accelerate's configuration"
-        )
