@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import refuse
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.vision import PlacedPictures
@@ -25,6 +25,7 @@ from prefixtree.recompute.forward import (
 from prefixtree.recompute.kept_plan import plan_kept
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import PartWork
+from prefixtree.scoring.refusals import KEPT_PICTURES
 
 #: What `kept_trunks(recompute_trunks=)` takes.
 RecomputeTrunks = Recompute | Literal["again"]
@@ -65,13 +66,8 @@ def check_modes(
             f"with it only as None or 'again', got recompute={recompute!r} and recompute_trunks="
             f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
         )
-    if not sees or recompute_trunks in (None, "again", recompute):
-        return
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UnsupportedError(
-            "ranks of FSDP2 gather the vision tower together, so kept trunks recompute as "
-            "micro-batches do: leave recompute_trunks out, or give 'again'"
-        )
+    if sees and recompute_trunks not in (None, "again", recompute):
+        refuse(KEPT_PICTURES, model)
 
 
 def modes_of(

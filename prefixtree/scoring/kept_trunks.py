@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import refuse
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.replay import check_routes
-from prefixtree.models.router_loss import router_loss
 from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
@@ -33,6 +32,7 @@ from prefixtree.scoring.edges import SequenceScores, edges_on_device, find_edges
 from prefixtree.scoring.kept_modes import RecomputeTrunks, check_modes
 from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.logprobs import ModelForward
+from prefixtree.scoring.refusals import KEPT_SCORES
 
 
 @with_hints
@@ -106,12 +106,7 @@ def kept_trunks(
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
         check_model(model, causal_lm, packed, pictures, KEPT)
-        if router_loss(causal_lm, packed, None) is not None:
-            raise UnsupportedError(
-                "the load-balancing loss of experts is not verified with kept trunks: set "
-                "config.output_router_logits to False, or leave kept_trunks out and call "
-                "sequence_logprobs for each micro-batch"
-            )
+        refuse(KEPT_SCORES, (causal_lm, packed))
         check_routes(model, causal_lm, packed)
         temperatures: float | Sequence[float] = 1.0
         masks = None

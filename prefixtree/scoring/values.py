@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_loaded,
@@ -40,6 +40,7 @@ from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.lm_head import check_rows_alone
 from prefixtree.scoring.parallel_lm_head import is_linear
+from prefixtree.scoring.refusals import VALUES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,10 +153,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
         check_tokens(classifier.config, tokens, sees=False)
         check_vocabulary(classifier, tokens)
     check_positions(classifier, packed.mask.host.deepest)
-    if getattr(packed.forest, "routes", None) is not None:
-        raise UnsupportedError(
-            "routes of experts are not verified for values: make the forest without routes"
-        )
+    refuse(VALUES, packed.forest)
     return classifier
 
 

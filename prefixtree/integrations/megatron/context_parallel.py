@@ -33,8 +33,8 @@ from prefixtree.parallel.state_heads import StatesOfRanks
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_agreement import FACTS, parts_of_forest, parts_of_scores
-from prefixtree.scoring.group_refusals import check_backend_of_parts
 from prefixtree.scoring.in_groups import edges_of, edges_of_part, gathering, padded_to_ranks
+from prefixtree.scoring.refusals import check_backend_of_parts
 
 
 class LocalForest:

@@ -160,7 +160,7 @@ def _offloads(config: Mapping[str, Any]) -> Any:
 #: Parts of DeepSpeed's configuration, as its JSON file holds them; values may be "auto".
 DEEPSPEED_CONFIG = (
     Refusal(
-        "section",
+        "another section",
         _other_section,
         "{section!r} of the DeepSpeed config, which may change what a forward computes, is not "
         "verified under TRL; take it out, or set it to false",

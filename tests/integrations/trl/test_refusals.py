@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "DEEPSPEED: DeepSpeed": (
         lambda run: refusals.check_distribution(run.set(is_deepspeed_enabled=True)),
     ),
-    "DEEPSPEED_CONFIG: section": (
+    "DEEPSPEED_CONFIG: another section": (
         with_deepspeed(hybrid_engine={"enabled": True}),
         with_deepspeed(tensor_parallel={"autotp_size": 2}),
         with_deepspeed(sequence_parallel_size=2),
