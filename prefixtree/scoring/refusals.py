@@ -129,7 +129,7 @@ KEPT_PICTURES = (
 KEPT_SCORES = (
     Refusal(
         "output_router_logits",
-        lambda given: router_loss(*given, None) is not None,
+        lambda given: router_loss(given[0], given[1], None) is not None,
         "the load-balancing loss of experts is not verified with kept trunks; set "
         "config.output_router_logits to False, or leave kept_trunks out and call sequence_logprobs "
         "for each micro-batch",
