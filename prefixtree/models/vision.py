@@ -319,7 +319,7 @@ WITH_PICTURES = (
         "FSDP1 is not verified with pictures; use FSDP2 (fully_shard) or DDP",
     ),
     Refusal(
-        "torch.compile",
+        "compiled modules",
         _compiles_others,
         "torch.compile of {kind}, which is no decoder layer, is not verified with pictures; leave "
         "it out, and compile with compile_layers(model)",

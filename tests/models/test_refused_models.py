@@ -399,7 +399,7 @@ SHOWN: dict[str, Callable[[], vision.Shows]] = {
     "WITH_PICTURES: routes": lambda: _shows(routes=[]),
     "WITH_PICTURES: DeepSpeed": lambda: _shows(_Engine()),
     "WITH_PICTURES: FSDP1": lambda: _shows(_fsdp1()),
-    "WITH_PICTURES: torch.compile": lambda: _shows(_compiled()),
+    "WITH_PICTURES: compiled modules": lambda: _shows(_compiled()),
     "WITH_PICTURES: tensor or expert parallel": (
         lambda: _shows(_with(nn.Linear(2, 2), _is_hooked=True))
     ),

@@ -32,7 +32,7 @@ _PREFIX = 'attn_implementation="prefixtree": '
 
 
 class Asked(NamedTuple):
-    """What an engine is made of: verl's HFModelConfig, its configuration of the engine, and what
+    """The parts of an engine: verl's HFModelConfig, its configuration of the engine, and what
     the model gives per token, "log_probs" or "values"."""
 
     model: Any
