@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import Refusal, refuse
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.models.vision import PlacedPictures
@@ -297,6 +297,17 @@ class PartModes(NamedTuple):
     runs_again: bool
 
 
+#: Of a model that kept trunks show pictures to, with two modes of recompute.
+KEPT_PICTURES = (
+    Refusal(
+        "recompute_trunks",
+        lambda model: any(isinstance(m, FSDPModule) for m in model.modules()),
+        "ranks of FSDP2 gather the vision tower together, so kept trunks recompute as "
+        "micro-batches do: leave recompute_trunks out, or give 'again'",
+    ),
+)
+
+
 def check_modes(
     model: nn.Module, recompute: Recompute, recompute_trunks: RecomputeTrunks, sees: bool
 ) -> None:
@@ -318,13 +329,8 @@ def check_modes(
             f"with it only as None or 'again', got recompute={recompute!r} and recompute_trunks="
             f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
         )
-    if not sees or recompute_trunks in (None, "again", recompute):
-        return
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UnsupportedError(
-            "ranks of FSDP2 gather the vision tower together, so kept trunks recompute as "
-            "micro-batches do: leave recompute_trunks out, or give 'again'"
-        )
+    if sees and recompute_trunks not in (None, "again", recompute):
+        refuse(KEPT_PICTURES, model)
 
 
 def modes_of(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prefixtree.errors import refuse
 from prefixtree.models.families import ROUTES, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.vision import EncodedPictures, PlacedPictures
@@ -34,11 +35,11 @@ from prefixtree.planning.split import Split, split_tokens
 from prefixtree.recompute.forward import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.group_refusals import (
+from prefixtree.scoring.refusals import (
+    GROUPS,
     GroupMode,
     check_averages,
     check_mode,
-    check_served,
     heads_of,
 )
 
@@ -481,7 +482,7 @@ def _part_of_rank(
 
     def prepare() -> tuple[tuple[Any, _Local], dict[str, Parts]]:
         inner, found = check()
-        check_served(model)
+        refuse(GROUPS, model)
         # what one layer refuses, all ranks do
         prepare_states(inner)
         check_averages(model, group)

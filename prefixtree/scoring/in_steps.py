@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree.errors import ForestError, UnsupportedError, with_hints
+from prefixtree.errors import ForestError, UnsupportedError, refuse, with_hints
 from prefixtree.models.changes import ModelStamp, changing
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
+from prefixtree.models.checks import check_loaded, transformer_of, warn_of_hooks
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
@@ -36,13 +36,13 @@ from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.in_groups import LocalPart, Rows, of_tokens, part_inputs
+from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS
 
 #: Calls the model once: (mask, keywords, edges, own packed tokens) -> `Rows`.
 Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges, np.ndarray | None], Rows]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
-_INSTEAD = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
 # tokens between which the memory of a token is read off
 _FEW, _MANY = 1 << 12, 1 << 13
 
@@ -54,12 +54,7 @@ def check_call(model: nn.Module, recompute: Recompute) -> None:
         UnsupportedError: with what stands in the way and the way to mend it.
         ValueError: recompute="auto".
     """
-    if runs_deepspeed(model):
-        # its ranks cannot agree on a number of steps
-        raise UnsupportedError(
-            "DeepSpeed counts one backward per micro-batch, and steps have several: use FSDP2, or "
-            f"{_INSTEAD}"
-        )
+    refuse(STEPS, model)
     if recompute == "auto":
         raise ValueError(
             "recompute='auto' plans for a forest in one forward; with max_tokens the budget bounds "
@@ -67,29 +62,10 @@ def check_call(model: nn.Module, recompute: Recompute) -> None:
         )
 
 
-def check_static_graph(model: nn.Module, feature: str, instead: str) -> None:
-    """Refuses what is not verified with several backwards per update.
-
-    Args:
-        model: wrapped or not.
-        feature: what has them, in the plural.
-        instead: what to do without it.
-
-    Raises:
-        UnsupportedError: DDP with static_graph.
-    """
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise UnsupportedError(
-                "DistributedDataParallel with static_graph=True expects one backward per update, "
-                f"and {feature} have several: leave static_graph at False, or {instead}"
-            )
-
-
 def _refusal(model: nn.Module) -> UnsupportedError | None:
     """Why a forest cannot be computed in several steps; None where it can."""
     try:
-        check_static_graph(model, "steps", _INSTEAD)
+        refuse(SEVERAL_STEPS, model)
     except UnsupportedError as refusal:
         return refusal
     return None
@@ -202,7 +178,7 @@ def scores_in_steps(
 
     Raises:
         UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
-            `check_static_graph`.
+            `SEVERAL_STEPS`.
         ForestError: steps that are refused or do not fit, on another rank.
     """
     device = packed.device

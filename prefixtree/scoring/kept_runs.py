@@ -20,13 +20,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, refuse
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.models.changes import ModelStamp
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of, warn_of_hooks
+from prefixtree.models.checks import check_loaded, transformer_of, warn_of_hooks
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
@@ -45,9 +45,9 @@ from prefixtree.recompute.kept_modes import RecomputeTrunks, modes_of
 from prefixtree.recompute.picture_work import RUN
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import part_inputs
-from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
+from prefixtree.scoring.in_steps import Wrapped, dummy_of
+from prefixtree.scoring.refusals import KEPT_TRUNKS
 
-_INSTEAD = "leave kept trunks out and score each micro-batch by itself"
 # what cuts a forest, where it matters how long sequences are
 KEPT = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
@@ -116,25 +116,9 @@ def check_kept(model: nn.Module) -> None:
     Raises:
         UnsupportedError: with what stands in the way and the way to mend it.
     """
-    if runs_deepspeed(model):
-        raise UnsupportedError(
-            "DeepSpeed counts one backward per micro-batch, and kept trunks add their own: use "
-            f"FSDP2, or {_INSTEAD}"
-        )
     if compresses_keys(transformer_of(model).config.get_text_config()):
         raise not_handed_on()
-    check_static_graph(model, "kept trunks", _INSTEAD)
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise UnsupportedError(
-                "FSDP1 is not verified with kept trunks, whose forwards do not each meet their "
-                f"backward at once: use FSDP2 (fully_shard), or {_INSTEAD}"
-            )
-        if getattr(module, "_is_hooked", False):
-            raise UnsupportedError(
-                f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
-                f"kept trunks: {_INSTEAD}"
-            )
+    refuse(KEPT_TRUNKS, model)
 
 
 class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):

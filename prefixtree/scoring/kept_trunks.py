@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.errors import UnsupportedError, with_hints
+from prefixtree.errors import refuse, with_hints
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.models.checks import check_model, check_module, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.routers import check_routes, router_loss
+from prefixtree.models.routers import check_routes
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.copies import GatherIndex, gather
@@ -41,6 +41,7 @@ from prefixtree.scoring.edges import (
 )
 from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.logprobs import ModelForward
+from prefixtree.scoring.refusals import KEPT_SCORES
 from prefixtree.scoring.values import checked_classifier, values_of_tokens
 
 
@@ -115,12 +116,7 @@ def kept_trunks(
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
         check_model(model, causal_lm, packed, pictures, KEPT)
-        if router_loss(causal_lm, packed, None) is not None:
-            raise UnsupportedError(
-                "the load-balancing loss of experts is not verified with kept trunks: set "
-                "config.output_router_logits to False, or leave kept_trunks out and call "
-                "sequence_logprobs for each micro-batch"
-            )
+        refuse(KEPT_SCORES, (causal_lm, packed))
         check_routes(model, causal_lm, packed)
         temperatures: float | Sequence[float] = 1.0
         masks = None

@@ -45,10 +45,10 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.group_refusals import GroupMode, check_group_mode
 from prefixtree.scoring.in_groups import Rows, part_of_rank, whole_forest
 from prefixtree.scoring.in_steps import scores_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
+from prefixtree.scoring.refusals import GroupMode, check_group_mode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

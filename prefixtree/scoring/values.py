@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from prefixtree.errors import UnsupportedError, with_hints
+from prefixtree.errors import UnsupportedError, refuse, with_hints
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_loaded,
@@ -38,6 +38,7 @@ from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear
+from prefixtree.scoring.refusals import VALUES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,10 +151,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
         check_tokens(classifier.config, tokens, sees=False)
         check_vocabulary(classifier, tokens)
     check_positions(classifier, packed.mask.host.deepest)
-    if getattr(packed.forest, "routes", None) is not None:
-        raise UnsupportedError(
-            "routes of experts are not verified for values: make the forest without routes"
-        )
+    refuse(VALUES, packed.forest)
     return classifier
 
 

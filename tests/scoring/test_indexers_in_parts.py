@@ -15,7 +15,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchange
-from prefixtree.scoring import group_refusals
+from prefixtree.scoring import refusals
 from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run, score
@@ -251,6 +251,6 @@ def test_compressed_keys_are_refused() -> None:
 def test_heads_that_do_not_divide_group_by_group_are_refused_before_a_forward() -> None:
     config = build(BLOCKS).config
     packed, heads = ragged_packed(), config.num_key_value_heads
-    group_refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
+    refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
     with pytest.raises(ValueError, match=f"of each of {heads} groups of heads.*do not divide"):
-        group_refusals.check_mode("heads", config, packed, config.num_attention_heads)
+        refusals.check_mode("heads", config, packed, config.num_attention_heads)

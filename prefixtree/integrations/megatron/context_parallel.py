@@ -35,7 +35,6 @@ from prefixtree.parallel.ranks import TokensForHeads, arrival, rank_mask
 from prefixtree.parallel.state_heads import StatesOfRanks
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.group_refusals import check_backend_of_parts
 from prefixtree.scoring.in_groups import (
     FACTS,
     edges_of,
@@ -45,6 +44,7 @@ from prefixtree.scoring.in_groups import (
     parts_of_forest,
     parts_of_scores,
 )
+from prefixtree.scoring.refusals import check_backend_of_parts
 
 
 class LocalForest:

@@ -20,11 +20,16 @@ from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_dpo, check_sft
 from prefixtree.integrations.trl.images import forest_with_images
-from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
+from prefixtree.integrations.trl.refusals import (
+    SFT,
+    check_attention,
+    check_recompute,
+    prepare_trainer,
+)
 from prefixtree.integrations.trl.sharding import KeepsOutputs
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
@@ -200,7 +205,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
         check_sft(SFTTrainer)
         super().__init__(*args, **kwargs)
         prepare_trainer(self)
-        _check_loss(self)
+        refuse(SFT, self)
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
@@ -215,31 +220,6 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
         outputs = "entropy", "is_top1"
         packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
-
-
-def _check_loss(trainer: Any) -> None:
-    """Refuses settings under which rows share nothing, or TRL takes its loss from logits."""
-    args = trainer.args
-    check_single_samples(trainer)
-    logits = {
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "label_smoothing_factor": args.label_smoothing_factor > 0 and args.loss_type == "nll",
-    }
-    for name in (name for name, used in logits.items() if used):
-        raise UnsupportedError(
-            f"with {name} TRL computes the loss from the logits of all rows, which a packed batch "
-            "does not have: leave it out, or use TRL's SFTTrainer"
-        )
-
-
-def check_single_samples(trainer: Any) -> None:
-    """Refuses rows that several samples are joined to."""
-    args = trainer.args
-    if args.packing or args.eval_packing or trainer.padding_free:
-        raise UnsupportedError(
-            "packing, eval_packing and padding_free join samples to rows, which share no prefix: "
-            "set them to False; what samples share is packed without them"
-        )
 
 
 # ---- DPO -----------------------------------------------------------------------------------------

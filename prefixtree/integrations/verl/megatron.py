@@ -28,7 +28,7 @@ from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithValueHead,
 )
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
 from prefixtree.integrations.megatron.checks import find_model
 from prefixtree.integrations.megatron.routers import recording
@@ -44,6 +44,7 @@ from prefixtree.integrations.verl.batches import (
 from prefixtree.integrations.verl.metrics import MeteredEngine, Work
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
+    PROVIDER,
     RECOMPUTE,
     check_compile,
     check_megatron_settings,
@@ -91,11 +92,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         super()._build_tf_config()
         if self.packs:
             provider = self.provider
-            if getattr(provider, "calculate_per_token_loss", False):
-                raise UnsupportedError(
-                    "packed forests are not verified with calculate_per_token_loss=True; take it "
-                    "out of override_transformer_config"
-                )
+            refuse(PROVIDER, provider)
             provider.transformer_layer_spec = tree_spec(provider.transformer_layer_spec)
 
     # ---- a batch -----------------------------------------------------------------------------

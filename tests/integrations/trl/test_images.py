@@ -20,7 +20,7 @@ from prefixtree.integrations.trl import (
     kept_windows,
 )
 from prefixtree.integrations.trl import grpo as adapter
-from prefixtree.integrations.trl.images import check_images
+from prefixtree.integrations.trl.refusals import check_images
 from prefixtree.models import vision as tower
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.forward import tower_memory_of
@@ -312,7 +312,7 @@ def test_what_is_refused(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("is_deepspeed_enabled", "is_fsdp_enabled"):
         with monkeypatch.context() as patch:
             patch.setattr(ours, name, True)
-            with pytest.raises(pt.UnsupportedError, match="DeepSpeed and FSDP are not verified wi"):
+            with pytest.raises(pt.UnsupportedError, match="DeepSpeed or FSDP is not verified wi"):
                 check_images(ours)
     batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
     with pytest.raises(pt.UnsupportedError, match="has pixel_attention_mask: only images with a g"):
