@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.full import add_option, skip_without_it, tell_ranks  # noqa: E402
+from tests.support.full import add_option, set_up  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.interpreter import without_repetition
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tell_ranks(config)
+    set_up(config)
 
 
 def pytest_collection_finish() -> None:
@@ -72,11 +72,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    skip_without_it(item)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
