@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # modules and items are millions of objects that all stay: collections among them are a quarter of
@@ -63,6 +66,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     set_up(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among workers the files that take longest come first: none is left when the others end."""
+    if not hasattr(config, "workerinput"):
+        return
+    costs = json.loads((Path(__file__).parent / "costs.json").read_text())
+    seconds = {f"tests/{name}": value for name, value in costs["test"]["most"]}
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests = Counter(files)
+    names = sorted(tests, key=lambda name: (-seconds.get(name, 0), -tests[name], name))
+    place = {name: number for number, name in enumerate(names)}
+    order = sorted(range(len(items)), key=lambda number: place[files[number]])
+    items[:] = [items[number] for number in order]
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.full import LeftOut
+from tests.support.full import LeftOut, each_once
 from tests.support.pairs import pairwise
 
 AXES = ("abcd", (5, 6, 7), [False, True], ([], {}))
@@ -36,6 +36,16 @@ def test_pairs_that_do_not_fit_stand_in_no_case() -> None:
     assert held(cases) == held(list(product(*AXES))) - gone
     with pytest.raises(ValueError, match=r"no level of \(5,\) fits \['a', 'c'\]"):
         pairwise("a", "c", [5], fits=lambda a, b: b != 5)
+
+
+def test_each_value_runs_every_time_and_each_pair_with_full() -> None:
+    marked = pytest.param("c", marks=pytest.mark.gpu)
+    cases = each_once(["a", "b", marked], "xyzw", lambda *pair: pair != ("b", "y"))
+    pairs = {"".join(case.values): [mark.name for mark in case.marks] for case in cases}
+    assert pairs.keys() == {a + b for a, b in product("abc", "xyzw")} - {"by"}
+    quick = [pair for pair, marks in pairs.items() if "full" not in marks]
+    assert quick == ["ax", "aw", "bz", "cy"]
+    assert all(("gpu" in marks) == ("c" in pair) for pair, marks in pairs.items())
 
 
 def item(file: Path, *marks: pytest.Mark) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,34 @@ def mostly(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     names = [name for name, _ in found]
     assert any(name in quick for name in names) and any(name not in quick for name in names)
     return [param for _, param in found]
+
+
+def each_once(
+    one: Iterable[Any], other: Iterable[Any], fits: Callable[[Any, Any], bool] = lambda a, b: True
+) -> list[Any]:
+    """Pairs of values of two parameters, those marked `full` but one for each value of either.
+
+    Args:
+        one, other: plain values, or what pytest.param gives.
+        fits: whether a pair is a case at all.
+    """
+    ones, others = (
+        [x if hasattr(x, "marks") else pytest.param(x) for x in y] for y in (one, other)
+    )
+    pairs = [(a, b) for a in ones for b in others if fits(a.values[0], b.values[0])]
+    quick: list[Any] = []
+    for a in ones:
+        beside = [pair for pair in pairs if pair[0] is a]
+        # what has run least so far
+        quick += sorted(beside, key=lambda pair: sum(b is pair[1] for _, b in quick))[:1]
+    missing = [b for b in others if all(b is not held for _, held in quick)]
+    quick += [next(pair for pair in pairs if pair[1] is b) for b in missing]
+    found = []
+    for pair in pairs:
+        marks = [mark for part in pair for mark in part.marks]
+        marks += [] if any(pair is held for held in quick) else [pytest.mark.full]
+        found.append(pytest.param(*(part.values[0] for part in pair), marks=marks))
+    return found
 
 
 def quick_ones_run() -> bool:
