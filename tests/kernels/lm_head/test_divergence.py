@@ -18,6 +18,7 @@ from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprob
 from prefixtree.kernels.lm_head.measures import Divergence
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.head_checks import columns_of
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -126,9 +127,9 @@ def test_float64(beta, rules):
     assert value < 1e-13 and gradient < 1e-13
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("head", ["linear", "callable", "fused"])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    "beta, head, rules", pairwise(BETAS, ["linear", "callable", "fused"], RULES)
+)
 def test_every_head(beta, head, rules, request):
     if head == "fused":
         request.getfixturevalue("by_kernels")
