@@ -117,14 +117,13 @@ def _turns_keys(model: Any, name: str) -> bool:
 
 
 def _ways() -> list[Any]:
-    """(model_type, checkpointing): every family as it is, and under one of the two kinds of
-    checkpointing in turn, which know nothing of families; under both where layers differ."""
+    """(model_type, checkpointing): every family as it is; under the two kinds of checkpointing,
+    which know nothing of families, those whose layers differ."""
     found = []
-    for number, case in enumerate(_PROVEN):
+    for case in _PROVEN:
         for kind, use_reentrant in _CHECKPOINTING.items():
             (name,) = case.values
-            quick = use_reentrant in (None, bool(number % 2)) or name in EVERY_TIME
-            quick |= "shared keys" in name
+            quick = use_reentrant is None or name in EVERY_TIME or "shared keys" in name
             marks = [*case.marks, *([] if quick else [pytest.mark.full])]
             found.append(pytest.param(name, kind, marks=marks))
     return found
@@ -431,7 +430,7 @@ def test_a_gradient_of_one_copy_only_turns_it_red():
     assert found.logprob <= 1e-5 < found.gradient
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_other_positions_raise(model_type):
     """The models' own default counts packed tokens: RoPE would be wrong without a trace."""
     model = pt.prepare(build(model_type))

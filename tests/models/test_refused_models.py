@@ -31,6 +31,7 @@ from tests.support.models import (
     build,
     cases,
     make_objective,
+    mostly_full,
     ragged_sequences,
     ready,
     run_packed,
@@ -48,7 +49,7 @@ def packed() -> pt.PackedForest:
 # ---- randomness ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_attention_dropout_in_training(model_type, packed):
     model = build(model_type, attention_dropout=0.1)
     with pytest.raises(pt.UnsupportedError, match=r"attention.dropout is 0\.1"):
@@ -314,7 +315,7 @@ def test_the_mixtures_are_the_families_with_experts():
     assert experts - {"aria_text"} == set(_MIXTURES)
 
 
-@pytest.mark.parametrize("model_type", cases(_MIXTURES))
+@pytest.mark.parametrize("model_type", mostly_full(_MIXTURES))
 @pytest.mark.parametrize("given", ["config", "keyword"])
 def test_router_logits(model_type, given, packed):
     """Their loss counts tokens; what it is of a forest is not what it is of the batch.

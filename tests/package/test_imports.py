@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -17,6 +15,7 @@ import torch
 
 import prefixtree
 from prefixtree import loops
+from tests.support.warm import run_warm
 
 ROOT = Path(prefixtree.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -32,9 +31,7 @@ MODULES = {module_name(file): file for file in FILES}
 
 
 def run_python(code: str) -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent
-    )
+    done = run_warm(code)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

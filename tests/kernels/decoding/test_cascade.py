@@ -18,6 +18,7 @@ from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import Capacity, DecodeWork
 from tests.conftest import Poison
 from tests.support.decode_cases import DecodeCase, assert_exact, exact, random_case
+from tests.support.pairs import pairwise
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -29,15 +30,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 4e-6), (torch.float64, 1e-13)])
-@pytest.mark.parametrize("heads, dims", [((4, 2), (16, 16)), ((6, 1), (24, 40)), ((1, 1), (8, 8))])
-def test_features(feature: str, dtype: torch.dtype, limit: float, heads: Any, dims: Any) -> None:
+_LIMITS = {torch.float32: 4e-6, torch.float64: 1e-13}
+_HEADS = [((4, 2), (16, 16)), ((6, 1), (24, 40)), ((1, 1), (8, 8))]
+
+
+@pytest.mark.parametrize("feature, dtype, sizes", pairwise(FEATURES, _LIMITS, _HEADS))
+def test_features(feature: str, dtype: torch.dtype, sizes: Any) -> None:
     for tokens in (1, 5):
-        case = random_case(
-            7, 12, heads, dims, dtype, stopped=0.2, tokens=tokens, **FEATURES[feature]
-        )
-        assert_exact(case, limit, case.work(chunk=24))
+        case = random_case(7, 12, *sizes, dtype, stopped=0.2, tokens=tokens, **FEATURES[feature])
+        assert_exact(case, _LIMITS[dtype], case.work(chunk=24))
 
 
 @pytest.mark.parametrize("numbers", [1, 3000])

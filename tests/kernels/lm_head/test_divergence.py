@@ -17,6 +17,7 @@ from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Divergence
 from tests.support.head_checks import columns_of
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -125,9 +126,9 @@ def test_float64(beta, rules):
     assert value < 1e-13 and gradient < 1e-13
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("head", ["linear", "callable", "fused"])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    "beta, head, rules", pairwise(BETAS, ["linear", "callable", "fused"], RULES)
+)
 def test_every_head(beta, head, rules, request):
     if head == "fused":
         request.getfixturevalue("by_kernels")

@@ -10,6 +10,7 @@ from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule, check_statistics, write_statistics
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -36,20 +37,23 @@ def textbook(x: torch.Tensor, target: torch.Tensor, names: tuple[str, ...]) -> t
 
 
 @pytest.mark.parametrize(
-    ("names", "chunk"), [(NAMES, None), (("is_top1",), 10), (NAMES[::-1], 10)], ids=str
+    "asked, head, rule, with_entropy",
+    pairwise(
+        [(NAMES, None), (("is_top1",), 10), (NAMES[::-1], 10)],
+        ["linear", "callable", "fused"],
+        [LogitRule(), LogitRule(scale=1.7, softcap=1.5)],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprob", "entropy"])
-@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=1.7, softcap=1.5)], ids=str)
-@pytest.mark.parametrize("head", ["linear", "callable", "fused"])
 def test_they_stand_beside_the_scores(
+    asked: tuple[tuple[str, ...], int | None],
     head: str,
     rule: LogitRule,
     with_entropy: bool,
-    chunk: int | None,
-    names: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The columns before them, and all gradients, are those of a call without statistics."""
+    names, chunk = asked
     if head == "fused":
         monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
         monkeypatch.setattr(fused, "BLOCK", 16)

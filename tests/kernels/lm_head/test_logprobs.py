@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from prefixtree.kernels.lm_head.logprobs import (
     lm_head_logprobs,
 )
 from tests.support.head_checks import columns_of, exact_columns
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -126,18 +125,10 @@ def assert_close(got, expected, tolerance=1e-5):
         assert error <= tolerance, float(error)
 
 
-def _options() -> Iterator[Any]:
-    """(head, rule, bias, entropy, chunk): all of them, of the kernels those in which every pair of
-    options occurs: Triton's interpreter takes a second for each."""
-    for rule, bias, entropy, chunk in itertools.product(range(4), range(2), range(2), range(4)):
-        for head in _HEADS:
-            is_paired = bias == (rule + chunk) % 2 and entropy == (rule // 2 + chunk) % 2
-            if head != "fused" or is_paired or DEVICE != "cpu":
-                chunks = 1, 3, 1000, None
-                yield head, list(_RULES)[rule], bool(bias), bool(entropy), chunks[chunk]
+_OPTIONS = _HEADS, _RULES, (False, True), (False, True), (1, 3, 1000, None)
 
 
-@pytest.mark.parametrize("head, rule, with_bias, with_entropy, chunk", list(_options()))
+@pytest.mark.parametrize("head, rule, with_bias, with_entropy, chunk", pairwise(*_OPTIONS))
 def test_equals_the_textbook_in_float64(head, rule, with_bias, with_entropy, chunk):
     case = make_case(with_bias=with_bias)
     out, grads = run(case, head, _RULES[rule], with_entropy, chunk)
