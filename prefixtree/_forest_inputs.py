@@ -1,5 +1,5 @@
-"""What a forest is made of: token ids and labels as people hold them, and recorded routes, turned
-into flat numpy arrays and checked; and the invariants of every `PrefixForest`, however it was made.
+"""Inputs of a forest: token ids and labels as people hold them, and recorded routes, turned into
+flat numpy arrays and checked; and the invariants of every `PrefixForest`, however it was made.
 
 Routes say which experts each layer of a mixture chose for each token.
 

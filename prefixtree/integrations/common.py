@@ -1,4 +1,4 @@
-"""What adapters have in common: how transformers' registers itself, the errors where a trainer or a
+"""Common parts of adapters: how transformers' registers itself, the errors where a trainer or a
 library is not installed, and the line that trainers log when they start.
 
 `import prefixtree` must not import transformers, which takes seconds. So the adapter, which

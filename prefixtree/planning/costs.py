@@ -1,4 +1,4 @@
-"""What tokens cost: `CostModel`, FLOPs of an update for the planner's balance, and `BorrowCost`,
+"""The cost of tokens: `CostModel`, FLOPs of an update for the planner's balance, and `BorrowCost`,
 bytes and time of a token that a part borrows."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kernels of flash-attn-4 read of a mask: block lists of the tiles that they visit, from our
+"""A mask as kernels of flash-attn-4 read it: block lists of the tiles that they visit, from our
 `BlockTables`, or, where no tree branches, sequences of variable lengths.
 
 For every query tile (in the backward: every key tile) lists are two counts and two rows of tile
