@@ -43,6 +43,7 @@ torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.full import add_option, set_up  # noqa: E402
+from tests.support.probe import unprobed as unprobed  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.interpreter import without_repetition
@@ -134,11 +135,3 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     ):
         monkeypatch.setattr(owner, name, state.wrap(getattr(owner, name)))
     return state
-
-
-@pytest.fixture
-def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are not probed: for tests that count forwards, or that see mistakes turn them red."""
-    from prefixtree.models import rows_alone
-
-    monkeypatch.setattr(rows_alone, "_difference", lambda *_: None)

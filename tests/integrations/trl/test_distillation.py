@@ -143,6 +143,7 @@ def test_an_adapter(folder: Path, maker: Maker) -> None:
     assert_equal_runs(*runs)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_masked_tools_and_copies(folder: Path) -> None:
     """TRL's loss of one batch, whose tool tokens are masked, with copies of a row, and its
     gradients; the mean over scored tokens where no divisor is given."""

@@ -95,6 +95,7 @@ def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
     assert_equal_runs(ours, theirs)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_reference_with_other_weights(folder: Path) -> None:
     runs = [
         make_dpo(trainer, folder, options={"ref_model": other_model(folder)})
@@ -109,6 +110,7 @@ def test_a_reference_with_other_weights(folder: Path) -> None:
     assert rows == ([1] * 8, [1] * 8)
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("pretrained", [False, True], ids=["new adapter", "pretrained adapter"])
 def test_an_adapter_and_its_reference(folder: Path, pretrained: bool) -> None:
     """The reference is the policy with its adapter switched off, or the adapter's first weights;

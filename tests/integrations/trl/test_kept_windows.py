@@ -104,6 +104,7 @@ def test_runs_are_trls_own_on_the_same_micro_batches(
     assert ours._window is None and ours._done == 0
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_every_distinct_token_of_a_step_is_computed_once(folder: Path, windows: Any) -> None:
     """And what is logged says so."""
     options = {**CUT, "num_iterations": 1, "beta": 0.0, "gradient_checkpointing": False}

@@ -165,6 +165,7 @@ def test_learned_positions_are_those_of_a_row_alone(
             assert torch.allclose(padded[row, :count], wanted[0], atol=5e-6) == bool(mask[0])
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_each_distinct_token_is_computed_once(folder: Path) -> None:
     """And rows are packed `batch_size` at a time, as TRL forwards them, each with what it shares or
     with trunks; only what predicts a token of a completion goes through the head."""

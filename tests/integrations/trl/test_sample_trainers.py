@@ -47,6 +47,7 @@ def test_samples_that_are_alone_in_their_batches(folder: Path, maker: Maker) -> 
     assert all("set train_sampling_strategy='sequential'" in text for text in messages)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_layers_recompute_what_is_asked_for(
     folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

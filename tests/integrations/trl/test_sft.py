@@ -27,6 +27,7 @@ _MARKED = CHATML.replace(
 ).replace("<|im_end|>\n{% endfor %}{% if add", "{% endfor %}{% if add")
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
     ours, theirs = SFT.both(

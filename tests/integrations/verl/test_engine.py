@@ -74,6 +74,7 @@ def test_without_the_flag_the_engine_is_verls_own_bit_for_bit(models: Path) -> N
     assert not engine.packs
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_with_the_flag_the_model_runs_once_on_distinct_tokens(models: Path) -> None:
     rows = rollouts(1, groups=2, size=6)
     sequences = [torch.cat(p) for p in zip(rows["prompts"], rows["responses"], strict=True)]
@@ -127,6 +128,7 @@ def test_bfloat16_is_as_near_to_float32_as_verls_own(models: Path) -> None:
     assert ours.mean() < 1.2 * theirs.mean()
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize(("precision", "expected"), [(None, torch.bfloat16), (FULL, None)])
 def test_the_model_runs_under_verls_autocast(
     precision: Any, expected: torch.dtype | None, models: Path
@@ -311,6 +313,7 @@ def test_the_scaled_loss_is_what_goes_backward(models: Path) -> None:
     assert ends[0][0] > 0.1
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize(
     ("lora", "model_type"),
     [({}, "language_model"), ({"lora_rank": 4}, "language_model"), ({}, "value_model")],

@@ -87,6 +87,7 @@ def cut_trees() -> Iterator[None]:
         yield
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_every_distinct_token_is_computed_once(models: Path) -> None:
     rows = rollouts(8, groups=3, size=6)
     distinct = distinct_tokens(rows)
@@ -130,6 +131,7 @@ def test_two_ranks_with_other_numbers_of_trunks(models: Path) -> None:
         assert results[name, "prefixtree"]["exchanges"] == expected
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_the_comparison_turns_red_where_a_trunk_loses_its_gradient(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ def test_the_comparison_turns_red_where_a_trunk_loses_its_gradient(
     assert difference(critic, ends("value_model")) > 1e-3
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
 def test_auto_recomputes_what_does_not_fit(
     kind: str, models: Path, monkeypatch: pytest.MonkeyPatch
