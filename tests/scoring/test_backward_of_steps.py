@@ -84,6 +84,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.cat(scores.logprobs).sum().backward(create_graph=True)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_an_error_in_the_backward_leaves_the_next_call_alone() -> None:
     model = build("qwen3")
     expected = run(model, max_tokens=None)
