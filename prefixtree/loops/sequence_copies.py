@@ -75,7 +75,7 @@ def any_copy(
 
 @njit(cache=True)
 def first_copy(index, num_tokens):
-    """Where each packed token first stands in `index`, int64 [T]; -1 where it does not."""
+    """The first place of each packed token in `index`, int64 [T]; -1 where it has none."""
     out = np.full(num_tokens, -1, np.int64)
     for i in range(len(index) - 1, -1, -1):
         out[index[i]] = i

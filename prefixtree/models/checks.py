@@ -94,19 +94,7 @@ def check_model(
         UnsupportedError: with the part of the model and the way to mend it.
         ValueError: tokens or a device that do not match the model.
     """
-    check_loaded(causal_lm)
-    check_parts(model, causal_lm)
-    check_rope(causal_lm, packed.mask.host, pictures is not None, divided)
-    config, text = causal_lm.config, causal_lm.config.get_text_config()
-    if causal_lm.training and torch.is_grad_enabled():
-        check_checkpointing(causal_lm, text)
-    if (tokens := packed.forest.tokens) is not None:
-        given = () if pictures is None else {picture.modality for picture in pictures.distinct}
-        check_tokens(config, tokens, given)
-        if pictures is not None:
-            tokens = pictures.with_placeholders(tokens)
-        check_vocabulary(causal_lm, tokens)
-    check_positions(causal_lm, packed.mask.host.deepest)
+    check_forest(model, causal_lm, packed, pictures, divided)
     _check_treatment_of_logits(causal_lm)
     device = device_of(causal_lm)
     # parameters on the CPU may be those of hooks that move them: then the forward will tell
@@ -115,6 +103,34 @@ def check_model(
             f"the packed forest is on {packed.device}, the model on {device}: "
             "call packed = packed.to(model.device)"
         )
+
+
+def check_forest(
+    model: nn.Module,
+    transformer: Any,
+    packed: PackedForest,
+    pictures: Pictures | None,
+    divided: str | None,
+    sees: bool = True,
+) -> None:
+    """Refuses a forest that a model cannot run exactly, whatever becomes of its hidden states.
+
+    Args:
+        model, packed, pictures, divided: as in `check_model`. transformer: the transformers model.
+        sees: whether the caller takes pictures.
+    """
+    check_loaded(transformer)
+    check_parts(model, transformer)
+    check_rope(transformer, packed.mask.host, pictures is not None, divided)
+    if transformer.training and torch.is_grad_enabled():
+        check_checkpointing(transformer, transformer.config.get_text_config())
+    if (tokens := packed.forest.tokens) is not None:
+        given = () if pictures is None else {picture.modality for picture in pictures.distinct}
+        check_tokens(transformer.config, tokens, given, sees)
+        if pictures is not None:
+            tokens = pictures.with_placeholders(tokens)
+        check_vocabulary(transformer, tokens)
+    check_positions(transformer, packed.mask.host.deepest)
 
 
 def check_parts(model: nn.Module, causal_lm: Any) -> None:

@@ -89,7 +89,7 @@ def check_lengths(config: Any, host: HostMask, divided: str | None = None) -> No
 def check_rope(
     model: nn.Module, host: HostMask, has_pictures: bool = False, divided: str | None = None
 ) -> None:
-    """As `check_lengths`, of a model that is about to run a forest.
+    """Refuses a forest that the RoPE of a model, as it stands now, would rotate otherwise.
 
     Args:
         model: of transformers. host: of the forest's mask.

@@ -24,7 +24,7 @@ from prefixtree.pictures import Pictures
 
 
 class Found(NamedTuple):
-    """Where another forest has the paths of a forest's tokens.
+    """The tokens of another forest that have the paths of a forest's tokens.
 
     Attributes:
         at: int64 [Q], its token with the same path, the first of several; -1 where there is none.
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """Those of a forest.
+    """The paths of a forest's tokens, sorted by their hashes.
 
     Attributes:
         above, value: int64 [T], the token before each, and what makes tokens the same.

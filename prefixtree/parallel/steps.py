@@ -386,7 +386,7 @@ class StepRun:
         )
 
     def without_graph(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of what `forward` gave, that which no parameter that trains stands before."""
+        """The rows of `forward` that depend on no parameter that trains."""
         assert self._last is not None
         of_last = zip(rows, self._last, strict=True)
         return [x for x, last in of_last if not last.requires_grad]

@@ -76,7 +76,8 @@ class _Taking(_Mode):
 
 
 def _detached(outputs: Sequence[Any]) -> Sequence[Any]:
-    """The same memory and versions, without the node that autograd writes into what is returned."""
+    """Detaches outputs, which keep their memory and versions: autograd writes its node into what
+    is returned."""
     # below autograd, a view would count versions of its own
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         made = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]

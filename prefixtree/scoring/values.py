@@ -16,20 +16,16 @@ from torch import nn
 from prefixtree.errors import UnsupportedError, refuse, with_hints
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
-    check_loaded,
+    check_forest,
     check_module,
-    check_parts,
-    check_positions,
-    check_vocabulary,
     every_layer_attends,
     foreign_module,
     transformer_of,
     warn_past_ddp,
 )
-from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
+from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
-from prefixtree.models.rope import check_rope
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -142,15 +138,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
             "language-model head: load it with AutoModelForTokenClassification, or use "
             "sequence_logprobs or kept_trunks"
         )
-    check_loaded(classifier)
-    check_parts(model, classifier)
-    check_rope(classifier, packed.mask.host, divided=divided)
-    if classifier.training and torch.is_grad_enabled():
-        check_checkpointing(classifier, classifier.config.get_text_config())
-    if (tokens := packed.forest.tokens) is not None:
-        check_tokens(classifier.config, tokens, sees=False)
-        check_vocabulary(classifier, tokens)
-    check_positions(classifier, packed.mask.host.deepest)
+    check_forest(model, classifier, packed, None, divided, sees=False)
     refuse(VALUES, packed.forest)
     return classifier
 
