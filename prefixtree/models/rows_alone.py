@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import UnsupportedError
@@ -159,9 +159,10 @@ def is_tested(transformer: Any) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ranks wait for one another in a forward: FSDP, ZeRO-3, tensor or expert parallel."""
+    # FSDP2 may leave whole parameters in the place of shards between two forwards
+    wrappers = FSDPModule, FullyShardedDataParallel
     return any(
-        isinstance(m, FullyShardedDataParallel) or vars(m).get("_is_hooked")
-        for m in model.modules()
+        isinstance(m, wrappers) or vars(m).get("_is_hooked") for m in model.modules()
     ) or any(hasattr(p, "placements") or "ds_id" in vars(p) for p in model.parameters())
 
 

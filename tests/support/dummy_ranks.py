@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import prefixtree as pt
+from prefixtree.models.layers import groups_of
+from prefixtree.models.rows_alone import is_sharded
 from tests.support.models import build, ragged_sequences, reward_model
 from tests.support.step_ranks import LIGHT
 
@@ -160,6 +162,17 @@ def _beside_a_dummy(way: str, wrapper: str, rank: int) -> list[str]:
     return differing(gradients(model), expected)
 
 
+def _between_forwards() -> list[str]:
+    """What loses sight of ranks once a forward has left parameters whole."""
+    model = mixture()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        pt.sequence_logprobs(model, plan_of(2)[0][0].packed)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    seen = {"is_sharded": is_sharded(model), "groups_of": bool(groups_of(model))}
+    return [name for name, sees in seen.items() if not sees]
+
+
 def _together(way: str) -> list[str]:
     make, run = IN_GROUPS[way]
     real, empty = plan_of(2)
@@ -178,6 +191,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         for wrapper in ("ddp", "fsdp2")
     }
     runs |= {way: lambda way=way: _together(way) for way in IN_GROUPS}
+    runs["between forwards"] = _between_forwards
     results: dict[str, Any] = {}
     for name, run in runs.items():
         try:
