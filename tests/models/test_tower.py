@@ -21,10 +21,11 @@ from prefixtree.recompute import forward as recompute
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.recompute.trace import LiveBytes
-from tests.models.test_vision import FAMILIES, TREE, made_of
+from tests.models.test_vision import FAMILIES, made_of
 from tests.support.full import each_once
 from tests.support.models import counted, enable_checkpointing
 from tests.support.picture_cases import (
+    TREE,
     Float64,
     batch,
     build,

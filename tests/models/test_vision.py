@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,22 @@ import pytest
 import torch
 from packaging import version
 from peft import LoraConfig, get_peft_model
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import prefixtree as pt
 from prefixtree.models import vision as adapter
-from prefixtree.models.families import forward_inputs
 from prefixtree.packing.placements import place
 from prefixtree.testing import compare
 from prefixtree.testing.reference import EAGER_BY_ROWS
 from prefixtree.testing.verify import random_objective
 from tests.support.full import each_once
-from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpointing
+from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpointing, pack_sequences
 from tests.support.picture_cases import (
     FAMILIES,
     IMAGE,
     NO_VIDEOS,
     START,
+    TREE,
     VIDEO,
-    VOCABULARY,
     Batch,
     Float64,
     Run,
@@ -43,6 +40,7 @@ from tests.support.picture_cases import (
     distance,
     errors,
     finished,
+    pictures_for,
     pictures_of,
     random_weights,
     reference,
@@ -54,16 +52,6 @@ from tests.support.picture_cases import (
 )
 
 WITH_VIDEOS = [case for case in FAMILIES if case.values[0] not in NO_VIDEOS]
-TREE = ("qwen2_5_vl", "qwen3_vl", "gemma4")
-
-
-def _pack(pictures: pt.Pictures) -> pt.PackedForest:
-    return pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-
-
-@cache
-def _pictures(model_type: str) -> pt.Pictures:
-    return pictures_of(build(model_type), batch(model_type))
 
 
 # ---- exact ---------------------------------------------------------------------------------------
@@ -141,7 +129,7 @@ def test_the_tower_may_keep_its_own_attention(model_type, implementation):
 @pytest.mark.parametrize("model_type", TREE)
 def test_a_model_with_such_a_tower_generates(model_type):
     kinds = {"": "prefixtree", "text_config": "prefixtree", "vision_config": "sdpa"}
-    model, pictures = build(model_type, kinds).eval(), _pictures(model_type)
+    model, pictures = build(model_type, kinds).eval(), pictures_for(model_type)
     inputs = adapter.alone_inputs(pictures, pictures.sequences[3], pictures.of_sequences[3])
     inputs["pixel_values"] = inputs["pixel_values"].float()
     switches = {"max_new_tokens": 5, "do_sample": False}
@@ -152,8 +140,8 @@ def test_a_model_with_such_a_tower_generates(model_type):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_each_distinct_picture_is_encoded_once(model_type):
-    model, pictures = build(model_type), _pictures(model_type)
-    placements, _ = place(_pack(pictures), pictures)
+    model, pictures = build(model_type), pictures_for(model_type)
+    placements, _ = place(pack_sequences(pictures.sequences), pictures)
     assert placements.number.tolist() != sorted(placements.number.tolist())
     assert np.bincount(placements.number).tolist() == [3, 2, 1]
     assert pictures.num_given == 11 and len(pictures) == 3
@@ -177,7 +165,7 @@ def test_micro_batches_and_copies(model_type):
     """The same Pictures serve every part of the sequences, one without pictures, and an empty
     step; so do pickles of them."""
     made, expected = batch(model_type), reference(model_type)
-    pictures = pickle.loads(pickle.dumps(_pictures(model_type)))
+    pictures = pickle.loads(pickle.dumps(pictures_for(model_type)))
     model = copy.deepcopy(build(model_type))
     plan = pt.plan_micro_batches(pictures.sequences, max_tokens=64, min_micro_batches=8)
     held = [
@@ -199,13 +187,18 @@ def test_micro_batches_and_copies(model_type):
 def test_masks_temperatures_and_entropies():
     """The options of the scores of text, beside pictures."""
     made, model = batch("qwen3_vl"), build("qwen3_vl").eval()
-    pictures = _pictures("qwen3_vl")
+    pictures = pictures_for("qwen3_vl")
     rng = np.random.default_rng(0)
     masks = [(rng.random(len(row)) < 0.7) & (row != IMAGE) for row in made.sequences]
     temperatures = [(1.0, 0.7)[i % 2] for i in range(len(masks))]
     with torch.no_grad():
         scores = pt.sequence_logprobs(
-            model, _pack(pictures), temperatures, masks, return_entropy=True, pictures=pictures
+            model,
+            pack_sequences(pictures.sequences),
+            temperatures,
+            masks,
+            return_entropy=True,
+            pictures=pictures,
         )
         eager = build("qwen3_vl", "eager").eval()
         for i, numbers in enumerate(pictures.of_sequences):
@@ -269,9 +262,9 @@ def test_the_load_balancing_loss(model_type):
     switches = {"use_cache": False, "output_router_logits": True}
     loss = eager(input_ids=ids, **kinds, **shown, **switches).aux_loss
     loss.backward()
-    model, pictures = build(model_type), _pictures(model_type)
+    model, pictures = build(model_type), pictures_for(model_type)
     scores = pt.sequence_logprobs(
-        model, _pack(pictures), pictures=pictures, output_router_logits=True
+        model, pack_sequences(pictures.sequences), pictures=pictures, output_router_logits=True
     )
     torch.testing.assert_close(scores.aux_loss, loss, atol=1e-5, rtol=1e-5)
     scores.aux_loss.backward()
@@ -286,7 +279,7 @@ def test_the_load_balancing_loss(model_type):
 @pytest.mark.parametrize("model_type", TREE)
 def test_the_comparison_that_verify_makes(model_type):
     """Its runs take pictures, and its reference serves towers, padded ones too."""
-    made, pictures = batch(model_type), _pictures(model_type)
+    made, pictures = batch(model_type), pictures_for(model_type)
     masks = [row != IMAGE for row in made.sequences]
     objective = random_objective(made.sequences, masks, 0)
     sequences = pictures.sequences
@@ -294,7 +287,7 @@ def test_the_comparison_that_verify_makes(model_type):
         build(model_type, EAGER_BY_ROWS), sequences, objective, pictures=pictures
     )
     packed = compare.run_packed(
-        build(model_type), _pack(pictures), objective, masks, pictures=pictures
+        build(model_type), pack_sequences(pictures.sequences), objective, masks, pictures=pictures
     )
     assert compare.worst_difference(packed.logprobs, alone.logprobs) < 5e-5
     found = compare.gradient_differences(packed.gradients, alone.gradients)
@@ -310,7 +303,9 @@ def test_text_alone():
     packed = pt.pack(pt.PrefixForest.from_sequences(rows))
     with torch.no_grad():
         plain = pt.sequence_logprobs(model, packed).logprobs
-        none = pt.sequence_logprobs(model, _pack(pictures), pictures=pictures).logprobs
+        none = pt.sequence_logprobs(
+            model, pack_sequences(pictures.sequences), pictures=pictures
+        ).logprobs
     assert all(map(torch.equal, plain, none))
 
 
@@ -390,7 +385,7 @@ def test_pictures_in_the_order_of_their_coming_are_wrong(model_type, monkeypatch
 @pytest.mark.parametrize("model_type", TREE)
 def test_pictures_that_differ_in_pixels_alone_must_not_be_shared(model_type):
     made = batch(model_type)
-    names = [n for numbers in _pictures(model_type).of_sequences for n in numbers]
+    names = [n for numbers in pictures_for(model_type).of_sequences for n in numbers]
     keys = clone(made, image_keys=names)
     found = errors(run_packed(build(model_type), keys), reference(model_type))
     assert found.largest < tolerance(model_type)
@@ -479,7 +474,7 @@ def test_other_positions_are_wrong(model_type, mistake, monkeypatch):
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_positions_read_no_pixels(model_type, monkeypatch):
     """Those of every path, of which a batch has as many as samples, would be joined for nothing."""
-    model, pictures = build(model_type), _pictures(model_type)
+    model, pictures = build(model_type), pictures_for(model_type)
 
     def positions() -> list[torch.Tensor]:
         each = zip(pictures.sequences, pictures.of_sequences, strict=True)
@@ -489,144 +484,3 @@ def test_positions_read_no_pixels(model_type, monkeypatch):
     monkeypatch.setattr(adapter, "pixels_of", None)
     for found, wanted in zip(positions(), expected, strict=True):
         assert torch.equal(found, wanted)
-
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", TREE)
-def test_placeholders_and_ids_without_pictures(model_type):
-    model, pictures = build(model_type), _pictures(model_type)
-    raw = pt.pack(pt.PrefixForest.from_sequences(batch(model_type).sequences))
-    with pytest.raises(ValueError, match=r"id 66 is beyond .* of 64: .*logprobs\(pictures=\)"):
-        pt.sequence_logprobs(model, _pack(pictures))
-    with pytest.raises(
-        pt.UnsupportedError, match=r"hold image_token_id 60 beside .* pictures.sequences"
-    ):
-        pt.sequence_logprobs(model, raw, pictures=pictures)
-
-
-def _padded(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = [torch.as_tensor(row) for row in rows]
-    ones = [torch.ones_like(row) for row in ids]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, batch_first=True), pad(ones, batch_first=True)
-
-
-def test_pictures_of_the_rows_of_a_batch():
-    """Rows that are others now are refused, whatever their lengths."""
-    model, pictures, made = build("qwen3_vl"), _pictures("qwen3_vl"), batch("qwen3_vl")
-    with torch.no_grad():
-        expected = pt.sequence_logprobs(model, _pack(pictures), pictures=pictures).logprobs
-        # the processor's ids, and those of pictures
-        for rows in (made.sequences, pictures.sequences):
-            found = pt.batch_logprobs(model, *_padded(rows), pictures=pictures).logprobs
-            for row, alone in zip(found, expected, strict=True):
-                assert torch.equal(row[1 : 1 + len(alone)], alone)
-    for kind in (made.sequences, pictures.sequences):
-        wrong = [row.copy() for row in kind]
-        wrong[7][-1] += 1
-        with pytest.raises(
-            pt.ForestError, match=r"in its order: make them .* behind .*; token \d+"
-        ):
-            pt.batch_logprobs(model, *_padded(wrong), pictures=pictures)
-    with pytest.raises(pt.ForestError, match=r"in its order: .* expected sequences of"):
-        pt.batch_logprobs(model, *_padded(made.sequences[1:]), pictures=pictures)
-
-
-def test_pictures_of_another_batch():
-    """The same numbers of pictures and sizes, behind other tokens; what begins as a sequence of
-    theirs is served."""
-    model, pictures = build("qwen3_vl"), _pictures("qwen3_vl")
-    cut = [row[:-2] for row in pictures.sequences]
-    pt.sequence_logprobs(model, pt.pack(pt.PrefixForest.from_sequences(cut)), pictures=pictures)
-    moved = [np.where(row < 60, row ^ 1, row) for row in pictures.sequences]
-    with pytest.raises(
-        pt.ForestError, match=r"token \d+ \(id \d+\) of sequence \d+ shows picture 0"
-    ):
-        pt.sequence_logprobs(
-            model, pt.pack(pt.PrefixForest.from_sequences(moved)), pictures=pictures
-        )
-
-
-def test_a_forward_with_pictures_is_refused():
-    """A bare call shares placeholders whatever they show."""
-    for model_type in TREE:
-        model, pictures = build(model_type), _pictures(model_type)
-        packed = _pack(pictures)
-        numbers = place(packed, pictures)[0].number.tolist()
-        pixels = adapter.alone_inputs(pictures, packed.input_ids.numpy(), numbers)
-        del pixels["mm_token_type_ids"]
-        with pytest.raises(pt.UnsupportedError, match=r"scored with sequence_logprobs\(model, pac"):
-            model(**forward_inputs(packed, model.config) | pixels)
-
-
-def test_pictures_of_others_are_refused():
-    model, pictures = build("qwen3_vl"), _pictures("qwen3_vl")
-    with pytest.raises(TypeError, match="pictures must be a Pictures, got dict"):
-        pt.sequence_logprobs(model, _pack(pictures), pictures={})
-    with pytest.raises(ValueError, match="were made for qwen2_5_vl with placeholders"):
-        others = _pictures("qwen2_5_vl")
-        pt.sequence_logprobs(model, _pack(others), pictures=others)
-    larger = build("qwen3_vl")
-    larger.resize_token_embeddings(80)
-    with pytest.raises(ValueError, match=r"ids from 64 on, the model .* vocabulary of 80"):
-        pt.sequence_logprobs(larger, _pack(pictures), pictures=pictures)
-    few = pt.Pictures.from_batch([[1, 2]], None, None, model.config)
-    with pytest.raises(pt.ForestError, match=r"hold picture 2 .* and there are 0"):
-        pt.sequence_logprobs(model, _pack(pictures), pictures=few)
-    for cut in (8, 10):
-        forest = pt.PrefixForest.from_sequences([pictures.sequences[0][:cut]])
-        with pytest.raises(pt.ForestError, match="cut inside a picture"):
-            pt.sequence_logprobs(model, pt.pack(forest), pictures=pictures)
-    with pytest.raises(pt.UnsupportedError, match="see the later tokens"):
-        both = build("gemma4")
-        both.config.text_config.use_bidirectional_attention = "vision"
-        gemma = _pictures("gemma4")
-        pt.sequence_logprobs(both, _pack(gemma), pictures=gemma)
-
-
-def test_what_is_not_verified_is_refused():
-    model, pictures = build("qwen3_vl"), _pictures("qwen3_vl")
-    packed = _pack(pictures)
-
-    def refused(match: str, model: Any = model, **options: Any) -> None:
-        with pytest.raises(pt.UnsupportedError, match=match):
-            pt.sequence_logprobs(model, packed, pictures=pictures, **options)
-
-    for outside in ("visual.blocks.0", "language_model", "language_model.norm"):
-        compiled = build("qwen3_vl")
-        compiled.model.get_submodule(outside).compile()
-        refused(r"compile of Qwen3VL\w+, which is no decoder layer, is not", compiled)
-    noisy = build("qwen3_vl")
-    noisy.config.vision_config.attention_dropout = 0.1
-    refused("vision_config.attention_dropout is 0.1", noisy)
-    patched = build("qwen3_vl")
-    patched.model.visual.forward = lambda pixels, **kwargs: torch.zeros(20, 64)
-    refused("and got Tensor", patched)
-    idle = build("qwen3_vl")
-    none = BaseModelOutputWithPooling(pooler_output=[torch.zeros(44, 64)])
-    none.deepstack_features = []
-    idle.model.get_image_features = lambda *args, **kwargs: none
-    refused("this one called it 1 times less", idle)
-
-
-def test_a_frame_that_is_missing():
-    model = build("qwen3_vl")
-    made = videos("qwen3_vl")
-    pictures = pictures_of(model, made)
-    row = pictures.sequences[0]
-    ends = np.flatnonzero((row[1:] < VOCABULARY) & (row[:-1] >= VOCABULARY)) + 1
-    forest = pt.PrefixForest.from_sequences([row[: ends[1]]])
-    with pytest.raises(pt.ForestError, match="holds 2 of the 3 frames of video 0"):
-        pt.sequence_logprobs(model, pt.pack(forest), pictures=pictures)
-
-
-def test_counted_calls_of_the_tower():
-    """Checkpointed blocks of the tower run again, the tower itself does not."""
-    model = build("qwen3_vl")
-    enable_checkpointing(model, use_reentrant=False)
-    tower = model.model.visual
-    with counted([tower]) as towers, counted([tower.blocks[0].attn]) as attentions:
-        run_packed(model, batch("qwen3_vl"))
-        assert towers() == 1 and attentions() == 2

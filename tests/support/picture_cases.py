@@ -147,6 +147,8 @@ FAMILIES = [
 
 # adapters of a tower of Qwen3-VL, and of some of its text
 ADAPTED = [("qkv", "patch_embed.proj"), ("qkv", "q_proj")]
+# one type per way to embed pictures
+TREE = ("qwen2_5_vl", "qwen3_vl", "gemma4")
 # refused there
 NO_VIDEOS = ("gemma4", "glm46v", "glm4v")
 
@@ -288,6 +290,12 @@ def _padded(patches: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, t
 def pictures_of(model: Any, made: Batch) -> pt.Pictures:
     """Of a batch, for a model."""
     return pt.Pictures.from_batch(made.sequences, config=model.config, **made.arguments)
+
+
+@cache
+def pictures_for(model_type: str) -> pt.Pictures:
+    """Of the batch, for a model of the type."""
+    return pictures_of(build(model_type), batch(model_type))
 
 
 # ---- runs ----------------------------------------------------------------------------------------
