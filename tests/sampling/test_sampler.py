@@ -26,7 +26,7 @@ from tests.sampling.cases import (
     turns,
     words,
 )
-from tests.support.models import build
+from tests.support.models import build, quantised, with_random_lora
 
 # ---- tokens and log-probabilities ----------------------------------------------------------------
 
@@ -68,6 +68,26 @@ def test_logprobs_are_those_of_training(draws, poison):
             assert (samples.logprobs[i] <= kept + 1e-6).all()
     plan = pt.plan_micro_batches(samples.sequences, 100, groups=samples.source)
     assert len(plan[0]) > 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_of_4_bits():
+    """QLoRA: samples and scores of the same adapter beside the same rounded weights."""
+    # not in eval(), for which bitsandbytes lays out weights anew, and such small ones it cannot
+    ours = pt.prepare(with_random_lora(quantised(build("qwen3")), "q_proj", "down_proj"))
+    samples = turns(ours, Draws(seed=1))
+    with torch.no_grad():
+        scores = pt.sequence_logprobs(ours, pt.pack(samples.forest), loss_mask=samples.loss_masks)
+        for found, expected, tokens, mask in zip(
+            samples.logprobs, scores.logprobs, samples.sequences, samples.loss_masks, strict=True
+        ):
+            torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
+            ours.set_attn_implementation("sdpa")
+            log_p = ours(torch.from_numpy(tokens)[None]).logits[0, :-1].log_softmax(-1)
+            ours.set_attn_implementation("prefixtree")
+            alone = log_p.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0]
+            torch.testing.assert_close(found, alone * torch.from_numpy(mask[1:]), atol=5e-5, rtol=0)
 
 
 def test_what_samples_say_of_the_tree():

@@ -42,7 +42,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "convolutions",
         "images",
     ),
-    "trained": ("all", "frozen layers", "LoRA without the first layer", "head alone"),
+    "trained": ("all", "frozen layers", "LoRA without the first layer", "QLoRA", "head alone"),
     "recomputed": (
         "nothing asked",
         "checkpointing",
@@ -124,6 +124,8 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     },
     ("router loss", "reentrant checkpointing"): Refused("reentrant checkpointing"),
     ("routes", "compiled layers"): Refused("not verified in compiled models"),
+    ("QLoRA", "auto"): Refused("memory of a quantised model"),
+    ("QLoRA", "float64"): Absent("bitsandbytes has no kernels for float64"),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
 )
 
 from prefixtree import PackedForest, PrefixForest, pack, prepare
@@ -178,6 +180,28 @@ def adapted(model: nn.Module, *targets: str) -> Any:
     # B starts at 0, where A has no gradient
     randomise(model)
     return model.train()
+
+
+def quantised(model: Any, **settings: Any) -> Any:
+    """A model in training mode whose checkpoint bitsandbytes quantised, with the attention it has.
+
+    settings: of BitsAndBytesConfig. Default: 4 bits.
+    """
+    pytest.importorskip("bitsandbytes")
+    settings = settings or {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return (
+            type(model)
+            .from_pretrained(
+                folder,
+                quantization_config=BitsAndBytesConfig(**settings),
+                attn_implementation=model.config._attn_implementation,
+                device_map="cpu",
+                dtype=torch.float32,
+            )
+            .train()
+        )
 
 
 def with_random_lora(model: nn.Module, *targets: str, **options: Any) -> Any:
