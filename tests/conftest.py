@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.full import add_option, set_up  # noqa: E402
-from tests.support.probe import unprobed as unprobed  # noqa: E402
+from tests.support.hooks import unprobed as unprobed  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.interpreter import without_repetition

@@ -145,7 +145,7 @@ class GradientPaths:
         may share modules."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for place, part in enumerate(_parts_in_order(self._model)):
+        for place, part in enumerate(parts_in_order(self._model)):
             for module in part.modules():
                 first.setdefault(id(module), place)
                 last[id(module)] = place
@@ -162,7 +162,7 @@ class GradientPaths:
         return found
 
 
-def _parts_in_order(model: nn.Module) -> list[nn.Module]:
+def parts_in_order(model: nn.Module) -> list[nn.Module]:
     """The layers of the decoder and the output embedding; nothing where they are not known."""
     from transformers import PreTrainedModel
 

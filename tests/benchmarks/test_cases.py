@@ -38,10 +38,10 @@ from benchmarks.lib.workloads import code_agents
 from prefixtree import compile_layers, plan_micro_batches, tree_attention
 from prefixtree.kernels import indexer_kernels
 from prefixtree.kernels.latents import gathered
-from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, agent_rollouts, case_named
 from tests.support.benchmark_runs import result
+from tests.support.hooks import lose_pictures
 
 
 @pytest.mark.full
@@ -493,8 +493,7 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pictures_without_their_gradients_are_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repeated = encodings.Encoding._repeated
-    monkeypatch.setattr(encodings.Encoding, "_repeated", lambda *args: repeated(*args).detach())
+    lose_pictures(monkeypatch)
     out = tmp_path / "pictures.json"
     assert pictures.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
     (row,) = result(out)["rows"]

@@ -18,12 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import prefixtree as pt
 import prefixtree.integrations.transformers as adapter
-from prefixtree.models import attention, families, rope
+from prefixtree.models import families, rope
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES
 from tests.support.family_table import ABOUT, NEWEST, PROOFS, TABLE, TOTAL, refused, states
+from tests.support.hooks import put
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     EVERY_TIME,
@@ -181,10 +182,10 @@ def test_every_allowed_rope_type_is_proven_here():
     for case in _PROVEN:
         if not case.marks:
             proven |= {
-                kind for kind, _ in rope._ropes(build(*case.values).config.get_text_config())
+                kind for kind, _ in rope.ropes_of(build(*case.values).config.get_text_config())
             }
     # those that depend on lengths are proven in test_rope.py
-    assert proven >= rope._STATIC
+    assert proven >= rope.STATIC
 
 
 @pytest.mark.parametrize("model_type", cases(FAMILIES))
@@ -354,7 +355,7 @@ _WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
 @pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
 def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(attention, "_check_position_ids", lambda *args: None)
+    put(monkeypatch, "check of positions", lambda *args: None)
     subtree_end = _packed().subtree_end.numpy()
     run = run_packed(build(model_type), _with_mask(pt.TreeMask(subtree_end)), _objective())
     assert_same(run, _reference(model_type))
@@ -374,7 +375,7 @@ def test_wrong_masks_do_not_even_pass_the_check_of_positions(wrong):
 
 def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(attention, "_check_position_ids", lambda *args: None)
+    put(monkeypatch, "check of positions", lambda *args: None)
     host = HostMask(_packed().subtree_end.numpy(), None)
     host.position = np.arange(len(host.position), dtype=np.int32)
     mask = pt.TreeMask.__new__(pt.TreeMask)._init(host, torch.device("cpu"), "reference", False)

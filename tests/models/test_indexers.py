@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
 from prefixtree.kernels import chosen, indexer_kernels
-from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, compressed, indexers, paths
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.sampling import TreeSampler
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.conftest import Poison
 from tests.support.family_configs import INDEXED
+from tests.support.hooks import inner, limit, wrap
 from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
 from tests.support.models import (
     Run,
@@ -170,46 +170,43 @@ def test_ancestors_keys_without_gradient_turn_it_red(family: str, monkeypatch: A
     assert found.logprob < 1e-5 and found.gradient > 1e-2
 
 
-_WINDOWS, _ENTRIES = compressed._Windows.of, compressed._entries
-
-
-def _in_packed_order(mask: Any, size: int) -> Any:
+def _in_packed_order(windows_of: Any, mask: Any, size: int) -> Any:
     """Windows of neighbours in packed order."""
-    windows = _WINDOWS(mask, size)
+    windows = windows_of(mask, size)
     tokens = windows.last[:, None] + torch.arange(1 - size, 1)
     before = torch.where(windows.before < 0, -1, tokens - size)
     return replace(windows, tokens=tokens.clamp_min(0), before=before)
 
 
-def _counted(mask: Any, size: int) -> Any:
+def _counted(windows_of: Any, mask: Any, size: int) -> Any:
     """Positions by the number of entries."""
-    windows = _WINDOWS(mask, size)
+    windows = windows_of(mask, size)
     return replace(windows, start=size * torch.arange(len(windows.last)))
 
 
-def _without_overlap(module: Any, *args: Any) -> torch.Tensor:
-    return _ENTRIES(module, *args[:-1], False)
+def _without_overlap(entries: Any, module: Any, *args: Any) -> torch.Tensor:
+    return entries(module, *args[:-1], False)
 
 
-def _without_gradient(module: Any, *args: Any) -> torch.Tensor:
-    return _ENTRIES(module, *args).detach()
+def _without_gradient(entries: Any, module: Any, *args: Any) -> torch.Tensor:
+    return entries(module, *args).detach()
 
 
 @pytest.mark.parametrize("wrong", [_in_packed_order, _counted])
 def test_wrong_windows_turn_it_red(wrong: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compressed._Windows, "of", wrong)
+    wrap(monkeypatch, "windows of compressed keys", wrong)
     assert _errors(COMPRESSED).logprob > 1e-2
 
 
 def test_windows_without_the_one_before_turn_it_red(monkeypatch: Any) -> None:
-    monkeypatch.setattr(compressed, "_entries", _without_overlap)
+    wrap(monkeypatch, "entries of compressed keys", _without_overlap)
     assert _errors(COMPRESSED).logprob > 1e-2
 
 
 def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
     """Log-probabilities do not tell."""
     expected = _alone_in_eager(COMPRESSED).gradients
-    monkeypatch.setattr(compressed, "_entries", _without_gradient)
+    wrap(monkeypatch, "entries of compressed keys", _without_gradient)
     run = run_packed(build(COMPRESSED), ragged_packed(), ragged_objective())
     lost = {name for name in expected if ".compressor." in name}
     assert lost and expected.keys() - run.gradients.keys() == lost
@@ -224,7 +221,7 @@ def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
 def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
     reference = _as_it_is(family)
     monkeypatch.setattr(paths, "CHUNK", 1)
-    monkeypatch.setattr(sdpa, "_CHUNK", 100)
+    limit(monkeypatch, "scores of sdpa", 100)
     run = run_packed(build(family), ragged_packed(), ragged_objective())
     assert_same(run, reference, tolerance(family))
 
@@ -251,7 +248,7 @@ def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any
 
     reference = _as_it_is(family)
     monkeypatch.setattr(indexer_kernels, "index_scores", noted)
-    monkeypatch.setattr(indexers, "_SCORES", 1)
+    limit(monkeypatch, "scores of an indexer", 1)
     # of 24 heads, 4 queries at a time
     found = run_packed(build(family), _with_triton(), ragged_objective())
     assert_same(found, reference, tolerance(family))
@@ -279,16 +276,17 @@ def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> No
 def test_where_the_familys_own_products_run() -> None:
     """Autocast rounds them; float64 and wide heads are not triton's; and as they are asked for."""
     mask, hidden = _with_triton().mask, torch.zeros(1, 2, 3)
-    assert indexers._kernels_for(mask, hidden, 128) is indexer_kernels
+    kernels_for = inner("kernels of an indexer")
+    assert kernels_for(mask, hidden, 128) is indexer_kernels
     with torch.autocast("cpu", torch.bfloat16):
-        assert indexers._kernels_for(mask, hidden, 128) is None
-    assert indexers._kernels_for(mask, hidden.double(), 128) is None
-    assert indexers._kernels_for(mask, hidden, 192) is None
+        assert kernels_for(mask, hidden, 128) is None
+    assert kernels_for(mask, hidden.double(), 128) is None
+    assert kernels_for(mask, hidden, 192) is None
     with FakeTensorMode():
         # as a trace of memory has them
-        assert indexers._kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
+        assert kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
     for backend in ("auto", "sdpa"):
-        assert indexers._kernels_for(mask.with_options(backend=backend), hidden, 128) is None
+        assert kernels_for(mask.with_options(backend=backend), hidden, 128) is None
 
 
 @pytest.mark.parametrize("family", cases(FEW))
@@ -322,7 +320,7 @@ class _Largest(TorchDispatchMode):
 def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None:
     """A bit per pair is the most there is, T x T / 8 bytes; q is larger than that here."""
     monkeypatch.setattr(paths, "CHUNK", 1 << 14)
-    monkeypatch.setattr(sdpa, "_CHUNK", 1 << 14)
+    limit(monkeypatch, "scores of sdpa", 1 << 14)
     rng = np.random.default_rng(0)
     trunk = rng.integers(3, 97, 1200)
     sequences = [np.concatenate([trunk, rng.integers(3, 97, 150)]) for _ in range(2)]

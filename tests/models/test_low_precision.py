@@ -114,7 +114,7 @@ def test_a_layer_is_tried_once() -> None:
     layer.forward = lambda x: calls.append(x.shape[1]) or _RoundedByRow.forward(layer, x)
     for _ in range(2):
         low_precision.check_low_precision("up_proj", layer)
-    assert calls == [low_precision._ROWS] * 2
+    assert len(calls) == 2 and calls[0] == calls[1]
 
 
 # ---- what passes no gradient ---------------------------------------------------------------------

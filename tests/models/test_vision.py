@@ -23,6 +23,7 @@ from prefixtree.testing import compare
 from prefixtree.testing.reference import EAGER_BY_ROWS
 from prefixtree.testing.verify import random_objective
 from tests.support.full import each_once
+from tests.support.hooks import put, wrap
 from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpointing, pack_sequences
 from tests.support.picture_cases import (
     FAMILIES,
@@ -335,7 +336,7 @@ def test_a_placeholder_that_was_sampled_is_text(model_type, way, monkeypatch):
         found = finished(model, pt.sequence_logprobs(model, packed).logprobs, made)
     else:
         if way == "a blank picture":
-            monkeypatch.setattr(adapter, "_runs_in_lockstep", lambda model: True)
+            put(monkeypatch, "ranks in lockstep", lambda model: True)
         with counted([adapter.tower_of(model)]) as calls:
             found = run_packed(model, made)
             assert calls() == (way in ("a blank picture", "beside images"))
@@ -433,18 +434,17 @@ def test_a_grid_left_out_of_the_key_is_seen():
 @pytest.mark.parametrize("model_type", TREE)
 @pytest.mark.parametrize("mistake", ["the tower's", "that of a second place", "that of deepstack"])
 def test_a_gradient_that_is_dropped_is_seen(model_type, mistake, monkeypatch):
-    repeated = adapter.Encoding._repeated
     calls = []
 
-    def dropped(self: Any, features: torch.Tensor) -> torch.Tensor:
+    def dropped(repeated: Any, *args: Any) -> torch.Tensor:
         calls.append(None)
-        out = repeated(self, features)
+        out = repeated(*args)
         if mistake == "that of a second place":
             # the last placement is one of a picture that is placed before
             return torch.cat([out[:-6], out[-6:].detach()])
         return out.detach() if mistake == "the tower's" or len(calls) > 1 else out
 
-    monkeypatch.setattr(adapter.Encoding, "_repeated", dropped)
+    wrap(monkeypatch, "features of placements", dropped)
     wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
     assert wrong.logprob < tolerance(model_type)
     if mistake == "that of deepstack" and model_type != "qwen3_vl":
@@ -466,7 +466,7 @@ def test_other_positions_are_wrong(model_type, mistake, monkeypatch):
         three, _ = base.get_rope_index(**inputs)
         return torch.cat([packed.position_ids[None, None], three])
 
-    monkeypatch.setattr(adapter, "_position_ids", positions)
+    put(monkeypatch, "positions of pictures", positions)
     wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
     assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
 

@@ -16,6 +16,7 @@ from prefixtree.loops import sequence_copies
 from prefixtree.packing import copies, layout
 from tests.conftest import Poison
 from tests.support.forest_examples import EXAMPLE, as_lists, example
+from tests.support.hooks import limit
 from tests.support.strategies import (
     Sequences,
     forests,
@@ -279,7 +280,7 @@ def test_gradient_in_chunks_is_the_same_bit_for_bit(
     monkeypatch.setattr(torch, "segment_reduce", counted)
     whole = gradient()
     assert len(calls) == 1
-    monkeypatch.setattr(copies, "_CHUNK", chunk)
+    limit(monkeypatch, "gradients of copies", chunk)
     assert torch.equal(gradient(), whole)
     assert len(calls) > 2, "it was not cut into chunks"
     most = int(packed.multiplicity.max())
@@ -290,7 +291,7 @@ def test_gradient_in_chunks_is_the_same_bit_for_bit(
 def test_chunks_of_nothing_but_unselected_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = example()
     values = torch.randn(packed.num_tokens, requires_grad=True)
-    monkeypatch.setattr(copies, "_CHUNK", 1)
+    limit(monkeypatch, "gradients of copies", 1)
     (out,) = packed.unpack(values, sequences=[3])
     out.backward(torch.tensor([2.0]))
     assert values.grad.tolist() == [0.0] * 8 + [2.0]

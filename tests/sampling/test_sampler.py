@@ -26,6 +26,7 @@ from tests.sampling.cases import (
     turns,
     words,
 )
+from tests.support.hooks import limit, wrap
 from tests.support.models import build, quantised, with_random_lora
 
 # ---- tokens and log-probabilities ----------------------------------------------------------------
@@ -165,12 +166,12 @@ def test_other_batches_give_the_same_tokens(monkeypatch):
         DecodeStep, "begin", lambda *a: (batches.append(len(a[2])), original(*a))[1]
     )
     for share in (0.0, 1.0):
-        monkeypatch.setattr(rows_module, "_STILL_FULL", share)
+        limit(monkeypatch, "rows that fill a batch", share)
         assert same_samples(one, run(12))
         # never narrowed, or at every step at which a row stops
         assert (len(batches) == 1) == (share == 0.0)
         batches.clear()
-    monkeypatch.setattr(rows_module, "_LOOK_EVERY", {"cpu": 4})
+    limit(monkeypatch, "steps between looks", {"cpu": 4})
     assert same_samples(one, run(12))
     for kept in (0, 4):
         rows = sampler.start(forest)
@@ -206,13 +207,12 @@ def test_rows_may_branch_in_any_order():
 def test_keys_that_move_give_the_same_tokens(monkeypatch):
     ours, _ = models()
     moves: list[int] = []
-    original = GrowingForest._move_together
 
-    def moving(growing: GrowingForest) -> np.ndarray:
+    def moving(original: Any, growing: GrowingForest) -> np.ndarray:
         moves.append(growing.num_free)
         return original(growing)
 
-    monkeypatch.setattr(GrowingForest, "_move_together", moving)
+    wrap(monkeypatch, "keys that move", moving)
     whole = turns(ours, Draws(seed=5))
     assert not moves
     assert same_samples(whole, turns(ours, Draws(seed=5), max_keys=520))
@@ -222,7 +222,7 @@ def test_keys_that_move_give_the_same_tokens(monkeypatch):
 def test_long_replies_are_read_in_several_forwards(monkeypatch):
     ours, _ = models()
     whole = turns(ours, Draws(seed=5))
-    monkeypatch.setattr(rows_module, "_READ_AT_ONCE", 5)
+    limit(monkeypatch, "tokens read at once", 5)
     tokens: list[int] = []
     with ours.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: tokens.append(args[0].numel())

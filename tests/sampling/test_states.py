@@ -16,6 +16,7 @@ from prefixtree.sampling import rows as rows_module
 from prefixtree.sampling.forest_cache import StatePools
 from prefixtree.sampling.growing_forest import GrowingForest
 from tests.sampling.cases import same_samples, turns
+from tests.support.hooks import limit
 from tests.support.models import build, mostly_full
 
 # a delta rule, one per channel, Mamba-2, convolutions beside sliding windows
@@ -44,7 +45,7 @@ def worst(model: Any, samples: Samples, temperature: float = 1.0) -> float:
 @pytest.fixture
 def full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that stopped stay in the batch, as on a GPU for a while."""
-    monkeypatch.setattr(rows_module, "_STILL_FULL", 0.0)
+    limit(monkeypatch, "rows that fill a batch", 0.0)
 
 
 @pytest.mark.parametrize("narrow", [True, False])
@@ -54,7 +55,7 @@ def test_every_token_over_three_turns(
 ) -> None:
     """With replies of several tokens, of one and of none. What a pool holds beside is NaN."""
     if not narrow:
-        monkeypatch.setattr(rows_module, "_STILL_FULL", 0.0)
+        limit(monkeypatch, "rows that fill a batch", 0.0)
     model = build(model_type).eval()
     samples = turns(model, Draws(0.8, seed=2), stop=_STOP)
     assert len({int(mask.sum()) for mask in samples.loss_masks}) > 3 and poison.tensors

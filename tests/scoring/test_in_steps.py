@@ -24,8 +24,8 @@ from prefixtree.scoring.in_steps import step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import MAX_TOKENS, PLAN, compare, number_of_steps, run, score
 from tests.support.family_configs import FAMILIES, INDEXED
+from tests.support.hooks import lose_keys
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
     Run,
     adapted,

@@ -20,6 +20,7 @@ from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run, score
 from tests.support.family_configs import INDEXED
+from tests.support.hooks import limit, lose_keys
 from tests.support.hybrid_cases import (
     Float64,
     checkpointed_in_float64,
@@ -27,7 +28,6 @@ from tests.support.hybrid_cases import (
     logprobs_alone,
     worst,
 )
-from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
     adapted,
     assert_same,
@@ -173,7 +173,7 @@ def test_triton_scores_the_queries_of_a_part(monkeypatch: pytest.MonkeyPatch) ->
 
     packed = copy.copy(ragged_packed())
     packed.mask = packed.mask.with_options(backend="triton")
-    monkeypatch.setattr(indexers, "_SCORES", 1)
+    limit(monkeypatch, "scores of an indexer", 1)
     monkeypatch.setattr(indexers.Products, "spans", noted)
     compare(build("deepseek_v32"), packed=packed)
     assert any(chunks)

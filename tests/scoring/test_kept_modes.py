@@ -11,15 +11,13 @@ import torch
 
 from prefixtree import PrefixForest, UnsupportedError, borrow_cost, kept_trunks
 from prefixtree.kernels.lm_head.measures import measure_bytes
-from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute import kept_modes
-from prefixtree.recompute import plan as recompute_plan
 from prefixtree.recompute.kept_modes import KeptPlan
 from prefixtree.recompute.trace import LiveBytes
 from tests.scoring.kept_cases import compare, plan_of, run
-from tests.support.lost_gradients import lose_keys, lose_states
+from tests.support.hooks import limit, lose_keys, lose_states
 from tests.support.models import (
     adapted,
     build,
@@ -59,7 +57,7 @@ class Memory:
         monkeypatch.setattr(kept_modes, "left_for_activations", left_for_activations)
         monkeypatch.setattr(kept_modes, "plan_kept", planned)
         # chunks of logits are as small as the models
-        monkeypatch.setattr(recompute_plan, "_LOGITS", 1 << 16)
+        limit(monkeypatch, "logits of plans", 1 << 16)
 
     def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
         """What a call counts in a share of the memory is what was planned for it."""
@@ -149,7 +147,7 @@ def test_peaks_are_those_that_were_predicted(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, model_type: str, share: float
 ) -> None:
     """Counted on real runs of a trunk of 600 tokens, two below it, and six micro-batches."""
-    monkeypatch.setattr(trunks_module, "_FEW", 20)
+    limit(monkeypatch, "tokens of a small trunk", 20)
     model = build(model_type, num_hidden_layers=6)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

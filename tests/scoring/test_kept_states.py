@@ -11,11 +11,10 @@ import torch
 
 from prefixtree import borrow_cost, kept_trunks
 from prefixtree.models.compiled import compile_layers
-from prefixtree.parallel import states
 from tests.scoring.kept_cases import compare, linear, one_by_one, plan_of, run, worst_in_float64
+from tests.support.hooks import lose_states, lose_tails, put
 from tests.support.hybrid_cases import FEW, needs_states
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
     Objective,
     adapted,
@@ -173,7 +172,7 @@ def test_the_comparison_turns_red_where_states_lose_their_gradient(
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states._Exchange, "take", lambda self: None)
+    put(monkeypatch, "taken gradients of states", lambda self: None)
     with pytest.raises(RuntimeError, match="calls of recurrent layers"):
         run(build("nemotron_h"))
 

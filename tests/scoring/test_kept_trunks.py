@@ -36,7 +36,7 @@ from tests.scoring.kept_cases import (
     run_of,
     taken,
 )
-from tests.support.lost_gradients import lose_keys
+from tests.support.hooks import lose_kept, lose_keys, put
 from tests.support.models import (
     Objective,
     adapted,
@@ -346,15 +346,12 @@ def test_the_comparison_turns_red_where_keys_lose_their_gradient(monkeypatch) ->
 
 
 def test_the_comparison_turns_red_where_scores_of_a_trunk_lose_their_gradient(monkeypatch) -> None:
-    def backward(scores: torch.Tensor, _: Any) -> None:
-        torch.autograd.backward(scores, torch.zeros_like(scores))
-
-    _is_red(lambda: monkeypatch.setattr(module, "_backward", backward))
+    _is_red(lambda: lose_kept(monkeypatch))
 
 
 def test_the_comparison_turns_red_where_a_trunk_has_no_backward(monkeypatch) -> None:
     monkeypatch.setattr(module.LoanStore, "close", lambda *_: None)
-    _is_red(lambda: monkeypatch.setattr(module, "_backward", lambda *_: None))
+    _is_red(lambda: put(monkeypatch, "backward of kept scores", lambda *_: None))
 
 
 def _is_red(lose: Callable[[], None]) -> None:
@@ -366,7 +363,7 @@ def _is_red(lose: Callable[[], None]) -> None:
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_backward", lambda *_: None)
+    put(monkeypatch, "backward of kept scores", lambda *_: None)
     with pytest.raises(RuntimeError, match="did not reach the attention of 3 layers"):
         run(build("qwen3"))
 

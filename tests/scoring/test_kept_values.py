@@ -16,11 +16,10 @@ import prefixtree as pt
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute.trace import LiveBytes
-from prefixtree.scoring import kept_runs
 from tests.scoring.kept_cases import plan_of
 from tests.scoring.test_kept_modes import Memory
 from tests.scoring.test_values import classifier
-from tests.support.lost_gradients import lose_keys
+from tests.support.hooks import lose_kept, lose_keys
 from tests.support.models import (
     adapted,
     build,
@@ -164,8 +163,7 @@ def test_gradients_left_out_are_seen(what: str, monkeypatch: pytest.MonkeyPatch)
     if what == "keys":
         lose_keys(monkeypatch)
     else:
-        backward = kept_runs._backward
-        monkeypatch.setattr(kept_runs, "_backward", lambda rows, _: backward(rows, None))
+        lose_kept(monkeypatch)
     found, wrong = kept(model), distance(gradients(model), wanted)
     print(f"{what}: {wrong:.2f}")
     assert distance(found, expected) < 1e-6 and wrong > 0.05

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.scoring import kept_runs, logprobs
+from prefixtree.scoring import logprobs
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import MAX_TOKENS, number_of_steps
-from tests.support.lost_gradients import lose_copies
+from tests.support.hooks import lose_copies, lose_kept
 from tests.support.models import (
     AdaptedHead,
     assert_same,
@@ -196,14 +196,8 @@ def test_in_kept_trunks(family, options, monkeypatch):
     tolerance = 1e-4 if family == "qwen3_5" else 1e-5
     got = kept_cases.compare(model, tolerance=tolerance, measure=logprob_and_entropy, **options)
     assert_same(got, plain, tolerance)
-    backward = kept_runs._backward
-
-    def lost(scores: torch.Tensor, gradient: Any) -> None:
-        # behind log p and the entropy
-        gradient = gradient if gradient is None else gradient.index_fill(1, torch.arange(2, 4), 0)
-        backward(scores, gradient)
-
-    monkeypatch.setattr(kept_runs, "_backward", lost)
+    # behind log p and the entropy
+    lose_kept(monkeypatch, behind=2)
     wrong = kept_cases.run(model, measure=logprob_and_entropy, **options)
     found = errors(wrong, plain)
     assert found.logprob < 1e-5 and found.gradient > 0.01

@@ -30,6 +30,7 @@ from tests.scoring.steps_cases import (
     run,
     score,
 )
+from tests.support.hooks import lose_states, lose_tails, put, round_states
 from tests.support.hybrid_cases import (
     FEW,
     SERVED,
@@ -42,7 +43,6 @@ from tests.support.hybrid_cases import (
     worst,
 )
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
     adapted,
     assert_same,
@@ -207,19 +207,10 @@ def test_gradients_that_are_left_out_turn_it_red(
 
 
 def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = states._Exchange.give_back
-
-    def rounded(self: states._Exchange, gradient: torch.Tensor) -> None:
-        real(self, gradient)
-        for loan, _ in self._loans.of_borrower[self._step]:
-            total = loan.gradients[self._key]
-            assert total.dtype == torch.float32
-            loan.gradients[self._key] = total.bfloat16().float()
-
     model = build("qwen3_5")
     expected = run(model, max_tokens=None)
     exact = errors(run(model), expected)
-    monkeypatch.setattr(states._Exchange, "give_back", rounded)
+    round_states(monkeypatch)
     assert errors(run(model), expected).gradient > 100 * exact.gradient
 
 
@@ -233,7 +224,7 @@ def test_half_precision_rounds_as_one_forward_does() -> None:
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states._Exchange, "take", lambda self: None)
+    put(monkeypatch, "taken gradients of states", lambda self: None)
     with pytest.raises(RuntimeError, match="calls of recurrent layers"):
         run(build("nemotron_h"))
 

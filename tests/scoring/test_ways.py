@@ -20,7 +20,7 @@ from tests.scoring.ways import (
     refused_cases,
 )
 from tests.scoring.ways_runs import check, run
-from tests.support.lost_gradients import lose_keys, lose_states, lose_tails
+from tests.support.hooks import lose_keys, lose_states, lose_tails
 from tests.support.spawn import run_ranks
 
 pytestmark = [

@@ -23,6 +23,7 @@ from tests.support import group_cases
 from tests.support.full import asked_for, quick_ones_run
 from tests.support.group_cases import FORESTS, Case
 from tests.support.group_ranks import run_case, scattered, tried, values_per_token
+from tests.support.hooks import place
 from tests.support.models import build, pack_sequences, reward_model
 
 
@@ -110,7 +111,7 @@ def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, 
     with (
         _memory_of_rank(share, seen),
         patch.object(shares, "split_tokens", split),
-        patch("prefixtree.recompute.plan._LOGITS", 1 << 12),
+        patch.object(*place("logits of plans"), 1 << 12),
     ):
         # tables are made once
         update()

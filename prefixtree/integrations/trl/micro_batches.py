@@ -22,7 +22,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl.images import PER_ROW
 
 # the entry of a generation batch that numbers its rows; taken out before a loss is computed
-_ROW = "prefixtree_row"
+ROW = "prefixtree_row"
 
 
 class KeepsNeighbours:
@@ -42,7 +42,7 @@ class KeepsNeighbours:
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if self.model.training:
-            batch[_ROW] = torch.arange(len(batch["completion_ids"]))
+            batch[ROW] = torch.arange(len(batch["completion_ids"]))
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -78,15 +78,15 @@ def reunite(
     Raises:
         UnsupportedError: an entry of another kind or size.
     """
-    size = len(batches[0][_ROW])
+    size = len(batches[0][ROW])
     # [blocks, rows]: where the rows of every run of neighbours stand
-    places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size * together)
+    places = torch.cat([batch[ROW] for batch in batches]).argsort().view(-1, size * together)
     blocks = places.amin(1).argsort()
     order = places[blocks].flatten()
     reunited: list[dict[str, Any]] = [{} for _ in batches]
     # images: a list of tensors, one per row
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
-    for key in batches[0].keys() - {_ROW}:
+    for key in batches[0].keys() - {ROW}:
         parts = [batch[key] for batch in batches]
         if all(isinstance(part, torch.Tensor) and part.ndim > 0 for part in parts):
             if any(len(part) != size for part in parts):

@@ -16,12 +16,10 @@ from prefixtree.integrations.trl import (
     PrefixTreeDPOTrainer,
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
-    data_set_trainers,
     kept_windows,
 )
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.refusals import check_images
-from prefixtree.models import vision as tower
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.forward import tower_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
@@ -33,7 +31,7 @@ from tests.integrations.trl.runs import (
     worst_parameter,
 )
 from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
-from tests.support.lost_gradients import lose_keys
+from tests.support.hooks import lose_keys, lose_pictures, wrap
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 3}
 
@@ -236,13 +234,16 @@ def test_placeholders_that_were_sampled_are_text(vision: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def _first_turned(images_of: Any, inputs: Any) -> list[torch.Tensor]:
+    """The rows of an update get one another's images."""
+    return [x if i else x.flip(0) for i, x in enumerate(images_of(inputs))]
+
+
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "red"])
 def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And red where the rows get one another's images."""
     if wrong:
-        of = data_set_trainers._images_of
-        turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(data_set_trainers, "_images_of", turned)
+        wrap(monkeypatch, "images of rows", _first_turned)
 
     def run(kind: type[SFTTrainer]) -> SFTTrainer:
         trainer = make_sft(
@@ -272,12 +273,9 @@ def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPa
 def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its reference's; red where rows get one another's images, or the tower no gradient."""
     if wrong == "images of other rows":
-        of = data_set_trainers._images_of
-        turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(data_set_trainers, "_images_of", turned)
+        wrap(monkeypatch, "images of rows", _first_turned)
     elif wrong:
-        repeated = tower.Encoding._repeated
-        monkeypatch.setattr(tower.Encoding, "_repeated", lambda *args: repeated(*args).detach())
+        lose_pictures(monkeypatch)
 
     def run(kind: type[DPOTrainer]) -> DPOTrainer:
         trainer = make_dpo(

@@ -26,7 +26,7 @@ from tests.integrations.trl.runs import (
     train,
     worst_parameter,
 )
-from tests.support.lost_gradients import lose_keys, lose_states
+from tests.support.hooks import lose_keys, lose_states
 from tests.support.tight_memory import tighten
 
 # of micro-batches that cut groups

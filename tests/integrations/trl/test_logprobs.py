@@ -256,7 +256,7 @@ def shuffled(count: int, chunks: int, seed: int) -> list[dict[str, Any]]:
         "row": rows,
         "num_items_in_batch": torch.tensor(7),
         "ref_per_token_logps": None,
-        micro_batches._ROW: rows,
+        micro_batches.ROW: rows,
     }
     return split_tensor_dict(shuffle_sequence_dict(generation), chunks)
 
@@ -266,7 +266,7 @@ def test_neighbours_meet_in_a_micro_batch(count: int, chunks: int) -> None:
     before = shuffled(count, chunks, seed=1)
     after = micro_batches.reunite(before)[0]
     size = count // chunks
-    assert [b.keys() for b in after] == [b.keys() - {micro_batches._ROW} for b in before]
+    assert [b.keys() for b in after] == [b.keys() - {micro_batches.ROW} for b in before]
     for b in after:
         start = int(b["row"][0])
         assert start % size == 0 and b["row"].tolist() == list(range(start, start + size))
@@ -362,7 +362,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     compute = GRPOTrainer._compute_loss
 
     def spy(self: GRPOTrainer, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        assert micro_batches._ROW not in inputs
+        assert micro_batches.ROW not in inputs
         keys = [tuple(ids.tolist()) for ids in inputs["prompt_ids"]]
         seen.append([sorted(set(keys)).index(key) for key in keys])
         return compute(self, model, inputs)

@@ -27,7 +27,7 @@ from tests.integrations.verl.cpu_platform import register_engines
 from tests.integrations.verl.picture_runs import VISION
 from tests.integrations.verl.runs import save_model
 from tests.support.full import add_option, set_up
-from tests.support.probe import unprobed as unprobed
+from tests.support.hooks import unprobed as unprobed
 
 pytest.register_assert_rewrite("tests.integrations.verl.compare")
 

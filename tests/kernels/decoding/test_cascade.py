@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from prefixtree import UnsupportedError
-from prefixtree.kernels.decoding import cascade
 from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import Capacity, DecodeWork
 from tests.conftest import Poison
 from tests.support.decode_cases import DecodeCase, assert_exact, exact, random_case
+from tests.support.hooks import limit
 from tests.support.pairs import pairwise
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_features(feature: str, dtype: torch.dtype, sizes: Any) -> None:
 def test_gathered_in_parts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An item at a time where one gathers more than the limit, and a few at a time."""
     case = random_case(7, 12, (4, 2), (16, 16), torch.float64, stopped=0.2)
-    monkeypatch.setattr(cascade, "_GATHERED", numbers)
+    limit(monkeypatch, "keys gathered in a cascade", numbers)
     assert_exact(case, 1e-13, case.work(chunk=24))
 
 

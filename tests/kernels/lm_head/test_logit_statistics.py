@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule, check_statistics, write_statistics
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
+from tests.support.hooks import limit, put
 from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE
 
@@ -55,7 +55,7 @@ def test_they_stand_beside_the_scores(
     """The columns before them, and all gradients, are those of a call without statistics."""
     names, chunk = asked
     if head == "fused":
-        monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+        put(monkeypatch, "kernels of the head", lambda hidden: fused)
         monkeypatch.setattr(fused, "BLOCK", 16)
     device = DEVICE if head == "fused" else "cpu"
     g = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     before = x.clone()
     found = []
     for block in (1, 3 * V, 1 << 25):
-        monkeypatch.setattr(eager, "_BLOCK", block)
+        limit(monkeypatch, "logits in statistics", block)
         out = torch.full((10, 3), float("nan"))
         write_statistics(x, target, torch.ones(10), LogitRule(), NAMES, out)
         found.append(out)

@@ -20,6 +20,7 @@ from prefixtree.kernels.lm_head.logprobs import (
     lm_head_logprobs,
 )
 from tests.support.head_checks import columns_of, exact_columns
+from tests.support.hooks import put
 from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE, DTYPES
 
@@ -72,7 +73,7 @@ def kernels(request, monkeypatch):
     """The kernels that a test of the fused head scores with, in its backward too."""
     params = getattr(request.node, "callspec", None)
     if params is not None and params.params.get("head") == "fused":
-        monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+        put(monkeypatch, "kernels of the head", lambda hidden: fused)
         # several steps over a small vocabulary, the last one not full
         monkeypatch.setattr(fused, "BLOCK", 16)
 
@@ -143,7 +144,7 @@ def test_equals_the_textbook_in_float64(head, rule, with_bias, with_entropy, chu
 @pytest.mark.parametrize("rule", _RULES)
 def test_accumulates_in_float64_where_asked(rule, monkeypatch):
     # Triton's kernels, where there are any, compute in float32 alone
-    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+    put(monkeypatch, "kernels of the head", lambda hidden: fused)
     case = make_case()
     inputs = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
     rest = (case.target, case.temperature, ScoreOptions(True, (), 3, _RULES[rule]))
