@@ -42,7 +42,16 @@ AXES: dict[str, tuple[str, ...]] = {
         "convolutions",
         "images",
     ),
-    "trained": ("all", "frozen layers", "LoRA without the first layer", "head alone"),
+    "trained": (
+        "all",
+        "frozen layers",
+        "LoRA without the first layer",
+        "head alone",
+        "embedding alone",
+        "two vectors",
+        "three of all",
+        "no parameter",
+    ),
     "recomputed": (
         "nothing asked",
         "checkpointing",
@@ -124,6 +133,8 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     },
     ("router loss", "reentrant checkpointing"): Refused("reentrant checkpointing"),
     ("routes", "compiled layers"): Refused("not verified in compiled models"),
+    ("auto", "float64"): Absent("experts' loop over numbers has no memory that is traced"),
+    ("no parameter", "reentrant checkpointing"): Absent("it asks embeddings for a gradient"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from prefixtree.packing.copies import gather
 from prefixtree.parallel import states
 from prefixtree.parallel.steps import StepExchange
-from prefixtree.scoring import edges
+from prefixtree.scoring import edges, kept_runs
 
 
 def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
@@ -48,6 +48,19 @@ def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
         return dout, None, None
 
     monkeypatch.setattr(states._Lent, "backward", staticmethod(backward))
+
+
+def lose_scores(monkeypatch: pytest.MonkeyPatch, behind: int = 0) -> None:
+    """Those of a kept trunk's scores or values from column `behind` on."""
+    backward = kept_runs._backward
+
+    def lost(rows: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            columns = torch.arange(behind, gradient.shape[1])
+            gradient = gradient.index_fill(1, columns, 0)
+        backward(rows, gradient)
+
+    monkeypatch.setattr(kept_runs, "_backward", lost)
 
 
 def lose_tails(monkeypatch: pytest.MonkeyPatch) -> None:
