@@ -11,16 +11,15 @@ import torch
 from prefixtree import UnsupportedError, prepare
 from prefixtree.kernels.chosen import from_bits, to_bits
 from prefixtree.models import indexers, paths
-from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchange
 from prefixtree.scoring import refusals
 from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
-from tests.scoring.steps_cases import compare, logprobs_in_steps, run, score
+from tests.scoring.steps_cases import compare, logprobs_in_steps, run
 from tests.support.family_configs import INDEXED
-from tests.support.hooks import limit, lose_keys
+from tests.support.hooks import limit
 from tests.support.hybrid_cases import (
     Float64,
     checkpointed_in_float64,
@@ -29,11 +28,8 @@ from tests.support.hybrid_cases import (
     worst,
 )
 from tests.support.models import (
-    adapted,
-    assert_same,
     build,
     cases,
-    enable_checkpointing,
     errors,
     make_objective,
     ragged_objective,
@@ -87,51 +83,12 @@ def test_kept_trunks_in_float64(
     assert max(found) < 1e-12
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "all_but_attention"])
-@pytest.mark.parametrize("family", FEW)
-def test_recomputation(family: str, recompute: str) -> None:
-    model, options = build(family), {"recompute": recompute}
-    if recompute == "reentrant":
-        enable_checkpointing(model, use_reentrant=True)
-        options = {}
-    compare(model, **options)
-    kept_cases.compare(model, **options)
-
-
 @pytest.mark.parametrize("family", FEW)
 def test_any_chunks_of_own_tokens_give_their_keys(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paths, "CHUNK", 100)
     compare(build(family))
-
-
-# PEFT asks transformers under the old name of the property
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters() -> None:
-    got = compare(adapted(build("deepseek_v32"), "q_a_proj", "kv_b_proj", "o_proj", "wq_b"))
-    assert got.gradients and not any("indexer" in name for name in got.gradients)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers() -> None:
-    """Attention is left out of them."""
-    model = build("hy_v4")
-    expected = run(model, max_tokens=None)
-    torch._dynamo.reset()
-    compile_layers(model, backend="eager")
-    assert_same(run(model), expected)
-    torch._dynamo.reset()
-
-
-def test_without_gradients() -> None:
-    model = build("glm_moe_dsa").eval()
-    expected = run(model, max_tokens=None)
-    with torch.no_grad():
-        scores = score(model, ragged_objective())
-    for got, want in zip(scores.logprobs, expected.logprobs, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_keys_of_indexers_are_lent_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,18 +180,6 @@ def test_another_choice_turns_it_red(
     for found in _errors(family, monkeypatch, *mistake):
         print(family, found)
         assert found.logprob > 1e-2
-
-
-@pytest.mark.parametrize("family", FEW)
-def test_gradients_that_are_left_out_turn_it_red(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what the lent latents became, keys and values; scores do not show it."""
-    model = build(family)
-    expected = run(model, max_tokens=None)
-    lose_keys(monkeypatch)
-    found = errors(run(model), expected)
-    assert found.logprob < 1e-6 and found.gradient > 0.05
 
 
 # ---- what is refused -----------------------------------------------------------------------------

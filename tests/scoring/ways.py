@@ -42,7 +42,17 @@ AXES: dict[str, tuple[str, ...]] = {
         "convolutions",
         "images",
     ),
-    "trained": ("all", "frozen layers", "LoRA without the first layer", "QLoRA", "head alone"),
+    "trained": (
+        "all",
+        "frozen layers",
+        "LoRA without the first layer",
+        "QLoRA",
+        "head alone",
+        "embedding alone",
+        "two vectors",
+        "three of all",
+        "no parameter",
+    ),
     "recomputed": (
         "nothing asked",
         "checkpointing",
@@ -126,6 +136,8 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     ("routes", "compiled layers"): Refused("not verified in compiled models"),
     ("QLoRA", "auto"): Refused("memory of a quantised model"),
     ("QLoRA", "float64"): Absent("bitsandbytes has no kernels for float64"),
+    ("auto", "float64"): Absent("experts' loop over numbers has no memory that is traced"),
+    ("no parameter", "reentrant checkpointing"): Absent("it asks embeddings for a gradient"),
 }
 
 
