@@ -36,6 +36,7 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.packing.copies import move, to_pinned
 from prefixtree.parallel.states import LayerStates, StateStore
+from prefixtree.planning import schedule
 from prefixtree.planning.steps import Steps
 
 _Rows = tuple[torch.Tensor, ...]
@@ -355,10 +356,11 @@ class StepRun:
         self._places = places
         self._compute = compute
         self._check = check
-        dummies = num_runs - len(places)
-        self._runs: list[int | None] = [*range(len(places)), *[None] * dummies]
-        # what the last one gave, whose backward comes first: its graph, if it has one, is kept
-        self._last: tuple[torch.Tensor, ...] | None = None
+        self._num_runs = num_runs
+        # what is left of the schedule
+        self._events: Iterator[schedule.Event] = iter(())
+        # what the run with a graph gave whose backward comes next
+        self._kept: tuple[torch.Tensor, ...] = ()
         self._is_done = False
         # whether a backward may come, and none has
         self.waits = False
@@ -374,22 +376,23 @@ class StepRun:
             has_backward: whether `backward` follows.
         """
         results = []
-        *others, last = self._runs
-        for step in others if has_backward else self._runs:
-            results.append(self._without_graph(step))
-        if has_backward:
-            self._last = self._with_graph(last)
-            results.append(tuple(x.detach() for x in self._last))
-            self.waits = True
+        self._events = iter(schedule.steps(self._num_runs, has_backward))
+        for kind, step in self._events:
+            if kind == schedule.GIVE:
+                break
+            if kind == schedule.FORWARD:
+                results.append(self._without_graph(step))
+            else:
+                self._kept = self._with_graph(step)
+                results.append(tuple(x.detach() for x in self._kept))
+        self.waits = has_backward
         return tuple(
             self._joined(kind, of_steps) for kind, of_steps in enumerate(zip(*results, strict=True))
         )
 
     def without_graph(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rows of `forward` that depend on no parameter that trains."""
-        assert self._last is not None
-        of_last = zip(rows, self._last, strict=True)
-        return [x for x, last in of_last if not last.requires_grad]
+        return [x for x, kept in zip(rows, self._kept, strict=True) if not kept.requires_grad]
 
     def _joined(self, kind: int, of_steps: Sequence[torch.Tensor]) -> torch.Tensor:
         places = [self._place(step, kind) for step in range(len(self._places))]
@@ -411,34 +414,41 @@ class StepRun:
                 "(retain_graph does not keep it)"
             )
         self._is_done = True
-        rows, self._last = self._last, None
-        for step in reversed(self._runs):
+        for kind, step in self._events:
             # an optimizer may run in a hook of the step before
-            if self._check is not None:
+            if kind in (schedule.TAKE, schedule.KEEP) and self._check is not None:
                 self._check()
-            if rows is None:
-                rows = self._with_graph(step)
-            if step is None:
-                of_step = [torch.zeros_like(x) for x in rows]
-            else:
-                of_step = [g[self._place(step, kind)] for kind, g in enumerate(gradients)]
-            # router logits below the first layer that trains have no graph; scores must
-            reached = [i for i, x in enumerate(rows) if i == 0 or x.requires_grad]
-            torch.autograd.backward([rows[i] for i in reached], [of_step[i] for i in reached])
-            if step is not None:
-                self.store.close(step)
-            rows = None
+            if kind == schedule.KEEP:
+                self._kept = self._with_graph(step)
+            elif kind == schedule.BACKWARD:
+                self._backward(step, gradients)
 
-    def _without_graph(self, step: int | None) -> tuple[torch.Tensor, ...]:
-        if step is None:
+    def _backward(self, step: int, gradients: Sequence[torch.Tensor]) -> None:
+        rows, self._kept = self._kept, ()
+        if self._is_dummy(step):
+            of_step = [torch.zeros_like(x) for x in rows]
+        else:
+            of_step = [g[self._place(step, kind)] for kind, g in enumerate(gradients)]
+        # router logits below the first layer that trains have no graph; scores must
+        reached = [i for i, x in enumerate(rows) if i == 0 or x.requires_grad]
+        torch.autograd.backward([rows[i] for i in reached], [of_step[i] for i in reached])
+        if not self._is_dummy(step):
+            self.store.close(step)
+
+    def _is_dummy(self, step: int) -> bool:
+        return step >= len(self._places)
+
+    def _without_graph(self, step: int) -> tuple[torch.Tensor, ...]:
+        if self._is_dummy(step):
             return self._compute(None, None)
         with self.store.lending(step) as exchanges:
             return self._compute(step, exchanges)
 
-    def _with_graph(self, step: int | None) -> tuple[torch.Tensor, ...]:
-        exchanges = None if step is None else self.store.with_graph(step)
+    def _with_graph(self, step: int) -> tuple[torch.Tensor, ...]:
+        is_dummy = self._is_dummy(step)
+        exchanges = None if is_dummy else self.store.with_graph(step)
         with torch.enable_grad():
-            return self._compute(step, exchanges)
+            return self._compute(None if is_dummy else step, exchanges)
 
 
 @cache
