@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from prefixtree.planning.trunks import Span
 
 #: A part runs forward without a graph, forward with a graph, or backward.
@@ -91,6 +93,54 @@ def kept(spans: Sequence[Span], count: int, trains: bool, again: bool = False) -
             for part in ending[at]:
                 found += [Event(KEEP, part)] * again + [Event(BACKWARD, part)]
     return found
+
+
+class Life(NamedTuple):
+    """When rows that a part lends are read, in places of a schedule.
+
+    Attributes:
+        last: the last run that reads them.
+        pause: the last forward without a graph and the first run with one that read them, where
+            others run between the two.
+    """
+
+    last: int
+    pause: tuple[int, int] | None
+
+
+class Lives:
+    """The lives of rows that parts lend. A part reads them whenever it runs: also in its backward,
+    as layers may be recomputed.
+
+    Args:
+        schedule: in what order parts run.
+        parts: how many of them are no dummies; each runs at least once.
+
+    Attributes:
+        first: int64 [parts], the first run of each part.
+    """
+
+    def __init__(self, schedule: Schedule, parts: int) -> None:
+        self._never = len(schedule)
+        self.first, self._last = np.full(parts, self._never), np.full(parts, -1)
+        # the last forward without a graph, and the first run with one
+        self._forward, self._graph = np.full(parts, -1), np.full(parts, self._never)
+        for place, (kind, part) in enumerate(schedule):
+            if kind in (GIVE, TAKE) or not 0 <= part < parts:
+                continue
+            self.first[part] = min(self.first[part], place)
+            self._last[part] = place
+            if kind == FORWARD:
+                self._forward[part] = place
+            else:
+                self._graph[part] = min(self._graph[part], place)
+
+    def of(self, readers: Sequence[int]) -> Life:
+        """That of rows which some parts read."""
+        these = list(readers)
+        behind, until = int(self._forward[these].max()), int(self._graph[these].min())
+        waits = behind >= 0 and behind + 1 < until < self._never
+        return Life(int(self._last[these].max()), (behind, until) if waits else None)
 
 
 def graphs_beside(schedule: Schedule) -> dict[int, list[frozenset[int]]]:

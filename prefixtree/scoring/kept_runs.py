@@ -5,7 +5,7 @@ values (in recurrent layers its states) in every layer, and what the model gives
 leaves; its backward runs at once and adds to their gradients in float32. Behind the backward of the
 last micro-batch that borrows from it, the trunk's own backward runs. So every distinct token is
 computed once per rank, for a loss that is a sum over micro-batches. How parts lend and return is in
-`parallel.steps`, which parts there are in `planning.trunks`, and what the model gives of a part in
+`parallel.ledger`, which parts there are in `planning.trunks`, and what the model gives of a part in
 `scoring.kept_trunks`.
 
 Legend: S sequences that were planned, U units that get a row.
@@ -36,8 +36,8 @@ from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import BACKWARD, FORWARD, agree_on_order, order_of
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchanges
+from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.states import part_mask
 from prefixtree.planning import schedule
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
@@ -227,14 +227,16 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         spans = () if trunks is None else trunks.spans
         again = self._modes.runs_again
         self._schedule = schedule.kept(spans, len(batches), self._trains, again)
-        # what is left of it
-        self._events = iter(self._schedule)
+        # what is left of it, by place
+        self._events = iter(enumerate(self._schedule))
         for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
             # what each forward would refuse
             recomputed_forward(model, self._transformer, packed, 0, mode)
-        self._store: LoanStore | None = None
+        self._ledger: Ledger | None = None
         if trunks is not None and self._steps is not None:
-            self._store = LoanStore(self._steps, keeps=False, on_host=trunks.stats.on_host)
+            # trunks are read again and again: what they lend stays where it is
+            on_host = trunks.stats.on_host
+            self._ledger = Ledger(self._steps, self._schedule, parks=False, on_host=on_host)
         self._stamp: ModelStamp | None = None
         if self._trains:
             # what layers that are recomputed read
@@ -286,8 +288,8 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._is_over = True
         if self._turn is not None:
             self._turn.end()
-        if self._store is not None:
-            self._store.clear()
+        if self._ledger is not None:
+            self._ledger.clear()
         self._graphs.clear()
         self._waiting.clear()
         self._own = None
@@ -312,11 +314,10 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             )
         self._turn.end()
         self._turn = None
-        if self._trunks is None or self._store is None or self._trains:
+        if self._trunks is None or self._trains:
             return
         for part, span in enumerate(self._trunks.spans):
             if span.is_trunk and span.last == self._at:
-                self._store.end(part)
                 del self._graphs[part]
 
     def _run_on(self, turn: _Turn) -> bool:
@@ -325,16 +326,14 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         Args:
             turn: of that one.
         """
-        for kind, part in self._events:
+        for place, (kind, part) in self._events:
             if kind == schedule.GIVE:
                 return True
             if kind in (schedule.FORWARD, schedule.KEEP):
                 self._run_dummies(FORWARD)
-                self._run_forward(part, turn)
-            elif kind == schedule.BACKWARD and part in self._graphs:
-                # that of a micro-batch ran within its turn
-                self._run_dummies(BACKWARD)
-                self._run_backward(part)
+                self._run_forward(place, turn)
+            elif kind == schedule.BACKWARD and part != schedule.DUMMY:
+                self._run_backward(place)
         return False
 
     def _scores(self, turn: _Turn) -> _Result:
@@ -398,49 +397,47 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
 
     # ---- runs ------------------------------------------------------------------------------------
 
-    def _run_forward(self, part: int, turn: _Turn) -> None:
+    def _run_forward(self, place: int, turn: _Turn) -> None:
         """The forward of a trunk, its second one, or that of a micro-batch's own tokens."""
+        kind, part = self._schedule[place]
         if part == schedule.DUMMY:
             self._own = part, self._dummy(is_last=False)
             return
-        assert self._store is not None and self._trunks is not None
-        if not self._trunks.spans[part].is_trunk:
-            turn.exchanges = self._store.borrowing(part)
-            self._own = part, self._run_part(part, turn.exchanges)
-        elif part in self._graphs:
-            self._store.end(part)
-            _, leaf = self._graphs[part]
-            self._graphs[part] = self._run_part(part, self._store.borrowing(part)), leaf
-        else:
-            self._run_trunk(part)
-
-    def _run_backward(self, part: int) -> None:
-        """That of a trunk."""
-        assert self._store is not None
-        self._store.end(part)
-        scores, leaf = self._graphs.pop(part)
-        _backward(scores, leaf.grad)
-        self._store.close(part)
-        # an optimizer may run in a hook
-        self._check()
-
-    def _run_trunk(self, part: int) -> None:
-        assert self._store is not None
-        keeps_graph = self._trains and not self._modes.runs_again
-        graph: Any = nullcontext() if keeps_graph else torch.no_grad()
-        with self._store.keeping(part) as exchanges, graph:
+        assert self._ledger is not None and self._trunks is not None
+        is_trunk = self._trunks.spans[part].is_trunk
+        keeps = kind == schedule.KEEP
+        # a micro-batch is scored as the caller has it: in the block's mode
+        graph: Any = nullcontext() if keeps or not is_trunk else torch.no_grad()
+        with self._ledger.running(place) as exchanges, graph:
             scores = self._run_part(part, exchanges)
-        # of a forward that runs again it is not known yet
-        trains = scores.requires_grad if keeps_graph else self._trains
-        leaf = scores.detach().requires_grad_(trains)
-        self._graphs[part] = scores, leaf
+        if not is_trunk:
+            turn.exchanges = exchanges
+            self._own = part, scores
+        elif part in self._graphs:
+            self._graphs[part] = scores, self._graphs[part][1]
+        else:
+            # of a forward that runs again it is not known yet
+            trains = scores.requires_grad if keeps else self._trains
+            self._graphs[part] = scores, scores.detach().requires_grad_(trains)
 
-    def _run_part(self, part: int, exchanges: StepExchanges) -> torch.Tensor:
+    def _run_backward(self, place: int) -> None:
+        """That of a trunk; that of a micro-batch ran within its turn."""
+        assert self._ledger is not None
+        trunk = self._graphs.pop(self._schedule[place].at, None)
+        if trunk is not None:
+            self._run_dummies(BACKWARD)
+            scores, leaf = trunk
+            _backward(scores, leaf.grad)
+        self._ledger.end_backward(place)
+        if trunk is not None:
+            # an optimizer may run in a hook
+            self._check()
+
+    def _run_part(self, part: int, exchanges: PartExchanges) -> torch.Tensor:
         """The rows [u, columns] of a part's units."""
         assert self._steps is not None
         tokens = self._steps[part]
-        mask = PartMask(tokens, exchanges, exchanges.states_of)
-        inputs = part_inputs(self._forward.inputs, tokens, mask)
+        inputs = part_inputs(self._forward.inputs, tokens, part_mask(exchanges))
         arguments = *self._scored[part], tokens.own_tokens, self._modes.of_part[part]
         with self._wrapped.as_in_the_forward(is_last=False):
             return self._forward(tokens.mask, inputs, *arguments)
@@ -489,7 +486,7 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self.exchanges: StepExchanges | None = None
+        self.exchanges: PartExchanges | None = None
         self.backwards = self.whole = 0
 
     def watched(self, scores: torch.Tensor) -> torch.Tensor:

@@ -152,3 +152,34 @@ def test_a_trunk_above_another() -> None:
         *((KEEP, 2), (BACKWARD, 2), (KEEP, 0), (BACKWARD, 0)),
     ]
     assert order_of(schedule.kept(spans, 3, True)) == "FFBFFBBBFB"
+
+
+# ---- when what parts lend is read ----------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans(), st.booleans(), st.booleans(), st.booleans())
+def test_lives(trunks: Trunks, in_steps: bool, trains: bool, again: bool) -> None:
+    """Of kept trunks and of their parts as if they were steps, run by run."""
+    parts = trunks.on(torch.device("cpu"))
+    if in_steps:
+        events = schedule.steps(len(parts) + again, trains)
+    else:
+        events = schedule.kept(trunks.spans, len(trunks.sequences), trains, again)
+    lives = schedule.Lives(events, len(parts))
+    runs = [i for i, (kind, _) in enumerate(events) if kind in RUNS]
+    for lender, borrowers, _ in parts.loans():
+        life = lives.of(borrowers)
+        reads = [i for i in runs if events[i].at in borrowers]
+        own = [i for i in runs if events[i].at == lender]
+        # lent once, before anybody reads; freed when the lender takes what came back
+        assert lives.first[lender] == own[0] < reads[0] and life.last == reads[-1]
+        assert not trains or life.last < own[-1]
+        without = [i for i in reads if events[i].kind == FORWARD]
+        others = [i for i in reads if i not in without]
+        waits = without and others and set(runs) & set(range(without[-1] + 1, others[0]))
+        assert life.pause == ((without[-1], others[0]) if waits else None)
+        if in_steps and trains:
+            # a stack: nobody reads within the pause
+            behind, until = life.pause or (life.last, life.last)
+            assert not set(reads) & set(range(behind + 1, until))

@@ -322,10 +322,10 @@ def test_what_waits_is_what_the_plan_says() -> None:
     with kept_trunks(model, plan[0]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
-            most = max(most, sum(scored._store.held_bytes()))
+            most = max(most, sum(scored._ledger.held_bytes()))
     assert 0.8 * token * plan.stats.trunks.alive_tokens < most
     assert most <= token * plan.stats.trunks.alive_tokens
-    assert scored._store.held_bytes() == (0, 0)
+    assert scored._ledger.held_bytes() == (0, 0)
 
 
 def test_the_same_bits_every_time() -> None:
@@ -352,7 +352,7 @@ def test_the_comparison_turns_red_where_scores_of_a_trunk_lose_their_gradient(mo
 
 
 def test_the_comparison_turns_red_where_a_trunk_has_no_backward(monkeypatch) -> None:
-    monkeypatch.setattr(module.LoanStore, "close", lambda *_: None)
+    monkeypatch.setattr(module.Ledger, "close", lambda *_: None)
     _is_red(lambda: monkeypatch.setattr(module, "_backward", lambda *_: None))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from prefixtree.packing.copies import gather
 from prefixtree.parallel import states
-from prefixtree.parallel.steps import StepExchange
+from prefixtree.parallel.ledger import KeyExchange
 from prefixtree.scoring import edges
 
 
@@ -30,14 +30,13 @@ def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
 
 def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of borrowed keys and values."""
-    give_back = StepExchange.give_back
+    give_back = KeyExchange.give_back
 
-    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        for loan in self._step.lent:
-            loan.gradients.pop(self._layer, None)
+    def lost(self: KeyExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
+        self.exchange.take()
         return give_back(self, dkey, dvalue)
 
-    monkeypatch.setattr(StepExchange, "give_back", lost)
+    monkeypatch.setattr(KeyExchange, "give_back", lost)
 
 
 def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
