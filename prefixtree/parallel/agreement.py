@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from prefixtree.planning import schedule
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -156,6 +158,16 @@ def digest(*values: Any) -> int:
 FORWARD, BACKWARD = "F", "B"
 # what a rank that cannot run tells the others
 _FAILED = -1
+
+
+def order_of(events: schedule.Schedule) -> str:
+    """The forwards and backwards of a rank, "F" and "B", as `common_order` takes them."""
+    letters = {
+        schedule.FORWARD: FORWARD,
+        schedule.KEEP: FORWARD,
+        schedule.BACKWARD: BACKWARD,
+    }
+    return "".join(letters.get(event.kind, "") for event in events)
 
 
 def common_order(orders: Sequence[str]) -> str:

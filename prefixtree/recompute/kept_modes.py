@@ -26,6 +26,7 @@ from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.planning.costs import borrow_cost_of
+from prefixtree.planning.schedule import graphs_beside, kept
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
 from prefixtree.recompute.forward import (
@@ -124,11 +125,11 @@ def plan_kept(
         holds[part] = np.append(np.concatenate(graphs), 0.0) + work.lent * (row + gradient) + states
         waits[part] = work.lent * max(row, gradient) + states
     nothing = np.zeros(plans * len(ways) + 1)
+    # lent rows are held as long as graphs, also where trunks keep none
+    held = graphs_beside(kept(spans, 1 + max(span.last for span in spans), trains=True))
     beside = [
         waits[part]
-        + np.maximum.reduce(
-            [sum((holds[t] for t in each), nothing) for each in _alive(spans, part)]
-        )
+        + np.maximum.reduce([sum((holds[t] for t in sorted(each)), nothing) for each in held[part]])
         for part in range(len(works))
     ]
     total = np.zeros_like(nothing)
@@ -236,19 +237,6 @@ class _PartPlans:
         patches, run = self._pictures.runs(self._tower, left, choice)
         peak = max(plan.peak_bytes, round(outside + run))
         return replace(plan, peak_bytes=peak, patches=patches, kept=choice.kept)
-
-
-def _alive(spans: Sequence[Span], part: int) -> list[list[int]]:
-    """The trunks that are held beside a part: of a trunk in its forward, and in its backward."""
-    span = spans[part]
-    others = [t for t, other in enumerate(spans) if other.is_trunk and t != part]
-    forward = [t for t in others if t < part and spans[t].last >= span.first]
-    if not span.is_trunk:
-        return [forward]
-    # the latest of those that end together goes first
-    behind = (span.last, -part)
-    starts = [t for t in others if spans[t].first <= span.last]
-    return [forward, [t for t in starts if (spans[t].last, -t) > behind]]
 
 
 def _least(peaks: np.ndarray, costs: np.ndarray, room: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """A packed forest scored in steps through a model: `sequence_logprobs(max_tokens=)`.
 
 Here stands what steps need of the model: how large they may be, which wrappers run them, and how
-ranks agree on their number. How steps borrow from one another is in `parallel.steps`.
+ranks agree on their number. How steps run is in `parallel.steps`, and what they hand on in
+`parallel.ledger`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
+from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.states import part_mask
+from prefixtree.parallel.steps import StepRun, run_in_steps
+from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
@@ -228,7 +231,7 @@ def scores_in_steps(
     inputs = {f"packed.{n}, or what shares its memory,": x for n, _, x in of_tokens(whole.inputs)}
     stamp = ModelStamp(model, inputs | pixels, for_backward=True) if trains else None
 
-    def compute(step: int | None, exchanges: StepExchanges | None) -> Rows:
+    def compute(step: int | None, exchanges: PartExchanges | None) -> Rows:
         with wrapped.as_in_the_forward(is_last=step == 0):
             if step is None or exchanges is None:
                 dummy = dummy_of(packed)
@@ -237,9 +240,7 @@ def scores_in_steps(
                 of_dummy = forward_inputs(dummy, causal_lm.config)
                 return forward(dummy.mask, of_dummy, nothing, np.empty(0, np.int64))
             part = steps[step]
-            of_part = part_inputs(
-                whole.inputs, part, PartMask(part, exchanges, exchanges.states_of)
-            )
+            of_part = part_inputs(whole.inputs, part, part_mask(exchanges))
             scored_here = edges_on_device(packed, found, *scored[step])
             return forward(part.mask, of_part, scored_here, part.own_tokens)
 
@@ -251,8 +252,9 @@ def scores_in_steps(
                 "within the same adapters and mode), or score again after it"
             )
 
-    store = LoanStore(steps, trains, on_host)
-    run = StepRun(store, places, compute, num_runs, check)
+    events = schedule.steps(num_runs, trains)
+    ledger = Ledger(steps, events, parks=True, on_host=on_host)
+    run = StepRun(ledger, places, compute, check)
     rows = run_in_steps(run, device, trains)
     if stamp is not None:
         stamp.settle()

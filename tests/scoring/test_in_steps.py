@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.lib.workloads import forest_of, single
 from prefixtree import ForestError, PrefixForest, UnsupportedError, pack, plan_micro_batches
-from prefixtree.parallel.steps import StepExchange
+from prefixtree.parallel.ledger import Exchange
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
@@ -175,15 +175,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
-    def forgotten(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        lent, self._step.lent = self._step.lent, []
-        try:
-            return give_back(self, dkey, dvalue)
-        finally:
-            self._step.lent = lent
-
-    give_back = StepExchange.give_back
-    monkeypatch.setattr(StepExchange, "give_back", forgotten)
+    monkeypatch.setattr(Exchange, "take", lambda self: [])
     with pytest.raises(RuntimeError, match="did not reach the attention of 3 layers"):
         run(build("qwen3"))
 

@@ -13,7 +13,7 @@ from prefixtree.kernels.chosen import from_bits, to_bits
 from prefixtree.models import indexers, paths
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchange
+from prefixtree.parallel.ledger import KeyExchange, Ledger
 from prefixtree.scoring import refusals
 from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
@@ -95,21 +95,21 @@ def test_keys_of_indexers_are_lent_and_freed(monkeypatch: pytest.MonkeyPatch) ->
     """One head's, without gradients, of the layers that have an indexer; none of short paths."""
     model, longest = prepare(build("glm_moe_dsa")), ragged_packed().mask.host.deepest
     index = {module for module in model.modules() if hasattr(module, "index_topk")}
-    stores: set[LoanStore] = set()
-    shapes, borrow = {}, StepExchange.borrow
+    ledgers: set[Ledger] = set()
+    shapes, borrow = {}, KeyExchange.borrow
 
-    def noted(self: StepExchange, *own: torch.Tensor) -> Any:
-        stores.add(self._step.store)
+    def noted(self: KeyExchange, *own: torch.Tensor) -> Any:
+        ledgers.add(self.exchange.ledger)
         if len(own) == 1:
-            shapes[self._layer] = own[0].shape[1:]
+            shapes[self.exchange.key[0]] = own[0].shape[1:]
             assert not own[0].requires_grad
         return borrow(self, *own)
 
-    monkeypatch.setattr(StepExchange, "borrow", noted)
+    monkeypatch.setattr(KeyExchange, "borrow", noted)
     run(model)
     kept_cases.run(model)
     assert len(index) == 2 and shapes == dict.fromkeys(index, (16,))
-    assert len(stores) == 2 and all(store.held_bytes() == (0, 0) for store in stores)
+    assert len(ledgers) == 2 and all(ledger.held_bytes() == (0, 0) for ledger in ledgers)
     for module in index:
         module.index_topk = longest
     shapes.clear()

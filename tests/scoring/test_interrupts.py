@@ -17,7 +17,7 @@ from prefixtree.kernels import operators
 from prefixtree.models import changes, routers
 from prefixtree.models import checks as model_checks
 from prefixtree.models import vision as pictures
-from prefixtree.parallel.steps import LoanStore
+from prefixtree.parallel.ledger import Ledger
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
@@ -116,7 +116,7 @@ def test_steps() -> None:
         torch.cat(sequence_logprobs(model, packed, **_STEPS).logprobs).sum().backward()
         return [model.lm_head.weight.grad]
 
-    check(model, run, scoring_steps.Wrapped.as_in_the_forward, LoanStore.lending)
+    check(model, run, scoring_steps.Wrapped.as_in_the_forward, Ledger.running)
 
 
 def test_steps_of_ddp(lone_group: None) -> None:

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from prefixtree import borrow_cost, kept_trunks
+from prefixtree.parallel import ledger
+from prefixtree.parallel.ledger import Rows
+from prefixtree.planning.part_states import KEYS, STATES
+from prefixtree.planning.trunks import Trunks
+from tests.scoring import steps_cases
 from tests.scoring.kept_cases import compare, linear, one_by_one, plan_of, run, worst_in_float64
-from tests.support.hooks import put
+from tests.support.hooks import forget_all_but
 from tests.support.hybrid_cases import needs_states
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
@@ -75,8 +80,21 @@ def test_the_same_bits_every_time() -> None:
     assert same_bits(run(model), run(model))
 
 
+def most_states(trunks: Trunks) -> int:
+    """The most states that wait within a turn, token by token."""
+    steps, spans = trunks.on(torch.device("cpu")), trunks.spans
+    until: dict[int, int] = {}
+    for token, above in enumerate(steps.packed.mask.host.predictor.tolist()):
+        reader = spans[steps.owner[token]]
+        if above >= 0 and steps.owner[above] != steps.owner[token]:
+            until[above] = max(until.get(above, -1), reader.last)
+    turns = [range(spans[steps.owner[above]].first, last + 1) for above, last in until.items()]
+    return max(sum(at in turn for turn in turns) for at in range(len(trunks.sequences)))
+
+
 def test_what_waits_is_what_the_plan_says() -> None:
-    """Bytes of lent states turn after turn, and that all is freed."""
+    """Bytes of lent states turn after turn, those of which all readers are done left out, and that
+    all is freed."""
     model = build("qwen3_5")
     cost = borrow_cost(model, "all", "again")
     plan = plan_of(ragged_objective(), 17, borrow_cost=replace(cost, token_bytes=1e9))
@@ -86,18 +104,33 @@ def test_what_waits_is_what_the_plan_says() -> None:
     with kept_trunks(model, plan[0]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
-            loans = scored._store.states.loans(0).of_lender
-            values = [x for of in loans for loan in of for x in loan.values.values()]
+            loans = scored._ledger.loans(STATES)
+            values = [x for loan in loans for rows in loan.values.values() for x in rows]
             most = max(most, sum(x.nbytes for x in values))
-    assert most == stats.states * cost.state_layers * cost.state_bytes
-    assert scored._store.held_bytes() == (0, 0)
+    assert most == most_states(plan[0].trunks) * cost.state_layers * cost.state_bytes
+    assert 0 < most <= stats.states * cost.state_layers * cost.state_bytes
+    assert scored._ledger.held_bytes() == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_rows_of_trunks_stay_where_they_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between readers too; those of steps wait on the host for their backward."""
+    copies: list[Rows] = []
+    monkeypatch.setattr(ledger, "to_host", lambda rows: copies.append(rows) or rows)
+    model, plan = build(family), plan_of(ragged_objective(), 17)
+    assert plan.stats.trunks.trunks > 2 and not plan.stats.trunks.on_host
+    for mode in (None, "again"):
+        run(model, plan=plan, recompute_trunks=mode)
+    assert not copies
+    steps_cases.run(model)
+    assert copies
 
 
 # ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "taken gradients of states", lambda self: None)
+    forget_all_but(monkeypatch, KEYS)
     with pytest.raises(RuntimeError, match="calls of recurrent layers"):
         run(build("nemotron_h"))
 

@@ -13,9 +13,11 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree import UnsupportedError, plan_micro_batches
-from prefixtree.parallel import states
-from prefixtree.parallel.steps import LoanStore, StepExchanges
+from prefixtree.parallel.ledger import Ledger
+from prefixtree.parallel.states import LayerStates
+from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
@@ -28,7 +30,7 @@ from tests.scoring.steps_cases import (
     number_of_steps,
     run,
 )
-from tests.support.hooks import put, round_states
+from tests.support.hooks import forget_all_but, round_lent
 from tests.support.hybrid_cases import (
     SERVED,
     Float64,
@@ -145,7 +147,7 @@ def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) 
     model = build("qwen3_5")
     expected = run(model, max_tokens=None)
     exact = errors(run(model), expected)
-    round_states(monkeypatch)
+    round_lent(monkeypatch, STATES)
     assert errors(run(model), expected).gradient > 100 * exact.gradient
 
 
@@ -159,25 +161,25 @@ def test_half_precision_rounds_as_one_forward_does() -> None:
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "taken gradients of states", lambda self: None)
+    forget_all_but(monkeypatch, KEYS)
     with pytest.raises(RuntimeError, match="calls of recurrent layers"):
         run(build("nemotron_h"))
 
 
 def test_what_was_lent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = []
-    real = states.StateStore.__init__
+    ledgers = []
+    real = Ledger.__init__
 
-    def kept(self: states.StateStore, *arguments: Any) -> None:
-        real(self, *arguments)
-        stores.append(self)
+    def kept(self: Ledger, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        ledgers.append(self)
 
-    monkeypatch.setattr(states.StateStore, "__init__", kept)
+    monkeypatch.setattr(Ledger, "__init__", kept)
     run(build("qwen3_5"))
-    (store,) = stores
-    assert store._loans and store.held_bytes() == (0, 0)
+    (ledger,) = ledgers
+    assert ledger.kinds >= {KEYS, STATES} and ledger.held_bytes() == (0, 0)
     run(build("qwen3"))
-    assert not stores[-1]._loans
+    assert ledgers[-1].kinds == {KEYS}
 
 
 # ---- memory and what is refused ------------------------------------------------------------------
@@ -220,11 +222,13 @@ def test_states_that_wait_take_room_from_the_steps() -> None:
 
 def test_a_layer_that_runs_twice_is_refused() -> None:
     layer, packed = nn.Linear(2, 2), pack_sequences(ragged_objective().sequences)
-    store = LoanStore(plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT), keeps=True)
-    lending = StepExchanges(store, 0, lends=True)
-    lending.states_of(layer)
-    with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):
-        lending.states_of(layer)
+    steps = plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT)
+    events = schedule.steps(len(steps), trains=True)
+    ledger = Ledger(steps, events, parks=True)
+    with ledger.running(0) as lending:
+        LayerStates(lending, layer)
+        with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):
+            LayerStates(lending, layer)
     # checkpointing runs it again
-    again = StepExchanges(store, 0, lends=False)
-    assert again.states_of(layer).num_tokens == again.states_of(layer).num_tokens > 0
+    with ledger.running(events.index((schedule.KEEP, 0))) as again:
+        assert LayerStates(again, layer).num_tokens == LayerStates(again, layer).num_tokens > 0

@@ -82,12 +82,12 @@ CALLS = {
     "product of patches": "models.tower:_product",
     "ranks in lockstep": "models.vision:_runs_in_lockstep",
     "replay in routers": "models.routers:_prepare",
-    "returned gradients of keys": "parallel.steps:StepExchange.give_back",
-    "returned gradients of states": "parallel.states:_Exchange.give_back",
+    "returned gradients of keys": "parallel.ledger:KeyExchange.give_back",
+    "returned gradients of rows": "parallel.ledger:Exchange.give_back",
     "rotary table": "integrations.megatron.layers:_AtDepths.__call__",
     "scores of a router": "integrations.megatron.routers:ForestRouter._weighed",
     "sum of a state's copies": "parallel.state_heads:_sum_of_copies",
-    "taken gradients of states": "parallel.states:_Exchange.take",
+    "taken gradients of rows": "parallel.ledger:Exchange.take",
     "verify's run": "testing.verify:_run_all",
     "version of transformers for routes": "models.routers:_TRANSFORMERS",
     "warning of no backward": "parallel.steps:_warn_of_no_backward",
@@ -153,10 +153,9 @@ def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
 def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of borrowed keys and values."""
 
-    def lost(give_back: Any, exchange: Any, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        for loan in exchange._step.lent:
-            loan.gradients.pop(exchange._layer, None)
-        return give_back(exchange, dkey, dvalue)
+    def lost(give_back: Any, keys: Any, *gradients: torch.Tensor) -> Any:
+        keys.exchange.take()
+        return give_back(keys, *gradients)
 
     wrap(monkeypatch, "returned gradients of keys", lost)
 
@@ -181,17 +180,27 @@ def lose_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, "backward of borrowed tails", backward)
 
 
-def round_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of gradients of lent states are rounded to bfloat16."""
+def round_lent(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Sums of gradients of lent rows of a kind are rounded to bfloat16."""
 
-    def rounded(give_back: Any, exchange: Any, gradient: torch.Tensor) -> None:
-        give_back(exchange, gradient)
-        for loan, _ in exchange._loans.of_borrower[exchange._step]:
-            total = loan.gradients[exchange._key]
-            assert total.dtype == torch.float32
-            loan.gradients[exchange._key] = total.bfloat16().float()
+    def rounded(give_back: Any, exchange: Any, *gradients: torch.Tensor) -> Any:
+        own = give_back(exchange, *gradients)
+        for loan in exchange.read:
+            for total in loan.gradients[exchange.key] if exchange.kind == kind else ():
+                assert total.dtype == torch.float32
+                total.copy_(total.bfloat16())
+        return own
 
-    wrap(monkeypatch, "returned gradients of states", rounded)
+    wrap(monkeypatch, "returned gradients of rows", rounded)
+
+
+def forget_all_but(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Layers take no gradients of rows that they lent, unless of a kind."""
+
+    def take(real: Any, exchange: Any) -> Any:
+        return real(exchange) if exchange.kind == kind else []
+
+    wrap(monkeypatch, "taken gradients of rows", take)
 
 
 def lose_kept(monkeypatch: pytest.MonkeyPatch, behind: int = 0) -> None:
