@@ -361,8 +361,8 @@ class Exchange:
         return tuple(x[first:] for x in gradients)
 
     def take(self) -> list[tuple[torch.Tensor, Rows]]:
-        """What readers returned for rows that the part lends: places among the rows that it makes,
-        each once, and gradients [r, ...]."""
+        """The gradients [r, ...] that readers returned for rows that the part lends, with the
+        places of these among the rows that it makes, each once."""
         found = []
         for loan in self.lent:
             # none in layers whose readers need no gradients

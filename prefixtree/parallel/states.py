@@ -26,7 +26,7 @@ from prefixtree.planning.part_states import STATES
 
 
 def part_mask(exchanges: PartExchanges) -> PartMask:
-    """What stands in the place of the mask in a forward of a part."""
+    """The stand-in for the mask in a forward of a part."""
     part = exchanges.ledger.steps[exchanges.part]
     return PartMask(part, exchanges, partial(LayerStates, exchanges))
 

@@ -337,7 +337,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         return False
 
     def _scores(self, turn: _Turn) -> _Result:
-        """What the forwards of a turn give."""
+        """The results of the forwards of a turn."""
         own, self._own = self._own, None
         index, lengths = GatherIndex(np.empty(0, np.int32), 0, self._device), [0]
         if own is not None and own[0] == schedule.DUMMY:

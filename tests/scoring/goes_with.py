@@ -166,7 +166,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[Cell, Cell, Cell]]] = {
         ),
     ),
     "entropies, [statistics](losses.md)": (
-        ("entropies", "statistics"),
+        ("entropies", "statistics", "entropies and statistics"),
         (
             _NO_GRADIENT,
             Held(f"{_TRL}sample_trainers.py::test_metrics_of_logits"),

@@ -7,7 +7,19 @@ import ast
 import pytest
 
 from tests.scoring import goes_with
-from tests.scoring.goes_with import PAGE, ROOT, Absent, Held, Refused, cells, of_ways, page, tables
+from tests.scoring.goes_with import (
+    PAGE,
+    ROOT,
+    ROWS,
+    Absent,
+    Held,
+    Refused,
+    cells,
+    of_ways,
+    page,
+    tables,
+)
+from tests.scoring.ways import AXES
 
 REFUSALS = (ROOT / "docs/refusals.md").read_text()
 
@@ -25,6 +37,17 @@ def test_a_cell_is_held_by_a_test_or_refused_in_these_words(of: object) -> None:
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     elif isinstance(of, Refused):
         assert of.words in REFUSALS
+
+
+def test_every_level_is_in_a_row() -> None:
+    """But those that every row is asked with."""
+    rows = {level for levels, _ in ROWS.values() for level in levels}
+    plain = {levels[0] for levels in AXES.values()} | set(AXES["event"]) | set(AXES["way"])
+    said = {"loss masks", "temperatures", "float64", "windows, softcap", "sinks"}
+    few = {"embedding alone", "two vectors", "three of all", "no parameter"}
+    assert {x for levels in AXES.values() for x in levels} - rows == plain | said | few | {
+        "latent attention"
+    }
 
 
 def test_cells_of_several_levels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def _embedding_alone(model: Any) -> Any:
 
 
 _TRAINED: dict[str, Callable[[Any], Any]] = {
-    "all": lambda model: model,
+    "everything": lambda model: model,
     "frozen layers": _freeze,
     "LoRA without the first layer": _upper_lora,
     "QLoRA": _upper_lora,

@@ -178,22 +178,17 @@ def _rows_alone(
     log_p = logits.log_softmax(-1)
     taken = log_p.gather(1, ids[1:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
+    statistics = [
+        x.detach().to(taken)
+        for x in (logits.mean(-1), logits.argmax(-1) == ids[1:], (2 * log_p).logsumexp(-1))
+    ]
     columns = {
         "log p": [taken],
         "router loss": [taken],
         "entropies": [taken, entropy],
         "measure": [taken, taken, entropy],
-        "statistics": [
-            taken,
-            *(
-                x.detach().to(taken)
-                for x in (
-                    logits.mean(-1),
-                    logits.argmax(-1) == ids[1:],
-                    (2 * log_p).logsumexp(-1),
-                )
-            ),
-        ],
+        "statistics": [taken, *statistics],
+        "entropies and statistics": [taken, entropy, *statistics],
     }[case["returned"]]
     rows = torch.stack(columns, -1)
     if inputs.masks is not None:
@@ -263,6 +258,17 @@ def _stopping(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+# the keywords of `sequence_logprobs` and `kept_trunks`
+_ASKED: dict[str, dict[str, Any]] = {
+    "log p": {},
+    "entropies": {"return_entropy": True},
+    "statistics": {"return_statistics": STATISTICS},
+    "entropies and statistics": {"return_entropy": True, "return_statistics": STATISTICS},
+    "measure": {"measure": logprob_and_entropy},
+    "router loss": {"output_router_logits": True},
+}
+
+
 class Call:
     """The way's public call, and the backward of its loss."""
 
@@ -278,15 +284,7 @@ class Call:
             self.options["pictures"], self.tokens = shown, shown.sequences
         if self.way not in VALUES:
             self.options["chunk_size"] = 7
-            returned = case["returned"]
-            if returned == "entropies":
-                self.options["return_entropy"] = True
-            elif returned == "statistics":
-                self.options["return_statistics"] = STATISTICS
-            elif returned == "measure":
-                self.options["measure"] = logprob_and_entropy
-            elif returned == "router loss":
-                self.options["output_router_logits"] = True
+            self.options |= _ASKED[case["returned"]]
         if self.way in KEPT and self.options.pop("output_router_logits", False):
             # a block of kept trunks has no keyword for it
             model.config.output_router_logits = True
