@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from prefixtree import PrefixForest, TileShape, pack
-from prefixtree.demo.browser_rollouts import write_rollouts
+from prefixtree.demo.browser import write_rollouts
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import ChatTokenizer, Rollouts, expand_turns, read_rollouts
 from prefixtree.rollouts.picture_messages import FIRST_PICTURE

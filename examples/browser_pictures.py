@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
 import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
-from prefixtree.demo.browser_rollouts import write_rollouts
+from prefixtree.demo.browser import write_rollouts
 from prefixtree.rollouts import ChatTokenizer, PictureBatch, Rollouts, expand_turns, read_rollouts
 from prefixtree.testing.compare import gradient_differences
 

@@ -7,21 +7,18 @@ belongs to them), not before.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from prefixtree._hints import near_name
-from prefixtree.errors import ForestError, InputError, UnsupportedError
+from prefixtree.errors import ForestError, InputError, UnsupportedError, near_name
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.registration import register_when_imported as _register
+from prefixtree.integrations.common import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Picture, Pictures, picture_key
-from prefixtree.planning.borrow_cost import BorrowCost
-from prefixtree.planning.cost_model import CostModel
-from prefixtree.planning.micro_batch import MicroBatch
+from prefixtree.planning.costs import BorrowCost, CostModel
+from prefixtree.planning.micro_batch import MicroBatch, PlanStats, ReuseStats
 from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
-from prefixtree.planning.plan_stats import PlanStats, ReuseStats
 from prefixtree.planning.steps import StepStats
 from prefixtree.planning.trunks import TrunkStats
 
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
     from prefixtree.sampling import Draws, Rows, Samples, TreeSampler
     from prefixtree.scoring.batches import BatchScores, batch_logprobs
     from prefixtree.scoring.in_steps import borrow_cost
-    from prefixtree.scoring.kept_trunks import kept_trunks
-    from prefixtree.scoring.kept_values import kept_values
+    from prefixtree.scoring.kept_trunks import kept_trunks, kept_values
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
@@ -99,8 +95,7 @@ _LATER = {
     "prefixtree.integrations.transformers": ("prepare",),
     "prefixtree.scoring.batches": ("BatchScores", "batch_logprobs"),
     "prefixtree.scoring.in_steps": ("borrow_cost",),
-    "prefixtree.scoring.kept_trunks": ("kept_trunks",),
-    "prefixtree.scoring.kept_values": ("kept_values",),
+    "prefixtree.scoring.kept_trunks": ("kept_trunks", "kept_values"),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),

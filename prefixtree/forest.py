@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._hints import with_hints
-from prefixtree._invariants import check_invariants
+from prefixtree._forest_inputs import (
+    check_invariants,
+    check_packed_routes,
+    check_tokens,
+    flatten,
+    is_nested,
+    join_routes,
+    label_numbers,
+    numbers_of,
+    unbroken_runs,
+)
 from prefixtree._numbers import entries, integer, integers, selection, to_numpy
-from prefixtree._routes import check_packed_routes, join_routes, numbers_of
-from prefixtree._tokens import check_tokens, flatten, is_nested, label_numbers, unbroken_runs
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, with_hints
 
 if TYPE_CHECKING:
     import networkx

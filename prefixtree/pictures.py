@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree._forest_inputs import flatten
 from prefixtree._picture_inputs import Modality, Picture, PictureRule, picture_key
-from prefixtree._tokens import flatten
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 

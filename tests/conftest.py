@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # modules and items are millions of objects that all stay: collections among them are a quarter of
@@ -39,8 +42,8 @@ torch.set_num_threads(1)
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.full import add_option, skip_without_it, tell_ranks  # noqa: E402
-from tests.support.probe import unprobed as unprobed  # noqa: E402
+from tests.support.full import add_option, set_up  # noqa: E402
+from tests.support.hooks import unprobed as unprobed  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.interpreter import without_repetition
@@ -63,7 +66,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tell_ranks(config)
+    set_up(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among workers the files that take longest come first: none is left when the others end."""
+    if not hasattr(config, "workerinput"):
+        return
+    costs = json.loads((Path(__file__).parent / "costs.json").read_text())
+    seconds = {f"tests/{name}": value for name, value in costs["test"]["most"]}
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests = Counter(files)
+    names = sorted(tests, key=lambda name: (-seconds.get(name, 0), -tests[name], name))
+    place = {name: number for number, name in enumerate(names)}
+    order = sorted(range(len(items)), key=lambda number: place[files[number]])
+    items[:] = [items[number] for number in order]
 
 
 def pytest_collection_finish() -> None:
@@ -73,11 +90,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    skip_without_it(item)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree import _picture_inputs
 from prefixtree.packing.placements import place
+from tests.support.hooks import put
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 
@@ -97,7 +97,7 @@ def test_pictures_in_a_list_are_hashed_once_and_keys_not_at_all(monkeypatch):
         hashed.append(args)
         return pt.picture_key(*args)
 
-    monkeypatch.setattr(_picture_inputs, "picture_key", counted)
+    put(monkeypatch, "key of a picture", counted)
     rows = [[1, *shown(8)], [1, *shown(8), 2], [1, *shown(8)], [1, *shown(8), 2]]
     found = batch([A, A, B, A.clone()], GRIDS[:1] * 4, *rows)
     assert found.of_sequences == [[0], [0], [1], [0]] and len(hashed) == 3

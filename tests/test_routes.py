@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prefixtree as pt
-from prefixtree import _routes
-from prefixtree._routes import numbers_of
+from tests.support.hooks import inner
 
 LAYERS, CHOSEN = 3, 2
+numbers_of = inner("numbers of tokens and choices")
 
 
 def _route(*experts: int) -> np.ndarray:
@@ -117,7 +117,7 @@ def test_sums_that_collide_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
             value = 0 if Zeros.drawn == 1 else 2 * (np.arange(size, dtype=np.uint64) + 7) ** 5
             return np.zeros(size, np.uint64) + np.uint64(value)
 
-    monkeypatch.setattr(_routes.np.random, "default_rng", lambda seed: Zeros())
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Zeros())
     keys = np.array([[0, 3], [3, 0], [0, 3], [1, 2]])
     found = numbers_of(np.array([4, 4, 4, 4]), keys)
     assert Zeros.drawn == 2

@@ -1,362 +1,208 @@
-"""Writes docs/refusals.md: what prefixtree refuses, in the words of its errors.
+"""Writes docs/refusals.md: what prefixtree refuses, and what to do instead.
 
     python -m tools.refusals
 
-The texts are read from the sources: the argument of every `UnsupportedError(...)` of the package.
-One that takes its words from a table in the source, in a loop or by a key, gives a text per entry.
-What an error fills in as it is raised stands as "…". A test asserts that the page is what this
-writes.
+Prints the tables of `Refusal` rows of the package, and of its other errors those that say what to
+do instead. The sources are read, not imported: not every environment has TRL, verl and Megatron.
+What an error fills in stands as "…". A test asserts that the page is what this writes.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+from string import Formatter
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "refusals.md"
-PACKAGE = "prefixtree"
 UNKNOWN = "…"
-# stands for names until they are known
-_NAME = "\N{BLACK SQUARE}"
 
-# a table with a place of its own (docs/families.md)
-_ELSEWHERE = "UNSERVED"
-# how many errors begin; it says nothing of what is refused
-_BEGINNINGS = ('attn_implementation="prefixtree": ', "packed forests are not served with ")
-
-# pattern of "path:function" -> section; the first that is found. A file that is moved keeps its
-# section as long as its path says what it is about. None: functions that no trainer calls by name
+# pattern of "path:function" -> section; the first that is found. None: functions that no trainer
+# calls by name
 SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"/trl/", "TRL"),
-    (r"/verl/.*megatron", "veRL with Megatron"),
+    (r"/verl/.*megatron|:MEGATRON|:PROVIDER", "veRL with Megatron"),
     (r"/verl/", "veRL"),
     (r"/megatron/", "Megatron-Core"),
     (r"/sampling/", "Sampling"),
-    (r"picture|vision", "Pictures"),
-    (r"steps", "Steps (max_tokens=)"),
-    (r"in_groups|/parallel/|_check_divided|divided", "Groups of ranks (group=)"),
+    (r"picture|vision|:.*PICTURES", "Pictures"),
+    (r"steps|STEPS", "Steps (max_tokens=)"),
+    (r"scoring/kept|:KEPT", "Kept trunks"),
+    (r"in_groups|/parallel/|check_averages|divided|:GROUPS", "Groups of ranks (group=)"),
     (r"/recompute/", "Recomputation"),
     (r"adapters|low_precision", "Adapters and quantised weights"),
-    (r"router_loss|replay", "Mixtures of experts"),
+    (r"/models/routers", "Mixtures of experts"),
     (r"hybrids", "Recurrent layers"),
-    (r"/kernels/|/packing/|dualkv|plotting", None),
+    (r"/kernels/|/packing/(?!layout.py:__rtruediv__)|dualkv|plotting|/testing/", None),
     (r"", "Every model"),
 )
 ORDER = ("Every model", *(title for _, title in SECTIONS[:-1] if title))
 
-# where the text of an error turns from what is refused to what to do
+# where a text turns from what is refused to what to do
 _VERBS = (
     "set use leave call pass give take load install pip drop make enable remove keep undo score "
-    "sample build wrap let ask train run gather"
+    "sample build wrap let ask train run gather compile"
 )
 _TURN = re.compile(rf"[;:.,] (?=(?:{'|'.join(_VERBS.split())})\b)", re.IGNORECASE)
+_UNVERIFIED = re.compile(r"(.*?)(?:, which|,)? (?:is|are) not verified (.+)", re.DOTALL)
+# what is met most: parts of texts, which stand first and not again (docs/troubleshooting.md)
+MOST = (
+    "to run exactly on packed forests; verified are",
+    "that transformers loads quantised",
+    "is an active dropout",
+    "reentrant checkpointing loses gradients",
+    "labels= (or num_items_in_batch=)",
+    "the log-probabilities to",
+    "recomputes layers in training mode alone",
+    "averages gradients over ranks",
+    "the parameters are sharded over ranks",
+    "tree_rollouts samples from text",
+)
+# how errors of verl begin where they are no rows
+_BEGINNING = 'attn_implementation="prefixtree": '
+# stands for names until they are known
+_NAME = "\N{BLACK SQUARE}"
 
 HEAD = """# Refusals
 
-Written by `python -m tools.refusals` from the sources; do not edit.
+Written by `python -m tools.refusals`; do not edit.
 
 prefixtree refuses what it would compute otherwise than the replicated batch, and what no test has
-proven, with `prefixtree.UnsupportedError`. The rows are the texts of the errors, with "…" for what
-an error fills in. [Families](families.md#refused) has the model types. Wrong input (a mask of
-another length, ranks of a group with different arguments) raises `ValueError` instead.
-[Troubleshooting](troubleshooting.md) has the errors that are met most.
+proven, with `prefixtree.UnsupportedError`. "…" is what an error fills in.
+[Families](families.md#refused) has the model types. Errors about one module or tensor are not
+listed, as they name it, nor those about wrong input (`ValueError`).
 """
 
 
-class Module:
-    """One file of the package.
-
-    Attributes:
-        where: its path from the package's parent.
-        tree: its syntax.
-        constants: the expressions that its module-level names stand for.
-        classes: the names of the fields of its classes, in order.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.where = path.relative_to(ROOT).as_posix()
-        self.tree = ast.parse(path.read_text())
-        self.constants: dict[str, ast.expr] = {}
-        self.classes: dict[str, list[str]] = {}
-        self._imports: dict[str, tuple[str, str]] = {}
-        for node in self.tree.body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self.constants[name] = value
-                case ast.Assign(targets=[ast.Tuple() as names], value=ast.Tuple() as values):
-                    self.constants |= _bind(names, values)
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    self.constants[name] = value
-                case ast.ClassDef(name=name, body=body):
-                    fields = (x.target for x in body if isinstance(x, ast.AnnAssign))
-                    self.classes[name] = [x.id for x in fields if isinstance(x, ast.Name)]
-                case ast.ImportFrom(module=str(module), names=names) if module.startswith(PACKAGE):
-                    for alias in names:
-                        self._imports[alias.asname or alias.name] = (module, alias.name)
-
-    def constant(self, name: str) -> tuple[Module, ast.expr] | None:
-        """What a name stands for, and the module that says so."""
-        if name in self.constants:
-            return self, self.constants[name]
-        if name in self._imports:
-            module, original = self._imports[name]
-            path = ROOT / (module.replace(".", "/") + ".py")
-            return read(path).constant(original) if path.exists() else None
-        return None
-
-
-@cache
-def read(path: Path) -> Module:
-    """The file at `path`."""
-    return Module(path)
-
-
-class Message:
-    """Turns the argument of one error into text.
-
-    Args:
-        module: where the error stands.
-        function: the function around it, or None.
-        bound: what the targets of loops around it stand for.
-    """
-
-    def __init__(
-        self, module: Module, function: ast.AST | None, bound: dict[str, ast.expr]
-    ) -> None:
-        self._module, self._function, self._bound = module, function, bound
-
-    def text(self, node: ast.expr) -> str:
+def constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """The expressions that the names of a file stand for."""
+    found = {}
+    for node in tree.body:
         match node:
-            case ast.Constant(value=value):
-                return str(value)
-            case ast.JoinedStr(values=values):
-                return "".join(map(self.text, values))
-            case ast.FormattedValue(value=value):
-                return self.text(value)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self.text(left) + self.text(right)
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                known = self._holds(test)
-                return self._either(
-                    *((body, orelse) if known is None else (body if known else orelse,))
-                )
-            case ast.Name(id=name):
-                return self._named(name)
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(at))):
-                return self._entry(name, at)
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Name(id=key)):
-                return self._value(name, key)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
-                return str(-value)
-            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in self._bound:
-                return self._field(self._bound[name], attr)
-        return UNKNOWN
-
-    def _holds(self, test: ast.expr) -> bool | None:
-        """Whether a comparison with a loop's target holds; None if that is not known."""
-        match test:
-            case ast.Compare(
-                left=ast.Name(id=name), ops=[ast.Eq()], comparators=[ast.Constant(value=value)]
-            ) if name in self._bound:
-                return self.text(self._bound[name]) == value
-        return None
-
-    def _either(self, *nodes: ast.expr) -> str:
-        if len(nodes) == 1:
-            return self.text(nodes[0])
-        texts = [text for text in map(self.text, nodes) if UNKNOWN not in text and text]
-        return " / ".join(texts) if texts else UNKNOWN
-
-    def _named(self, name: str) -> str:
-        if name in self._bound:
-            return self.text(self._bound[name])
-        if assigned := self._assigned(name):
-            return self._either(*assigned)
-        if (found := self._module.constant(name)) is None:
-            return UNKNOWN
-        module, node = found
-        return Message(module, None, {}).text(node)
-
-    def _assigned(self, name: str) -> list[ast.expr]:
-        """The expressions that the function assigns to a local name."""
-        nodes = ast.walk(self._function) if self._function else iter(())
-        found = []
-        for node in nodes:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                    found.append(value)
-        # one that is made of itself, or that the function is given, is not known
-        return [x for x in found if isinstance(x, (ast.Constant, ast.JoinedStr, ast.IfExp))]
-
-    def _entry(self, name: str, at: int) -> str:
-        found = self._module.constant(name)
-        if found is not None and isinstance(found[1], (ast.Tuple, ast.List)):
-            return Message(found[0], None, {}).text(found[1].elts[at])
-        return UNKNOWN
-
-    def _value(self, name: str, key: str) -> str:
-        found = self._module.constant(name)
-        if found is not None and isinstance(found[1], ast.Dict) and key in self._bound:
-            wanted = self.text(self._bound[key])
-            for given, value in zip(found[1].keys, found[1].values, strict=True):
-                if isinstance(given, ast.Constant) and given.value == wanted:
-                    return Message(found[0], None, {}).text(value)
-        return UNKNOWN
-
-    def _field(self, node: ast.expr, attr: str) -> str:
-        match node:
-            case ast.Call(func=ast.Name(id=kind), args=args, keywords=keywords):
-                given = dict(zip(self._module.classes.get(kind, ()), args, strict=False))
-                given |= {k.arg: k.value for k in keywords if k.arg}
-                return self.text(given[attr]) if attr in given else UNKNOWN
-        return UNKNOWN
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name] = value
+    return found
 
 
-def _rows(module: Module, node: ast.expr) -> list[ast.expr] | None:
-    """The entries that a loop over `node` takes, if they stand in the source."""
+def text_of(node: ast.expr, known: dict[str, ast.expr]) -> str:
+    """A string as it stands in the source."""
     match node:
-        case ast.Tuple(elts=entries) | ast.List(elts=entries):
-            return entries
-        case ast.Dict(keys=keys, values=values):
-            pairs = zip(keys, values, strict=True)
-            return [ast.Tuple(elts=[k, v], ctx=ast.Load()) for k, v in pairs if k is not None]
-        case ast.Name(id=name) if found := module.constant(name):
-            return _rows(*found)
-        case ast.Call(func=ast.Attribute(value=value, attr="items"), args=[]):
-            return _rows(module, value)
-    return None
+        case ast.Constant(value=value):
+            return str(value)
+        case ast.JoinedStr(values=values):
+            return "".join(text_of(value, known) for value in values)
+        case ast.FormattedValue(value=value):
+            return text_of(value, known)
+        case ast.IfExp(body=body, orelse=orelse):
+            texts = (text_of(body, known), text_of(orelse, known))
+            return " / ".join(text for text in texts if UNKNOWN not in text and text) or UNKNOWN
+        case ast.Name(id=name) if name in known and isinstance(known[name], _STRINGS):
+            return text_of(known[name], known)
+    return UNKNOWN
 
 
-def _bind(target: ast.expr, value: ast.expr) -> dict[str, ast.expr]:
-    match target, value:
-        case ast.Name(id=name), _:
-            return {name: value}
-        case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
-            pairs = map(_bind, targets, values)
-            return {name: entry for pair in pairs for name, entry in pair.items()}
-    return {}
+_STRINGS = (ast.Constant, ast.JoinedStr)
 
 
-def _keys(module: Module, error: ast.Call) -> list[list[dict[str, ast.expr]]]:
-    """What the keys stand for by which an error takes words from tables."""
-    choices = []
-    for node in ast.walk(error):
-        match node:
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Name(id=key)):
-                found = module.constant(name)
-                if name != _ELSEWHERE and found is not None and isinstance(found[1], ast.Dict):
-                    keys = [x for x in found[1].keys if isinstance(x, ast.Constant)]
-                    choices.append([dict[str, ast.expr]([(key, x)]) for x in keys])
-    return choices
+def _filled(message: str, name: str) -> str:
+    """A row's message with a mark for its name, and "…" for other fields.
+
+    A setting that the message does not name stands before it."""
+    parts = Formatter().parse(message)
+    words = {None: "", "name": _NAME}
+    text = "".join(text + words.get(field, UNKNOWN) for text, field, *_ in parts)
+    if name.isidentifier() and name not in text and _NAME not in text:
+        text = f"{_NAME}: {text}"
+    return text if _NAME in text else text.replace(name, _NAME, 1)
 
 
 def _errors(
-    node: ast.AST, function: ast.AST | None, loops: tuple[ast.For, ...]
-) -> Iterator[tuple[ast.Call, ast.AST | None, tuple[ast.For, ...]]]:
-    """Every UnsupportedError made below `node`, with the function and the loops around it."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        function, loops = node, ()
-    if isinstance(node, ast.For):
-        loops = (*loops, node)
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "UnsupportedError"
-    ):
-        yield node, function, loops
+    node: ast.AST, owner: str, known: dict[str, ast.expr]
+) -> Iterator[tuple[str, str, str]]:
+    """(function or table, name, text) of every row and every error below a node."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+            owner = name
+        case ast.Call(func=ast.Name(id="Refusal"), args=[name, _, message, *_]):
+            row = text_of(name, known)
+            yield owner, row, _filled(text_of(message, known), row)
+        case ast.Call(func=ast.Name(id="UnsupportedError"), args=[message]):
+            yield owner, "", text_of(message, known)
     for child in ast.iter_child_nodes(node):
-        yield from _errors(child, function, loops)
-
-
-def _texts(module: Module) -> Iterator[tuple[str, str]]:
-    """(section, text) of every error of a file."""
-    for error, function, loops in _errors(module.tree, None, ()):
-        where = f"{module.where}:{getattr(function, 'name', '')}"
-        section = next(title for pattern, title in SECTIONS if re.search(pattern, where))
-        if section is None:
-            continue
-        choices = []
-        for loop in loops:
-            if rows := _rows(module, loop.iter):
-                choices.append([_bind(loop.target, row) for row in rows])
-        choices += _keys(module, error)
-        # rows that differ in nothing but a name, the first of a loop's targets, give one text
-        names: dict[str, list[str]] = {}
-        for chosen in itertools.product(*choices):
-            bound = {name: value for one in chosen for name, value in one.items()}
-            text, target = _text(module, function, bound, error), next(iter(bound), "")
-            match bound.get(target):
-                case ast.Constant(value=str(name)) if name in text:
-                    names.setdefault(text.replace(name, _NAME, 1), []).append(name)
-                case _:
-                    names[text] = []
-        for text, of_text in names.items():
-            yield section, text.replace(_NAME, ", ".join(of_text))
-
-
-def _text(
-    module: Module, function: ast.AST | None, bound: dict[str, ast.expr], error: ast.Call
-) -> str:
-    message = Message(module, function, bound)
-    return _plain(" ".join(map(message.text, error.args)))
+        yield from _errors(child, owner, known)
 
 
 def _plain(text: str) -> str:
-    """In one line, without what holds nothing but what an error fills in."""
-    for beginning in _BEGINNINGS:
-        text = text.removeprefix(beginning)
-    text = re.sub(rf" \\({UNKNOWN}\\)| \\({UNKNOWN}: {UNKNOWN}\\)|\\({UNKNOWN}\\)", "", text)
-    return re.sub(rf"{UNKNOWN}([., ]*{UNKNOWN})+", UNKNOWN, " ".join(text.split()))
+    """In one line, without brackets around what an error fills in."""
+    text = " ".join(text.removeprefix(_BEGINNING).split())
+    text = re.sub(rf" ?\({UNKNOWN}\)", "", text)
+    return re.sub(rf"{UNKNOWN}([., ]*{UNKNOWN})+", UNKNOWN, text)
 
 
-def collect() -> dict[str, list[str]]:
-    """Section -> the texts of its errors, in the order of files and lines."""
-    found: dict[str, list[str]] = {title: [] for title in ORDER}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        for section, text in _texts(read(path)):
-            known = re.sub(rf"{UNKNOWN}|\W", "", text)
-            # of some errors nothing stands in the source but what they are made of
-            if len(known) > 30 and text not in found[section]:
-                found[section].append(text)
-    return found
+def collect(root: Path = ROOT) -> dict[str, list[tuple[str, str]]]:
+    """Section -> (what is refused, what to do), in the order of files and lines.
+
+    Rows that differ in nothing but their names are one."""
+    found: dict[str, dict[str, list[str]]] = {title: {} for title in ORDER}
+    for path in sorted((root / "prefixtree").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for owner, name, text in _errors(tree, "", constants(tree)):
+            where = f"{path.relative_to(root).as_posix()}:{owner}"
+            section = next(title for pattern, title in SECTIONS if re.search(pattern, where))
+            text = _plain(text)
+            # an error that begins with what it fills in names what it is about; a row stays
+            is_told = name or not text.startswith(UNKNOWN) or any(part in text for part in MOST)
+            if section is not None and is_told and (name or _TURN.search(text)):
+                names = found[section].setdefault(text, [])
+                names += [name] * (name not in names)
+    return {title: [_cut(text, names) for text, names in of.items()] for title, of in found.items()}
+
+
+def _cut(text: str, names: list[str]) -> tuple[str, str]:
+    text = text.replace(_NAME, ", ".join(names))
+    turn = _TURN.search(text)
+    return (text[: turn.start()], text[turn.end() :]) if turn else (text, "")
 
 
 def all_texts() -> list[str]:
     """Every string of the package's sources, as far as it is known."""
     texts = []
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        module = read(path)
-        for node in ast.walk(module.tree):
-            match node:
-                case ast.Constant(value=str()) | ast.JoinedStr():
-                    texts.append(Message(module, None, {}).text(node))
+    for path in sorted((ROOT / "prefixtree").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = (node for node in ast.walk(tree) if isinstance(node, _STRINGS))
+        texts += [text_of(node, constants(tree)) for node in nodes]
     return texts
 
 
-def _cell(text: str) -> str:
+def _table(*rows: tuple[str, ...]) -> str:
     escapes = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "{": "&#123;", "*": "\\*", "[": "\\["}
-    return "".join(escapes.get(c, c) for c in text)
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    cells = [["".join(escapes.get(c, c) for c in cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def row(text: str) -> str:
-    """One row: what is refused and why, and what to do."""
-    turn = _TURN.search(text)
-    refused, instead = (text[: turn.start()], text[turn.end() :]) if turn else (text, "")
-    return f"| {_cell(refused)} | {_cell(instead)} |\n"
-
-
-def page() -> str:
+def page(root: Path = ROOT) -> str:
     """docs/refusals.md."""
-    parts = [HEAD]
-    for title, texts in collect().items():
-        parts.append(f"\n## {title}\n\n| refused | instead |\n|---|---|\n")
-        parts += map(row, texts)
-    return "".join(parts)
+    sections: dict[str, list[tuple[str, str]]] = {"Met most": []} | collect(root)
+    unverified: dict[tuple[str, str], list[str]] = {}
+    for title, rows in sections.items():
+        for row in list(rows):
+            if title != "Met most" and any(part in " ".join(row) for part in MOST):
+                sections["Met most"].append(row)
+                rows.remove(row)
+            elif alone := _UNVERIFIED.fullmatch(row[0]):
+                unverified.setdefault((alone[2], row[1]), []).append(alone[1])
+                rows.remove(row)
+    alone = [(", ".join(what), where, instead) for (where, instead), what in unverified.items()]
+    parts = [
+        f"\n## {title}\n\n{_table(('refused', 'instead'), *rows)}"
+        for title, rows in sections.items()
+        if rows
+    ]
+    last = f"\n## Not verified\n\n{_table(('what', 'where', 'instead'), *alone)}"
+    return "".join([HEAD, *parts, last])
 
 
 if __name__ == "__main__":

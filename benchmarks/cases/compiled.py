@@ -28,16 +28,16 @@ from triton.compiler import ASTSource
 
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
-from prefixtree.kernels import best_keys, index_scores
+from prefixtree.kernels import indexer_kernels
 from prefixtree.kernels.attention.triton import chosen as tile_bits
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
+    prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, choose, choose_decode
 from prefixtree.kernels.attention.triton.forward import forward_kernel
-from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
 from prefixtree.kernels.latents import kernels as latents
 from prefixtree.kernels.latents import launch as gathered
@@ -342,16 +342,16 @@ def _recurrent(
 
 
 def _index_scores(heads: int, capability: int, dtype: str) -> None:
-    """The kernel of kernels/index_scores.py, as that launches it; it must not spill."""
+    """The kernel of kernels/indexer_kernels.py, as that launches it; it must not spill."""
     values = {"HEADS": heads, "HEADS_PADDED": heads, "D": 128, "D_PADDED": 128}
-    values |= {"TOKENS": index_scores.tile_tokens(heads), "KEYS": index_scores.KEYS}
+    values |= {"TOKENS": indexer_kernels.tile_tokens(heads), "KEYS": indexer_kernels.KEYS}
     types = {"Q": f"*{dtype}", "K": f"*{dtype}", "WEIGHTS": "*fp32", "SCORES": "*fp32"}
     types |= dict.fromkeys(("first", "first_tile", "width"), "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(values, "constexpr")
-    kernel, warps = index_scores.scores_kernel, index_scores.WARPS
+    kernel, warps = indexer_kernels.scores_kernel, indexer_kernels.WARPS
     signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
     aligned = [name for name, kind in signature.items() if kind[0] == "*"]
-    stages = index_scores.stages((capability // 10, capability % 10))
+    stages = indexer_kernels.stages((capability // 10, capability % 10))
     launched = {"num_warps": warps, "num_stages": stages}
     built = _built(kernel, signature, values, aligned, capability, launched)
     code = read(built, warps, capability, False)
@@ -360,8 +360,8 @@ def _index_scores(heads: int, capability: int, dtype: str) -> None:
 
 
 def _choice(is_on: bool, capability: int) -> None:
-    """The kernels of kernels/best_keys.py and attention/triton/chosen.py: they must not spill,
-    the selection on long paths but for a little beside its counts."""
+    """The kernels of kernels/indexer_kernels.py and attention/triton/chosen.py: they must not
+    spill, the selection on long paths but for a little beside its counts."""
     launched: list[tuple[Any, ...]] = [
         (
             kernel,
@@ -372,10 +372,10 @@ def _choice(is_on: bool, capability: int) -> None:
         for kernel in (tile_bits.by_query_kernel, tile_bits.by_key_kernel)
         for keys in (64, 128)
     ]
-    limit = {"maxnreg": best_keys.REGISTERS}
-    for size, warps in list(best_keys.SIZES.items())[-1 if is_on else 0 :]:
+    limit = {"maxnreg": indexer_kernels.REGISTERS}
+    for size, warps in list(indexer_kernels.SIZES.items())[-1 if is_on else 0 :]:
         values = {"SIZE": size, "IS_WHOLE": not is_on}
-        launched.append((best_keys.best_keys_kernel, values, warps, limit))
+        launched.append((indexer_kernels.best_keys_kernel, values, warps, limit))
     for kernel, values, warps, options in launched:
         types = {"SCORES": "*fp32"} | dict.fromkeys(values, "constexpr")
         signature = {

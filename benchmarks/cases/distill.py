@@ -34,9 +34,8 @@ from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
 from benchmarks.lib.tables import verdict_column as verdicts
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs
 from prefixtree.kernels.lm_head.measures import Divergence, MeasuredEdges
-from prefixtree.kernels.lm_head.options import ScoreOptions
 
 SIDES = (
     *("logp", "measure", "compiled", "fused", "top64", "checkpoint", "eager"),

@@ -8,7 +8,7 @@ compiled layers, nothing recomputed. It runs twice: cold, with empty folders for
 compilers keep (inductor, Triton, flash-attn-4, tilelang), and warm, with the folders that the first
 one filled. Columns: seconds on the host of imports and the model; of torch.compile (Dynamo and
 inductor, with the Triton kernels that it makes); of the first call of each of our operators, by
-backend (`prefixtree.kernels.first_calls`: CuTe, Triton or tilelang compile there); of the whole
+backend (`prefixtree.kernels.operators`: CuTe, Triton or tilelang compile there); of the whole
 first step and of the second; and from the process's start to the first step's end.
 
 The first step's loss is compared: cold and warm may differ by a thousandth, and both have to be
@@ -56,7 +56,7 @@ def child(options: argparse.Namespace, began: float) -> int:
 
     from benchmarks.lib import layers, policy
     from prefixtree import PrefixForest, compile_layers, pack, sequence_logprobs
-    from prefixtree.kernels.first_calls import first_calls
+    from prefixtree.kernels.operators import first_calls
 
     (name,) = options.models
     imported = time.time()

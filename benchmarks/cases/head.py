@@ -38,7 +38,7 @@ from benchmarks.lib.tables import (
 from prefixtree.kernels.lm_head import eager as lm_head
 from prefixtree.kernels.lm_head import logprobs
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 
 SIDES = ("triton", "torch", "eager")
 # rows scored, vocabulary, hidden size

@@ -27,9 +27,9 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, machine, show
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.kernels.attention.backends import BACKENDS
+from prefixtree.kernels.attention.choice import BACKENDS
 from prefixtree.kernels.attention.protocol import AttentionCall
-from prefixtree.kernels.packages import installed
+from prefixtree.kernels.runtime import installed
 
 
 def median_us(run: Callable[[], object], calls: int, batch: int = 20) -> float:

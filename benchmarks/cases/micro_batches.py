@@ -37,7 +37,7 @@ from benchmarks.lib.timing import host_ms
 from benchmarks.lib.verl import verl_micro_batches
 from benchmarks.lib.workloads import AIRLINE
 from prefixtree import PrefixForest, plan_micro_batches
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import expand_turns, read_rollouts
 
 RANKS, BUDGETS = 8, (16384, 32768)

@@ -70,8 +70,7 @@ from prefixtree import (
     plan_micro_batches,
     sequence_logprobs,
 )
-from prefixtree.planning.borrow_cost import borrow_cost_of
-from prefixtree.planning.cost_model import cost_model_of
+from prefixtree.planning.costs import borrow_cost_of, cost_model_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.split import split_stats, split_tokens
 from prefixtree.planning.steps import plan_any_steps

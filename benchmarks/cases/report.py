@@ -33,8 +33,7 @@ from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import read_rollouts
-from prefixtree.sharing.groups import measure_groups
-from prefixtree.sharing.measure import measure
+from prefixtree.sharing.measure import measure, measure_groups
 from prefixtree.sharing.near_misses import find_near_misses
 
 SEQUENCES, MEMBERS, VOCABULARY = 100_000, 8, 150_000

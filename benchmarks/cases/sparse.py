@@ -102,17 +102,17 @@ class Indexer:
 
     def scores(self) -> None:
         """Without the selection."""
-        from prefixtree.kernels import index_scores
+        from prefixtree.kernels import indexer_kernels
 
-        for rows in indexers.Products(self.mask.host, index_scores).spans(*INDEXER):
+        for rows in indexers.Products(self.mask.host, indexer_kernels).spans(*INDEXER):
             given = self.q[rows], self.keys, self.weights[rows]
-            index_scores.index_scores(*given, self.mask.host, rows.start, 1.0)
+            indexer_kernels.index_scores(*given, self.mask.host, rows.start, 1.0)
 
     def select(self) -> torch.Tensor:
         """int32 [T, W], as transformers' indexer comes to it."""
-        from prefixtree.kernels import index_scores
+        from prefixtree.kernels import indexer_kernels
 
-        found = indexers.Products(self.mask.host, index_scores)
+        found = indexers.Products(self.mask.host, indexer_kernels)
         for rows in found.spans(*INDEXER):
             keys = found.update_indexer(self.keys[None, rows], 0)
             # a stand-in passes for a tensor here

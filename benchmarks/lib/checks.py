@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from prefixtree import PrefixForest
-from prefixtree.testing.numerics import errors, pooled_nodes
+from prefixtree.testing.compare import errors, pooled_nodes
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from prefixtree import PackedForest
-from prefixtree.packing.row_runs import RowRuns
+from prefixtree.packing.copies import RowRuns
 from prefixtree.parallel import ranks as exchange_of_ranks
 from prefixtree.parallel.attention import PartMask
 from prefixtree.planning.parts import Parts

@@ -29,8 +29,8 @@ from prefixtree import (
     plan_micro_batches,
     plan_recomputation,
 )
-from prefixtree.packing.transfers import move
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.packing.copies import move
+from prefixtree.planning.costs import CostModel
 from prefixtree.recompute.forward import gathered_bytes, memory_of
 from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes, waiting_bytes
 from prefixtree.rollouts import expand_turns, read_rollouts

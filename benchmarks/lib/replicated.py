@@ -25,9 +25,9 @@ from transformers import AttentionInterface
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.protocol import AttentionCall
-from prefixtree.models import state_calls
+from prefixtree.models import along_tree
 from prefixtree.models.attention import prefixtree_attention
-from prefixtree.packing.visible import visible_pairs
+from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
@@ -227,9 +227,9 @@ def attending(attend: Attention | None) -> Iterator[None]:
             nothing = patch.object(scoring, "every_layer_attends", lambda *_: nullcontext())
             patches.enter_context(nothing)
             if isinstance(attend, WithFla):
-                patches.enter_context(patch.object(state_calls, "tree_conv", attend.conv))
+                patches.enter_context(patch.object(along_tree, "tree_conv", attend.conv))
                 patches.enter_context(
-                    patch.object(state_calls, "tree_delta_rule", attend.delta_rule)
+                    patch.object(along_tree, "tree_delta_rule", attend.delta_rule)
                 )
             yield
     finally:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from prefixtree.cli.files import chat_tokenizer, check_writable, read, write_rows
+from prefixtree.cli.console import chat_tokenizer, check_writable, read, write_rows
 from prefixtree.errors import ForestError, InputError, UnsupportedError
 
 # of a made-up tree: attention of more does not fit a GPU
@@ -219,17 +219,17 @@ def _report(
         with status("pictures"):
             drawn = write_pictures(plot, forest)
     if rollouts.pictures:
-        from prefixtree.sharing.picture_counts import measure_pictures
+        from prefixtree.sharing.measure import measure_pictures
 
         facts["pictures"] = measure_pictures(forest, rollouts)
-    from prefixtree.sharing.routes import measure_routes
+    from prefixtree.sharing.measure import measure_routes
 
     with status("routes"):
         facts["routes"] = measure_routes(rollouts)
     facts["groups"] = facts["near_misses"] = facts["estimate"] = facts["ranks"] = None
     cost = None
     if rollouts.groups is not None:
-        from prefixtree.sharing.groups import measure_groups
+        from prefixtree.sharing.measure import measure_groups
 
         with status("groups"):
             facts["groups"] = measure_groups(forest, rollouts, chat)
@@ -247,7 +247,7 @@ def _report(
                 forest, rollouts, cost, memory, checkpointing=gradient_checkpointing
             )
     if ranks is not None:
-        from prefixtree.sharing.ranks import predict_ranks
+        from prefixtree.sharing.estimate import predict_ranks
 
         with status("ranks"):
             facts["ranks"] = predict_ranks(
@@ -267,7 +267,7 @@ def _report(
     if facts["estimate"] is not None:
         report.show_estimate(facts["estimate"], console, facts.get("pictures"))
     if facts["ranks"] is not None:
-        from prefixtree.cli.report_ranks import show_ranks
+        from prefixtree.cli.report import show_ranks
 
         show_ranks(facts["ranks"], console)
     for picture in drawn:
@@ -334,7 +334,7 @@ def _verify(
     if limit is not None:
         rollouts = rollouts.first(limit)
 
-    from prefixtree.cli.verify import show
+    from prefixtree.cli.checks import show_verdict
     from prefixtree.testing.models import Setting
     from prefixtree.testing.verify import verify
 
@@ -345,7 +345,7 @@ def _verify(
             {"file": file, "per_turn": per_turn, "left_out": len(rollouts.problems), **facts}
         )
     else:
-        show(facts, out())
+        show_verdict(facts, out())
     raise typer.Exit(0 if facts["passed"] else 1)
 
 
@@ -453,7 +453,7 @@ def _bench(
 
     Exits with 1 when the two differ.
     """
-    from prefixtree.cli.bench import show
+    from prefixtree.cli.checks import show_bench
     from prefixtree.cli.console import out, print_json, steps
     from prefixtree.forest import PrefixForest
     from prefixtree.testing.attention import Setting, bench, synthetic
@@ -485,7 +485,7 @@ def _bench(
     if as_json:
         print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
     else:
-        show(facts, source, out())
+        show_bench(facts, source, out())
     raise typer.Exit(0 if facts["passed"] else 1)
 
 
@@ -501,8 +501,8 @@ def _doctor(as_json: _AsJson = False) -> None:
 
     Exits with 1 when something required is missing or broken.
     """
+    from prefixtree.cli.checks import show_health
     from prefixtree.cli.console import out, print_json, status
-    from prefixtree.cli.doctor import show
     from prefixtree.doctor import examine
 
     with status("importing what is installed"):
@@ -510,7 +510,7 @@ def _doctor(as_json: _AsJson = False) -> None:
     if as_json:
         print_json(health.facts())
     else:
-        show(health, out())
+        show_health(health, out())
     raise typer.Exit(1 if health.broken else 0)
 
 

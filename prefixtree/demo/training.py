@@ -189,7 +189,7 @@ def train(
         "limit": _LIMIT,
         "pictures": [str(file) for file in drawn],
         "seconds": seconds,
-        "learnt": {**_learnt(played), "seconds_alone": alone_seconds},
+        "learnt": {**what_was_learnt(played), "seconds_alone": alone_seconds},
         # a speed-up of a wrong result is none
         "speedup": seconds["replicated"] / seconds["packed"] if passed else None,
     }, first_trees
@@ -287,7 +287,7 @@ def _go_on(
     return played
 
 
-def _learnt(played: list[list[list[Turn]]]) -> dict[str, Any]:
+def what_was_learnt(played: list[list[list[Turn]]]) -> dict[str, Any]:
     """Mean rewards, the share of turns that called a tool and parcels taken, one per batch; a
     rollout in words."""
     paths = [[path for turns in trees for path in _paths(turns)] for trees in played]

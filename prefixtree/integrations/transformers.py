@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface, __version__
 
-from prefixtree.integrations.requirements import check_transformers
+from prefixtree.integrations.common import check_transformers
 from prefixtree.models.attention import prefixtree_attention, prefixtree_mask
 from prefixtree.models.families import allow_model_type, supported_model_types
 from prefixtree.models.hybrids import prepare

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels.packages import installed
+from prefixtree.kernels.runtime import installed
 
 
 def words(positions: int) -> int:
@@ -65,9 +65,9 @@ def _kernels_for(scores: torch.Tensor) -> Any:
     without numbers."""
     if type(scores) is not torch.Tensor or not scores.is_cuda or not installed("triton"):
         return None
-    from prefixtree.kernels import best_keys
+    from prefixtree.kernels import indexer_kernels
 
-    return best_keys if best_keys.serves(scores) else None
+    return indexer_kernels if indexer_kernels.serves_choice(scores) else None
 
 
 def to_bits(chosen: torch.Tensor, num_words: int) -> torch.Tensor:

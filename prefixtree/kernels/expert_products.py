@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels.torch_library import new_library, register
+from prefixtree.kernels.operators import new_library, register
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

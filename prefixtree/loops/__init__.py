@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from prefixtree.loops import (
         block_tables,
         parts,
-        paths,
         planning,
         realign,
-        row_blocks,
         segments,
         sequence_copies,
-        state_schedule,
         tile_costs,
         trie,
     )
@@ -31,13 +28,10 @@ if TYPE_CHECKING:
 __all__ = [
     "block_tables",
     "parts",
-    "paths",
     "planning",
     "realign",
-    "row_blocks",
     "segments",
     "sequence_copies",
-    "state_schedule",
     "tile_costs",
     "trie",
 ]

@@ -1,13 +1,15 @@
-"""The loops behind `TreeMask`: paths and block tables from `subtree_end` alone, compiled by numba.
+"""The loops behind `TreeMask`, compiled by numba: paths and block tables from `subtree_end` alone.
 
 Everything here follows from one fact of the preorder layout: query q sees key k exactly when
 k <= q < subtree_end[k]. Legend: T tokens, NQ query tiles, NK key tiles.
 """
 
+from __future__ import annotations
+
 import numpy as np
 from numba import njit
 
-from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
+CAUSAL, END, WINDOW = 1, 2, 4
 
 
 @njit(cache=True)

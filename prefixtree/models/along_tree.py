@@ -1,15 +1,23 @@
-"""Modules of a model whose forward follows the tree: the class that they get, and its checks."""
+"""How a family's own code runs along the tree: modules get a class, forwards are copied with other
+global names, and layers with states call an object.
+
+No class or module of transformers is touched.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.packing.mask import TreeMask
 
 # (class of a module) -> what its class along the tree has in addition, a forward above all
 Members = Callable[[Any], dict[str, Any]]
@@ -78,3 +86,94 @@ def check_own_code(name: str, module: nn.Module, kind: str) -> None:
             f"{name} ({class_name}) has a forward of its own ({vars(module)['forward']!r}), which "
             "knows no tree: undo the patch"
         )
+
+
+# ---- copies of forwards --------------------------------------------------------------------------
+
+
+def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """The same code, in which global names mean something else; decorators around it are kept.
+
+    Args:
+        forward: a function. meanings: by name, gives what it means from what it meant.
+
+    Raises:
+        UnsupportedError: a decorator that does not call what it decorates.
+    """
+    wrapped = getattr(forward, "__wrapped__", None)
+    closure, scope = forward.__closure__, forward.__globals__
+    if wrapped is None:
+        scope = dict(scope)
+        # torch.compile looks for the globals of a function that has it in that module instead
+        scope.pop("__name__", None)
+        for name, meaning in meanings.items():
+            scope[name] = meaning(scope[name])
+    else:
+        inner = with_globals(wrapped, meanings)
+        closure = tuple(CellType(inner) if c.cell_contents is wrapped else c for c in closure)
+        if closure == forward.__closure__:
+            raise UnsupportedError(
+                f"{forward.__qualname__} stands in a decorator that does not call it: not verified"
+            )
+    copy = FunctionType(
+        forward.__code__.replace(), scope, forward.__name__, forward.__defaults__, closure
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__dict__.update(forward.__dict__)
+    if wrapped is not None:
+        copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copy
+
+
+# ---- states that a layer's call takes and hands on -----------------------------------------------
+
+
+class KeepsStates(Protocol):
+    """Takes states from beyond a call and hands them on.
+
+    Those of steps (`parallel.states`), of ranks (`parallel.state_heads`), or of a growing forest
+    (`sampling.forest_cache`): with a tree mask its forward is the prefill, without one it is of the
+    rows' new tokens.
+    """
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """As `tree_conv`, x [T, D]."""
+        ...
+
+    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As `tree_delta_rule`."""
+        ...
+
+    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As `tree_ssd`."""
+        ...
+
+
+class WholeForest:
+    """States pass within the call alone: a `KeepsStates`."""
+
+    def __init__(self, mask: TreeMask) -> None:
+        self._mask = mask
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        return tree_conv(x, weight, bias, self._mask, activation)
+
+    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        rule: Callable[..., torch.Tensor] = tree_delta_rule
+        return rule(*tensors, self._mask, **options)
+
+    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        rule: Callable[..., torch.Tensor] = tree_ssd
+        return rule(*tensors, self._mask, **options)

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.kernels.call_counter import as_one_call
+from prefixtree.kernels.operators import as_one_call
 from prefixtree.models.families import (
     ENCODES,
     PACKING_KEYWORDS,
@@ -39,10 +39,10 @@ from prefixtree.models.plain_batches import (
     shows_positions,
 )
 from prefixtree.models.rope import check_lengths, fixed_lengths
-from prefixtree.models.tower_attention import picture_attention
+from prefixtree.models.tower import picture_attention
 from prefixtree.packing.host_mask import HostMask
+from prefixtree.packing.layout import LABELS, NoLabels
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.packing.no_labels import LABELS, NoLabels
 from prefixtree.parallel.attention import DividedMask
 
 # of the tensors of a trace, which have shapes and no values

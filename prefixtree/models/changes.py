@@ -1,8 +1,13 @@
-"""Changes that one call makes to a model, and their way back.
+"""Changes of a model: those that one call makes, with their way back, and those of others between
+two calls.
 
 A model that an interrupt left changed dies in its next call, or scores something else. So what is
 changed for one call is changed through `changing`: the way back is noted before each change, and
 every step of it may run twice.
+
+The backward of steps runs their forwards again, and the keys of a sampler are of the weights that
+read the forest. Both go on only with the same model, which a `ModelStamp` tells. A stamp reads no
+numbers of tensors, so it never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -10,10 +15,16 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _ABSENT = object()
 
@@ -132,3 +143,220 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- what a model was at one moment --------------------------------------------------------------
+
+# wrappers whose plain attributes are their machinery
+_WRAPPERS = DistributedDataParallel, FullyShardedDataParallel
+# of PEFT's layers: private ones, and one that some layers have of their class
+_OF_ADAPTERS = "_active_adapter", "_disable_adapters", "merged_adapters"
+# they change no number that a forward gives
+_HARMLESS = frozenset({"gradient_checkpointing", "use_cache"})
+# they say how the model trains, not what it computes without noise
+_OF_TRAINING = frozenset({"training"})
+_CHILDREN = "_modules"
+
+
+class _Tensor(NamedTuple):
+    """A parameter, a buffer or another tensor, and what it was."""
+
+    owner: Any
+    name: str
+    # what holds it under this name
+    where: Mapping[str, Any]
+    tensor: torch.Tensor
+    address: int
+    # None: of a tensor made in inference mode, which has none, or one that forwards write
+    version: int | None
+    is_trained: bool
+
+
+class _Setting(NamedTuple):
+    """A plain attribute, or the children of a module, and what it was."""
+
+    owner: Any
+    name: str
+    where: Mapping[str, Any]
+    value: Any
+
+
+class ModelStamp:
+    """Records what a model is, to tell later whether it changed.
+
+    Noticed are: another module in a place; parameters, buffers and other tensors of modules that
+    were replaced, got other memory (`.data =`) or were written, by an optimizer of torch too;
+    plain attributes of modules and configurations (numbers, words, and lists and dictionaries of
+    them), among them the active adapters, their scaling and whether they are merged.
+
+    Not noticed is what writes numbers through `.data`, and the state of hooks.
+
+    Args:
+        model: wrapped or not.
+        others: names and tensors that must stay the same too. Default: none.
+        for_backward: whether `training` and `requires_grad` must stay the same. Default: False.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Mapping[str, torch.Tensor] | None = None,
+        for_backward: bool = False,
+    ) -> None:
+        self._model = model
+        self._for_backward = for_backward
+        modules = list(model.modules())
+        # sharding takes parameters out of their places and puts others there
+        self._in_place = not any(
+            isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in modules
+        )
+        ignored = _HARMLESS if for_backward else _HARMLESS | _OF_TRAINING
+        self._tensors = [
+            *_tensors_of(modules, self._in_place),
+            *_tensors_in(None, others or {}),
+        ]
+        self._settings = list(_settings_of(modules, ignored))
+        # fused optimizers change parameters and leave their versions as they are (torch 2.13)
+        updated = self._updated = set[int]()
+        hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: updated.update(
+                id(p)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            )
+        )
+        weakref.finalize(self, hook.remove)
+
+    def settle(self) -> None:
+        """Behind the forwards after which the model is looked at: what these changed themselves
+        says nothing. PEFT sets the parameters that `target_parameters` names, and modules count
+        their calls."""
+        self._tensors = [
+            held._replace(version=None) if _is_written(held) else held
+            for held in self._tensors
+            if not self._is_replaced(held)
+        ]
+        self._settings = [held for held in self._settings if not _is_other(held)]
+
+    def change(self) -> str | None:
+        """The first change found, in words: "NAME changed", "A of NAME became X (it was Y)"."""
+        # settings first: another adapter also changes which parameters are trained
+        for setting in self._settings:
+            if _is_other(setting):
+                if setting.name == _CHILDREN:
+                    return f"modules of {self._path_of(setting.owner)} were replaced"
+                now = f"{setting.where[setting.name]!r} (it was {setting.value!r})"
+                return f"{setting.name} of {self._path_of(setting.owner)} became {now}"
+        for held in self._tensors:
+            if self._is_replaced(held):
+                return f"{self._name_of(held)} was replaced"
+            if _is_written(held) or id(held.tensor) in self._updated:
+                return f"{self._name_of(held)} changed"
+            if self._for_backward and held.tensor.requires_grad != held.is_trained:
+                return f"requires_grad of {self._name_of(held)} became {not held.is_trained}"
+        return None
+
+    def _is_replaced(self, held: _Tensor) -> bool:
+        now = held.where.get(held.name)
+        return self._in_place and (now is not held.tensor or held.tensor.data_ptr() != held.address)
+
+    def _name_of(self, held: _Tensor) -> str:
+        if held.owner is None or held.owner is self._model:
+            return held.name
+        return f"{self._path_of(held.owner)}.{held.name}"
+
+    def _path_of(self, owner: Any) -> str:
+        """Where a module or a configuration is; slow, so only once something changed."""
+        if owner is self._model:
+            return "the model"
+        names = (name for name, module in self._model.named_modules() if module is owner)
+        return next(names, type(owner).__name__)
+
+
+def _is_written(held: _Tensor) -> bool:
+    return held.version is not None and held.tensor._version != held.version
+
+
+# numbers and words, and what may hold them
+_SCALARS = bool, int, float, str, type(None)
+_PLAIN = *_SCALARS, dict, list, tuple
+
+
+def _is_other(held: _Setting) -> bool:
+    now = held.where.get(held.name, held.value)
+    # a list or a dictionary is not the copy
+    return now is not held.value and (not isinstance(now, _PLAIN) or now != held.value)
+
+
+# ---- what is looked at ---------------------------------------------------------------------------
+
+
+def _tensors_of(modules: Sequence[nn.Module], with_attributes: bool) -> Iterator[_Tensor]:
+    copied = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    # in some forwards it writes what rank 0 has, and not in others
+    written = {id(buffer) for module in copied for buffer in module.buffers()}
+    for module in modules:
+        yield from _tensors_in(module, module._parameters, written)
+        yield from _tensors_in(module, module._buffers, written)
+        if with_attributes:
+            yield from _tensors_in(module, vars(module))
+
+
+def _tensors_in(
+    owner: Any, where: Mapping[str, Any], written: Collection[int] = ()
+) -> Iterator[_Tensor]:
+    for name, tensor in where.items():
+        # offloaded ones are made anew for each forward
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            no_version = tensor.is_inference() or id(tensor) in written
+            version = None if no_version else tensor._version
+            yield _Tensor(
+                owner, name, where, tensor, tensor.data_ptr(), version, tensor.requires_grad
+            )
+
+
+def _settings_of(modules: Iterable[nn.Module], ignored: frozenset[str]) -> Iterator[_Setting]:
+    configs: dict[int, Any] = {}
+    for module in modules:
+        attributes = vars(module)
+        if module._modules:
+            yield _Setting(module, _CHILDREN, attributes, dict(module._modules))
+        if not isinstance(module, _WRAPPERS):
+            yield from _plain_settings(module, attributes, ignored)
+        config = attributes.get("config")
+        if hasattr(config, "__dict__"):
+            configs[id(config)] = config
+    for config in configs.values():
+        yield from _plain_settings(config, vars(config), ignored)
+
+
+def _plain_settings(
+    owner: Any, attributes: Mapping[str, Any], ignored: frozenset[str]
+) -> Iterator[_Setting]:
+    for name, value in attributes.items():
+        if name[0] != "_" and name not in ignored:
+            plain = _plain(value)
+            if plain is not _OTHER:
+                yield _Setting(owner, name, attributes, plain)
+    kind = type(owner)
+    for name in _OF_ADAPTERS:
+        if hasattr(kind, name):
+            yield _Setting(owner, name, attributes, _plain(getattr(owner, name)))
+
+
+_OTHER = object()
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a number, a word, or a list or dictionary of these; `_OTHER` of all else."""
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, dict):
+        items = {key: _plain(one) for key, one in value.items()}
+        return _OTHER if _OTHER in items.values() else items
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(one) for one in value]
+        if _OTHER not in parts:
+            return parts if isinstance(value, list) else tuple(parts)
+    return _OTHER

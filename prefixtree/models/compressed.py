@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from prefixtree.kernels.chosen import best_keys, to_bits, words
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 from prefixtree.models.paths import Entries, ForestMask, QueryPath
 from prefixtree.packing.mask import TreeMask
 

@@ -15,10 +15,9 @@ import torch
 from prefixtree._picture_inputs import Modality, Picture
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.tower import TowerShape, features_in
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather, move, move_joined
 from prefixtree.packing.placements import Placements
-from prefixtree.packing.transfers import move, move_joined
-from prefixtree.parallel.features import FeatureExchange, holders_of
+from prefixtree.parallel.ranks import FeatureExchange, holders_of
 from prefixtree.pictures import Pictures
 from prefixtree.planning.parts import Parts
 

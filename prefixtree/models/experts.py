@@ -123,7 +123,7 @@ def grouped_experts(
             rows = None if rows is None else (rows * scale).to(rows.dtype)
         return _grouped_linear(x, getattr(experts, weight), offsets, rows, experts.is_transposed)
 
-    by_token = back.view(-1, copies)
+    by_token = back.view(top_k_index.shape)
     if _is_swiglu(experts):
         parameters = experts.gate_up_proj, experts.down_proj
         if expert_products.refusal(hidden_states, *parameters) is None:

@@ -15,7 +15,7 @@ import numpy as np
 from packaging import version
 from torch import nn
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import Refusal, UnsupportedError, refuse
 from prefixtree.models.family_table import (
     FAMILIES,
     INDEXED,
@@ -24,7 +24,7 @@ from prefixtree.models.family_table import (
     Family,
     layer_types_of,
 )
-from prefixtree.models.gradient_paths import GradientPaths
+from prefixtree.models.layers import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED
@@ -272,6 +272,42 @@ def check_tokens(
         )
 
 
+def _neftune(given: tuple[str, nn.Module]) -> Any:
+    name, module = given
+    alpha = vars(module).get("neftune_noise_alpha")
+    return module.training and alpha and {"layer": name, "alpha": alpha}
+
+
+def _dropout(given: tuple[str, nn.Module]) -> Any:
+    name, module = given
+    is_active = isinstance(module, DROPOUT_LAYERS) and module.training and module.p > 0
+    return is_active and {"layer": name, "p": module.p}
+
+
+#: Of a module and its name. What configurations say stays plain: layers ask in compiled code.
+MODULES = (
+    Refusal(
+        "use_kernels",
+        lambda given: vars(given[1]).get("_use_kernels"),
+        "use_kernels replaces layers of the model: load it without",
+    ),
+    Refusal(
+        "neftune_noise_alpha",
+        _neftune,
+        "NEFTune is active on {layer} (neftune_noise_alpha={alpha}): a shared token would draw one "
+        "noise where the replicated batch draws several; leave neftune_noise_alpha at None or call "
+        "model.eval()",
+    ),
+    Refusal(
+        "dropout",
+        _dropout,
+        "{layer} is an active dropout (p = {p}): a shared token would draw one mask where the "
+        "replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter) or call "
+        "model.eval()",
+    ),
+)
+
+
 def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
     """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
     included; linear layers of low precision that mix tokens, models that transformers loaded
@@ -284,21 +320,7 @@ def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
     for name, module in model.named_modules():
         check_low_precision(name, module, paths)
         check_quantizer(module)
-        if vars(module).get("_use_kernels"):
-            raise UnsupportedError("use_kernels replaces layers of the model: load it without")
-        if module.training and (alpha := vars(module).get("neftune_noise_alpha")):
-            raise UnsupportedError(
-                f"NEFTune is active on {name} (neftune_noise_alpha={alpha}): a shared token would "
-                "draw one noise where the replicated batch draws several; leave "
-                "neftune_noise_alpha at None or call model.eval()"
-            )
-        is_dropout = isinstance(module, DROPOUT_LAYERS)
-        if is_dropout and module.training and module.p > 0:
-            raise UnsupportedError(
-                f"{name} is an active dropout (p = {module.p}): a shared token would draw one mask "
-                "where the replicated batch draws several; set it to 0 (lora_dropout=0 for an "
-                "adapter) or call model.eval()"
-            )
+        refuse(MODULES, (name, module))
 
 
 def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:

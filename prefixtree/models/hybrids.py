@@ -20,9 +20,15 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.along_tree import AlongTree, along_tree, check_own_code
-from prefixtree.models.checks import attention_modules, set_attention, transformer_of
-from prefixtree.models.copied_forwards import with_globals
+from prefixtree.models.along_tree import (
+    AlongTree,
+    KeepsStates,
+    WholeForest,
+    along_tree,
+    check_own_code,
+    with_globals,
+)
+from prefixtree.models.checks import attention_modules, refuse_pooled, set_attention, transformer_of
 from prefixtree.models.experts import prepare_experts
 from prefixtree.models.families import (
     PACKING_KEYWORDS,
@@ -34,8 +40,6 @@ from prefixtree.models.family_table import FUSED, Family, layer_types_of
 from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
-from prefixtree.models.pooled import refuse_pooled
-from prefixtree.models.state_calls import KeepsStates, WholeForest
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.state_heads import StatesOfRanks
@@ -101,7 +105,7 @@ def prepare_states(transformer: Any) -> None:
     prepare_experts(transformer)
     config = transformer.config.get_text_config()
     family = family_of(config)
-    mixers = [(n, m) for n, m in transformer.named_modules() if _rules(_kind(m))]
+    mixers = [(n, m) for n, m in transformer.named_modules() if rules_of(_kind(m))]
     if family.has_indexers:
         prepare_indexers(transformer, config)
     elif not mixers and not family.rules:
@@ -284,7 +288,7 @@ _TREE_RULES: dict[str, Any] = {
 def _members(original: Any) -> dict[str, Any]:
     """The same forward along the tree."""
     rules = {
-        name: functools.partial(functools.partial, _TREE_RULES[name]) for name in _rules(original)
+        name: functools.partial(functools.partial, _TREE_RULES[name]) for name in rules_of(original)
     }
     return {"forward": _of_layer(with_globals(original.forward, rules))}
 
@@ -307,7 +311,7 @@ def _of_layer(forward: Any) -> Any:
 
 
 @functools.cache
-def _rules(kind: Any) -> frozenset[str]:
+def rules_of(kind: Any) -> frozenset[str]:
     """Which functions along the tree the forward of a class has a place for."""
     forward = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
@@ -338,9 +342,9 @@ def _with_shown_positions(
 
 def _check_mixer(name: str, mixer: nn.Module, config: Any, family: Family) -> None:
     kind = type(mixer).__name__
-    if _rules(_kind(mixer)) != set(family.rules):
+    if rules_of(_kind(mixer)) != set(family.rules):
         raise UnsupportedError(
-            f"{name} ({kind}) computes {', '.join(sorted(_rules(_kind(mixer))))}; verified for "
+            f"{name} ({kind}) computes {', '.join(sorted(rules_of(_kind(mixer))))}; verified for "
             f"{config.model_type} is {', '.join(sorted(family.rules)) or 'no recurrent layer'}"
         )
     check_own_code(name, mixer, "recurrent layers")

@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import best_bits, best_keys, words
-from prefixtree.kernels.packages import installed
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
+from prefixtree.kernels.runtime import installed
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
 from prefixtree.models.compressed import of_compressor
 from prefixtree.models.family_table import (
@@ -274,9 +274,9 @@ def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
         return None
     if not (hidden.is_cuda or mask.backend == "triton") or not installed("triton"):
         return None
-    from prefixtree.kernels import index_scores
+    from prefixtree.kernels import indexer_kernels
 
-    return index_scores if index_scores.serves(hidden, head_dim) else None
+    return indexer_kernels if indexer_kernels.serves_scores(hidden, head_dim) else None
 
 
 def _of_block_indexer(original: Any) -> dict[str, Any]:

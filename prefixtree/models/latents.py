@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.latents.gathered import (
     gathered_attention,
     kernels_for,
     pays,
 )
+from prefixtree.kernels.operators import note_call
 from prefixtree.models.changes import changing
 from prefixtree.packing.mask import TreeMask
 

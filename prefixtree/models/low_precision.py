@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.gradient_paths import GradientPaths
+from prefixtree.models.layers import GradientPaths
 
 # rows of a probe: what kernels of low precision take
 _ROWS = 32

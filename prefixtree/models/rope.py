@@ -17,18 +17,18 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.packing.host_mask import HostMask
 
-_STATIC = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
+STATIC = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def check_rope_types(config: Any) -> None:
     """Refuses types of RoPE that are not known."""
-    for kind, _ in _ropes(config):
-        if kind not in _STATIC | _BY_LENGTH:
+    for kind, _ in ropes_of(config):
+        if kind not in STATIC | _BY_LENGTH:
             raise UnsupportedError(
                 f"RoPE type {kind!r} is not verified on packed forests: its frequencies may depend "
                 f"on the longest sequence of a batch. Verified are "
-                f"{', '.join(sorted(_STATIC | _BY_LENGTH))}; train this model with "
+                f"{', '.join(sorted(STATIC | _BY_LENGTH))}; train this model with "
                 'attn_implementation="sdpa"'
             )
 
@@ -38,7 +38,7 @@ def fixed_lengths(config: Any) -> list[tuple[str, int]]:
     are those of all shorter ones; none where lengths say nothing."""
     return [
         (kind, _original_length(config, entry) if kind == "longrope" else _most_positions(config))
-        for kind, entry in _ropes(config)
+        for kind, entry in ropes_of(config)
         if kind in _BY_LENGTH
     ]
 
@@ -131,7 +131,7 @@ def longest_row(model: nn.Module, host: HostMask) -> int | None:
 
 def as_default_rope(config: Any) -> None:
     """Gives a text configuration, in place, RoPE of frequencies that do not depend on lengths."""
-    for kind, entry in _ropes(config):
+    for kind, entry in ropes_of(config):
         if kind in _BY_LENGTH:
             # what other types have too stays
             for name in entry.keys() - {"rope_theta", "partial_rotary_factor", "mrope_section"}:
@@ -139,7 +139,7 @@ def as_default_rope(config: Any) -> None:
             entry["rope_type"] = "default"
 
 
-def _ropes(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def ropes_of(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Types and parameters of RoPE, one for all layers or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]

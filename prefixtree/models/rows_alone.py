@@ -30,7 +30,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import KNOWN_PACKAGES, every_layer_attends, foreign_module
 from prefixtree.models.families import family_of, forward_inputs
 from prefixtree.models.layers import decoder_of
-from prefixtree.models.router_loss import router_keywords
+from prefixtree.models.routers import router_keywords
 from prefixtree.packing.layout import pack
 
 _TOKENS = 64

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree._picture_inputs import Modality, Picture, check_served
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import Refusal, UnsupportedError, refuse
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.encodings import (
@@ -271,6 +271,74 @@ def grid_keyword_of(config: Any) -> str:
     return TOWERS.get(config.model_type, _TOWER)[1]
 
 
+class Shows(NamedTuple):
+    """A model that is called, transformers' model in it, a forest, and the pictures to show."""
+
+    model: nn.Module
+    causal_lm: Any
+    packed: PackedForest
+    pictures: Pictures
+
+
+def _runs_in_lockstep(model: nn.Module) -> bool:
+    """Whether other ranks wait for this one in every layer, or in the backward."""
+    return any(group.size() > 1 for group in groups_of(model))
+
+
+def _compiles_others(shows: Shows) -> Any:
+    """The first compiled module that is no decoder layer, nor in one."""
+    in_layers = {module for layer in layers_of(shows.causal_lm) for module in layer.modules()}
+    for module in shows.model.modules():
+        is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
+        if is_compiled and module not in in_layers:
+            return {"kind": type(module).__name__}
+    return None
+
+
+def _waits_for_videos(shows: Shows) -> bool:
+    has_videos = any(picture.modality == "video" for picture in shows.pictures.distinct)
+    is_sharded = any(isinstance(module, FSDPModule) for module in shows.model.modules())
+    return has_videos and is_sharded and _runs_in_lockstep(shows.model)
+
+
+#: What does not go with pictures.
+WITH_PICTURES = (
+    Refusal(
+        "routes",
+        lambda shows: shows.packed.forest.routes is not None,
+        "recorded routes of experts are not verified with pictures; make the forest without routes",
+    ),
+    Refusal(
+        "DeepSpeed",
+        lambda shows: runs_deepspeed(shows.model),
+        "DeepSpeed is not verified with pictures; use DDP or FSDP2",
+    ),
+    Refusal(
+        "FSDP1",
+        lambda shows: any(isinstance(m, FullyShardedDataParallel) for m in shows.model.modules()),
+        "FSDP1 is not verified with pictures; use FSDP2 (fully_shard) or DDP",
+    ),
+    Refusal(
+        "compiled modules",
+        _compiles_others,
+        "torch.compile of {kind}, which is no decoder layer, is not verified with pictures; leave "
+        "it out, and compile with compile_layers(model)",
+    ),
+    Refusal(
+        "tensor or expert parallel",
+        lambda shows: any(vars(m).get("_is_hooked") for m in shows.model.modules()),
+        "tensor or expert parallelism is not verified with pictures; load the model without "
+        "tp_plan and ep_size",
+    ),
+    Refusal(
+        "videos under FSDP2",
+        _waits_for_videos,
+        "videos are not verified under FSDP2, where ranks with images alone would run the tower "
+        "less often; train on images alone, or use DDP",
+    ),
+)
+
+
 def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
     """Refuses pictures that the model would not run as it runs each sequence alone.
 
@@ -299,39 +367,7 @@ def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictu
         )
     if causal_lm.training:
         check_noise(config.vision_config, "vision_config")
-    if packed.forest.routes is not None:
-        raise UnsupportedError("recorded routes of experts are not verified with pictures")
-    if runs_deepspeed(model):
-        raise UnsupportedError("DeepSpeed is not verified with pictures: use DDP or FSDP2")
-    in_layers = {module for layer in layers_of(causal_lm) for module in layer.modules()}
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise UnsupportedError(
-                "FSDP1 is not verified with pictures: use FSDP2 (fully_shard) or DDP"
-            )
-        is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
-        if is_compiled and module not in in_layers:
-            raise UnsupportedError(
-                f"pictures are not verified where {type(module).__name__} is compiled, which is "
-                "no decoder layer: leave torch.compile out, and compile with compile_layers(model)"
-            )
-        if getattr(module, "_is_hooked", False):
-            raise UnsupportedError(
-                "pictures are not verified under tensor or expert parallelism: load the model "
-                "without tp_plan and ep_size"
-            )
-    has_videos = any(picture.modality == "video" for picture in pictures.distinct)
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if has_videos and is_sharded and _runs_in_lockstep(model):
-        raise UnsupportedError(
-            "videos are not verified under FSDP2: ranks with images alone would run the tower "
-            "less often than ranks with videos too"
-        )
-
-
-def _runs_in_lockstep(model: nn.Module) -> bool:
-    """Whether other ranks wait for this one in every layer, or in the backward."""
-    return any(group.size() > 1 for group in groups_of(model))
+    refuse(WITH_PICTURES, Shows(model, causal_lm, packed, pictures))
 
 
 # ---- positions -----------------------------------------------------------------------------------

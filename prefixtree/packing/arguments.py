@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from prefixtree._hints import kind_of
 from prefixtree._numbers import integer
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, kind_of
 from prefixtree.packing.layout import PackedForest
 
 # how a packed forest is made of what is given in its place, by the name of its type

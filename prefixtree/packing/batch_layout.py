@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree._forest_inputs import unbroken_runs
 from prefixtree._numbers import to_numpy
-from prefixtree._tokens import unbroken_runs
 from prefixtree.errors import ForestError
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
 
 _WAYS = (
     "give attention_mask for padded rows, or position_ids or cu_seqlens for rows that hold several "

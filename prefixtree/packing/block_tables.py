@@ -12,7 +12,7 @@ import torch
 
 from prefixtree import loops
 from prefixtree._numbers import integer
-from prefixtree.packing.transfers import lasting, move_all
+from prefixtree.packing.copies import lasting, move_all
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class BlockTables:
         q_ptr: [NQ + 1] query tile i has the runs q_ptr[i]:q_ptr[i + 1] of `q_runs`.
         q_split: [NQ] of these, q_ptr[i]:q_split[i] are full and q_split[i]:q_ptr[i + 1] partial.
         q_runs: [*, 3] first key tile, end key tile, compares needed (the bits of
-            `loops.mask_compares`; 0 for a full run). A key tile shorter than `tile_k` is never
+            `loops.block_tables`; 0 for a full run). A key tile shorter than `tile_k` is never
             full here: the END compare masks its trailing lanes too.
         partial_ptr: [NQ + 1] query tile i has the rows partial_ptr[i]:partial_ptr[i + 1] of
             `partial_tiles`.

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree._hints import kind_of, with_hints
 from prefixtree._numbers import (
     check_unmasked,
     check_without_gradient,
@@ -22,13 +21,31 @@ from prefixtree._numbers import (
     integers,
     number,
 )
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, UnsupportedError, kind_of, with_hints
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, check_device, gather, lasting, move
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.no_labels import NoLabels
 from prefixtree.packing.per_sequence import check_lengths, flat_selection, per_sequence
-from prefixtree.packing.transfers import check_device, lasting, move
+
+
+class NoLabels:
+    """Stands for `num_items_in_batch`, by which a model divides the loss it makes of `labels=`.
+
+    transformers hands that keyword to the loss alone, and the loss reads it only if there are
+    labels. Without labels the object is never touched: compiled code, checkpoints and wrappers pass
+    it on as they pass any object. `shift_labels` would be read first, but its mere presence makes
+    Liger Kernel's forward compute a loss.
+    """
+
+    def __rtruediv__(self, loss: Any) -> NoReturn:
+        raise UnsupportedError(LABELS)
+
+
+LABELS = (
+    "labels= (or num_items_in_batch=) asks the model to compute the loss. It would take the "
+    "packed tokens for one sequence: wrong after every branch, with a shared token counted once. "
+    "Leave both out and compute the loss from prefixtree.sequence_logprobs(model, packed).logprobs"
+)
 
 
 class Edges(NamedTuple):

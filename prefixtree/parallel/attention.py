@@ -16,7 +16,7 @@ from torch import nn
 
 from prefixtree.kernels.attention.api import check_chosen, checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 from prefixtree.packing.mask import TreeMask
 from prefixtree.planning.parts import Part
 

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 
 from prefixtree.kernels.attention.api import check_chosen, checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
-from prefixtree.kernels.call_counter import as_one_call
 from prefixtree.kernels.chosen import words
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.ranks import RankExchange, TokensForHeads, divides

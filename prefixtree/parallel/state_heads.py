@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixtree.kernels.call_counter import as_one_call, note_call
+from prefixtree.kernels.operators import as_one_call, note_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.packing.copies import move
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.transfers import move
 from prefixtree.parallel.ranks import TokensForHeads, all_to_all, divides
 from prefixtree.planning.part_states import PartStates, tail_tokens
 from prefixtree.planning.parts import Parts

@@ -27,7 +27,7 @@ import numpy as np
 
 from prefixtree import loops
 from prefixtree.forest import PrefixForest
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import CostModel
 
 # a table of (shared node, rank) has at most so many entries; beyond, neighbours stay together
 _MOST_HELD = 1 << 26

@@ -14,19 +14,22 @@ from typing import Any
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._hints import with_hints
+from prefixtree._forest_inputs import label_numbers
 from prefixtree._numbers import integer, number
-from prefixtree._tokens import label_numbers
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import pack
 from prefixtree.packing.per_sequence import flat_selection
 from prefixtree.planning import assignment
-from prefixtree.planning.borrow_cost import BorrowCost
-from prefixtree.planning.cost_model import CostModel
-from prefixtree.planning.micro_batch import MicroBatch, cut_out, micro_batch_of
-from prefixtree.planning.plan_stats import PlanStats, ReuseStats
+from prefixtree.planning.costs import BorrowCost, CostModel
+from prefixtree.planning.micro_batch import (
+    MicroBatch,
+    PlanStats,
+    ReuseStats,
+    cut_out,
+    micro_batch_of,
+)
 from prefixtree.planning.steps import plan_any_steps
 from prefixtree.planning.trunks import Trunks, joined, plan_trunks
 

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.mask import TreeMask, make_mask
-from prefixtree.packing.state_borders import StateBorders
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
+from prefixtree.packing.mask import StateBorders, TreeMask, make_mask
 from prefixtree.planning.parts import Part
+
+#: Kinds of rows that parts hand on: keys and values, or the keys of an indexer; and states. Those
+#: of a convolution's inputs are known by its taps.
+KEYS, STATES = -1, 0
 
 
 class Tails(NamedTuple):
@@ -88,6 +91,11 @@ class PartStates:
         exits = np.searchsorted(self.part.own_tokens, self.left)
         mask = self._mask(self.part.own_tokens)
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
+
+    def read(self, kind: int) -> np.ndarray:
+        """int32, the packed tokens of other parts whose rows of a kind (STATES, or the inputs of a
+        convolution by its taps) the part reads, ascending."""
+        return self.entered if kind == STATES else self.tails(kind).tokens
 
     def tails(self, width: int | None) -> Tails:
         """The tokens that a convolution with `width` taps reads, for None all above the own ones;

@@ -12,7 +12,7 @@ Legend: T packed tokens, n parts, t own tokens of a part, K rows of a part (own 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ from prefixtree import loops
 from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
+from prefixtree.packing.copies import lasting, move_all
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask, make_mask
-from prefixtree.packing.transfers import lasting, move_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class Exchange:
     def send_rows(self) -> np.ndarray:
         """int32, the own row behind each row of the buffer that is sent.
 
-        A row that several parts borrow stands here several times. `packing.gather` over these rows
-        sums its gradients in fp32, borrower after borrower.
+        A row that several parts borrow stands here several times. `packing.copies.gather` over
+        these rows sums its gradients in fp32, borrower after borrower.
         """
         return _rows_of(self.send_runs)
 
@@ -299,29 +299,36 @@ class Parts:
         np.add.at(change, np.searchsorted(border, end), -1)
         return border, np.cumsum(change)[:-1] > 0
 
-    def loans(self) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
-        """Finds the tokens that one part lends to the same others.
+    def loans(
+        self, read: Sequence[np.ndarray] | None = None
+    ) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
+        """Finds the tokens that the same parts read from another one.
+
+        Args:
+            read: per part, the packed tokens of others that it reads, ascending. Default: all that
+                it borrows.
 
         Returns:
-            (lender, borrowers, packed tokens int64) by lender, then by first token; borrowers and
+            (lender, readers, packed tokens int64) by lender, then by first token; readers and
             tokens ascending.
         """
-        border, lent = self.lent_runs()
         is_foreign = self._pieces[:, 2] != self._borrower
-        start, length, _ = self._pieces[is_foreign].T
+        reader, (start, length, _) = self._borrower[is_foreign], self._pieces[is_foreign].T
+        if read is not None:
+            reader, start, length = _runs_by_reader(read, self.owner)
+        border = np.unique(np.concatenate([start, start + length]))
         first, stop = np.searchsorted(border, start), np.searchsorted(border, start + length)
-        borrowers: list[list[int]] = [[] for _ in lent]
-        for part, low, high in zip(
-            self._borrower[is_foreign].tolist(), first.tolist(), stop.tolist(), strict=True
-        ):
+        readers: list[list[int]] = [[] for _ in border]
+        for part, low, high in zip(reader.tolist(), first.tolist(), stop.tolist(), strict=True):
             for run in range(low, high):
-                borrowers[run].append(part)
-        # what is lent lies in a piece, which has one owner
+                readers[run].append(part)
+        # what is read lies in a run of one reader, which has one owner
         owner = self._run_part[np.searchsorted(self._run_start, border[:-1], side="right") - 1]
         found: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
-        for run in np.flatnonzero(lent).tolist():
-            key = int(owner[run]), tuple(borrowers[run])
-            found.setdefault(key, []).append(np.arange(border[run], border[run + 1]))
+        for run in range(len(border) - 1):
+            if readers[run]:
+                key = int(owner[run]), tuple(readers[run])
+                found.setdefault(key, []).append(np.arange(border[run], border[run + 1]))
         loans = [(*key, np.concatenate(tokens)) for key, tokens in found.items()]
         return sorted(loans, key=lambda loan: (loan[0], loan[2][0]))
 
@@ -381,6 +388,18 @@ def borrowed_rows(borrower: np.ndarray, pieces: np.ndarray, num_parts: int) -> n
     foreign = pieces[:, 2] != borrower
     pair = borrower[foreign] * num_parts + pieces[foreign, 2]
     return _sums(pair, pieces[foreign, 1], num_parts**2).reshape(num_parts, num_parts)
+
+
+def _runs_by_reader(
+    read: Sequence[np.ndarray], owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int64 [*] each, runs of tokens with one owner: who reads them, the first, how many."""
+    reader = np.repeat(np.arange(len(read)), [len(tokens) for tokens in read])
+    tokens = np.concatenate(read).astype(np.int64)
+    new = np.ones(len(tokens), bool)
+    new[1:] = (np.diff(reader) > 0) | (np.diff(tokens) != 1) | (np.diff(owner[tokens]) != 0)
+    first = np.flatnonzero(new)
+    return reader[first], tokens[first], np.diff(first, append=len(tokens))
 
 
 def _sums(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:

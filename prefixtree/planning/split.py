@@ -18,8 +18,7 @@ from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
 from prefixtree.packing.layout import Edges, PackedForest
-from prefixtree.planning.borrow_cost import BorrowCost, run_flops
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
 from prefixtree.planning.parts import Parts, borrowed_rows, find_pieces
 
 # chunks per rank that are tried

@@ -18,8 +18,7 @@ from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
 from prefixtree.packing.layout import PackedForest
-from prefixtree.planning.borrow_cost import BorrowCost, run_flops
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
 from prefixtree.planning.parts import Parts
 
 # a step may end early by at most this share of its room

@@ -21,8 +21,7 @@ import torch
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.planning.borrow_cost import BorrowCost, run_flops
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
 from prefixtree.planning.steps import Steps
 
 # a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit
@@ -152,25 +151,6 @@ class Trunks:
             # a second forward
             extra += int(np.maximum(least, sizes).sum()) // 3
         return extra
-
-    def part_of(self, micro_batch: int) -> int | None:
-        """The part of a micro-batch; None where trunks own all its tokens."""
-        return next(iter(self._parts(micro_batch, "first", False)), None)
-
-    def starting(self, micro_batch: int) -> list[int]:
-        """The trunks whose forward comes before that of a micro-batch, in order."""
-        return self._parts(micro_batch, "first", True)
-
-    def ending(self, micro_batch: int) -> list[int]:
-        """The trunks whose backward comes behind that of a micro-batch, in order."""
-        return self._parts(micro_batch, "last", True)[::-1]
-
-    def _parts(self, micro_batch: int, end: str, is_trunk: bool) -> list[int]:
-        return [
-            part
-            for part, span in enumerate(self.spans)
-            if span.is_trunk == is_trunk and getattr(span, end) == micro_batch
-        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_steps": {}}

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, fsdp2_units, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
     from prefixtree.models.vision import EncodedPictures
     from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace import ModelMemory
-    from prefixtree.recompute.trace_key import Adapters, Trains
     from prefixtree.recompute.trace_tower import TowerMemory
+    from prefixtree.recompute.traced_runs import Adapters, Trains
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
@@ -413,7 +412,7 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
 def _trains_of(causal_lm: Any, inputs: bool = False) -> Trains:
     """The parameters that train; `inputs` as in `Trains`, which says nothing of towers."""
-    from prefixtree.recompute.trace_key import Trains
+    from prefixtree.recompute.traced_runs import Trains
 
     named = causal_lm.named_parameters()
     return Trains({_WRAPPERS.sub("", name): p.requires_grad for name, p in named}, inputs)
@@ -449,7 +448,7 @@ def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapte
         if isinstance(configs, dict) and hasattr(module, "get_base_model"):
             trained = (p for p in module.parameters() if p.requires_grad)
             wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
-            from prefixtree.recompute.trace_key import Adapters
+            from prefixtree.recompute.traced_runs import Adapters
 
             return Adapters(dict(configs), wide)
     return None

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+from prefixtree.models.along_tree import with_globals
 from prefixtree.models.changes import changing
-from prefixtree.models.copied_forwards import with_globals
 from prefixtree.packing.mask import TreeMask
 from prefixtree.recompute.layers import KEPT, Mode
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.visible import visible_pairs
+from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.picture_work import RUN, PictureWork, TowerChoice
 

@@ -26,14 +26,16 @@ from prefixtree.models.layers import decoder_of, layers_of
 from prefixtree.models.rope import as_default_rope
 from prefixtree.planning.model_cost import ModelCost, auto_class, model_cost
 from prefixtree.recompute.layers import MODES, Mode
-from prefixtree.recompute.trace_key import Adapters, TraceKey, Trains
 from prefixtree.recompute.traced_runs import (
+    Adapters,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     LiveBytes,
     Runs,
+    TraceKey,
+    Trains,
 )
 
 # tokens of the two traces: multiples of what recurrent kernels take at once

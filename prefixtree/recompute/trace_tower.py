@@ -24,14 +24,16 @@ from prefixtree.models.tower import compile_blocks, features_in, in_few_calls
 from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.trace import make_fake, traced_as_cut
-from prefixtree.recompute.trace_key import Adapters, TraceKey, Trains
 from prefixtree.recompute.traced_runs import (
+    Adapters,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     LiveBytes,
     TorchDispatchMode,
+    TraceKey,
+    Trains,
     tree_iter,
 )
 

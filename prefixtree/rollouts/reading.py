@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts import datasets, parquet
+from prefixtree.rollouts import datasets
 from prefixtree.rollouts.chat import ChatTokenizer
 from prefixtree.rollouts.picture_messages import FIRST_PICTURE, has_pictures
 from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
@@ -153,7 +153,7 @@ def _lines(
             if not hasattr(file, "peek"):
                 stream = io.BufferedReader(stream)
             magic = stream.peek(4)[:4]
-            if magic == parquet.MAGIC:
+            if magic == datasets.MAGIC:
                 yield from _parquet_rows(source, file)
                 return
             if magic[:2] == _GZIP_MAGIC:
@@ -198,7 +198,7 @@ def _parquet_rows(source: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, 
         raise InputError("<stdin>: parquet is read from its end; give the file's name")
     file.seek(0)
     try:
-        yield from parquet.read_rows(file, _FIELDS)
+        yield from datasets.read_rows(file, _FIELDS)
     except ImportError:
         raise InputError(
             f"{source}: parquet needs pyarrow; pip install 'prefixtree-attention[parquet]'"

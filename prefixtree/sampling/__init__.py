@@ -8,8 +8,7 @@ samples = rows.samples()
 """
 
 from prefixtree.sampling.draws import Draws
-from prefixtree.sampling.rows import Rows
+from prefixtree.sampling.rows import Rows, Samples
 from prefixtree.sampling.sampler import TreeSampler
-from prefixtree.sampling.samples import Samples
 
 __all__ = ["Draws", "Rows", "Samples", "TreeSampler"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from prefixtree._numbers import integer, number
-from prefixtree.kernels.packages import installed
+from prefixtree.kernels.runtime import installed
 
 # of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64

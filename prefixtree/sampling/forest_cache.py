@@ -1,15 +1,22 @@
-"""`ForestCache`: the keys and values of a growing forest, attention over them, and rows' states.
+"""`ForestCache`: the keys and values of a growing forest, attention over them, and what rows keep
+of recurrent layers, in slots (`StatePools`).
 
 It reaches the attention function as one more keyword, `forest_cache`. A prefill is a forward over
 the packed forest (`tree_mask`), whose keys and values are kept here. In later forwards the new
 tokens of all rows stand in ONE row, as those of packed forests do.
 
-Legend: B new tokens, T packed tokens, C keys of the pool, H query heads (Hk of keys), D and Dv head
-dims.
+A slot holds, per layer, the state behind a token and the W - 1 inputs of the convolution up to it.
+Rows that branched have one slot until they move on: a forward reads a row's source slot and
+writes its target slot (`GrowingForest`). Slot 0 is spare: rows behind a batch read it.
+
+Legend: B rows of a decode step or new tokens of rows, T packed tokens, C keys of the pool, S slots,
+H heads (Hk of keys), D and Dv head dims of attention (in states K and V, and D channels), W taps.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +25,308 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import DecodeWork
-from prefixtree.sampling.state_pools import StatePools
+from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
+from prefixtree.kernels.recurrence.protocol import RowSlots
+from prefixtree.packing.copies import move
+from prefixtree.packing.mask import StateBorders, TreeMask
+
+# ---- states, in slots ----------------------------------------------------------------------------
+
+
+def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A new tensor, uninitialised."""
+    return like.new_empty(shape)
+
+
+class _Kind:
+    """Pools of one kind, in the order of the calls of a forward."""
+
+    def __init__(self) -> None:
+        self.pools: list[torch.Tensor] = []
+        self.calls = 0
+
+    def next(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The pool of a call, whose slots have this shape and dtype."""
+        pool = self.pools[self.calls] if self.calls < len(self.pools) else None
+        if pool is None or pool.shape[1:] != shape:
+            raise UnsupportedError(
+                f"{name} call {self.calls} of this forward (slots of {list(shape)}) was not made "
+                "in the prefill: the model computes other recurrent layers for fewer tokens"
+            )
+        if pool.dtype != dtype:
+            raise UnsupportedError(
+                f"the rows' {name} were kept in {pool.dtype}, and this forward has {dtype}: run "
+                "all calls within the same torch.autocast, or none"
+            )
+        self.calls += 1
+        return pool
+
+
+class _Ends:
+    """Of a prefill: the tokens behind which rows go on, and their slots."""
+
+    def __init__(self, mask: TreeMask, last: np.ndarray, slots: np.ndarray) -> None:
+        tokens, first = np.unique(last, return_index=True)
+        self.mask, self.borders = mask, StateBorders(mask, exits=tokens)
+        self.slots = move(torch.from_numpy(slots[first]), mask.device)
+        self._tokens = move(torch.from_numpy(tokens), mask.device)
+
+    def tails(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """[F, W - 1, D] of x [T, D]; zeros before a root."""
+        tables = self.mask.host.segment_tables(x.device)
+        above = tables.taps(width).ancestors[: width - 1, self._tokens].flip(0).t()
+        return x[above.clamp(min=0)].masked_fill((above < 0)[..., None], 0)
+
+
+class _Chains:
+    """Several new tokens of each row: chains that states enter, and that they leave."""
+
+    def __init__(self, counts: np.ndarray, source: np.ndarray, target: np.ndarray, device: Any):
+        self._counts, self._device = counts, device
+        self.source, self.target = (
+            move(torch.from_numpy(slots), device) for slots in (source, target)
+        )
+        mask, ends = self._mask(counts), np.cumsum(counts)
+        self.borders = StateBorders(mask, entries=ends - counts, exits=ends - 1)
+        self._widths: dict[int, tuple[TreeMask, torch.Tensor, torch.Tensor]] = {}
+
+    def _mask(self, counts: np.ndarray) -> TreeMask:
+        ends = np.repeat(np.cumsum(counts), counts).astype(np.int32)
+        return TreeMask(ends).to(self._device)
+
+    def behind_tails(self, width: int) -> tuple[TreeMask, torch.Tensor, torch.Tensor]:
+        """Each row's tail and its new tokens as a chain: their mask, the places of the new tokens
+        [B], and of what is the tail behind them [rows, W - 1]."""
+        if width not in self._widths:
+            counts = self._counts + width - 1
+            is_new = np.arange(counts.sum()) >= np.repeat(
+                np.cumsum(counts) - counts + width - 1, counts
+            )
+            tails = np.cumsum(counts)[:, None] - np.arange(width - 1, 0, -1)
+            new, tail = (
+                move(torch.from_numpy(x), self._device) for x in (is_new.nonzero()[0], tails)
+            )
+            self._widths[width] = self._mask(counts), new, tail
+        return self._widths[width]
+
+
+class StatePools:
+    """A pool of states, or of tails, per call of a recurrent layer's functions.
+
+    Calls are told apart by their order, as those of attention are. Empty for a model without
+    recurrent layers.
+    """
+
+    def __init__(self) -> None:
+        self._states, self._tails = _Kind(), _Kind()
+        self._slots = 1
+        # what the calls of the forward are
+        self._now: _Ends | _Chains | RowSlots | None = None
+        self._filling = False
+
+    def begin_prefill(self, mask: TreeMask, last: np.ndarray, slots: np.ndarray) -> None:
+        """The next forward is over a packed forest.
+
+        Args:
+            mask: its mask.
+            last: int64 [rows], the token that each row goes on behind.
+            slots: int64 [rows], of the states behind these tokens.
+        """
+        self._now, self._filling = _Ends(mask, last, slots), True
+        self._slots = max(self._slots, int(slots.max(initial=0)) + 1)
+        self._states.calls = self._tails.calls = 0
+
+    def read(self, counts: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
+        """The next forward is of counts[i] new tokens for row i, one row behind the other."""
+        device = self._device
+        if device is None:
+            return
+        if (counts == 1).all():
+            read, write = (move(torch.from_numpy(x), device) for x in (source, target))
+            live = torch.ones_like(read, dtype=torch.bool)
+            self.resume(RowSlots(read, write, live))
+            return
+        self._now = _Chains(counts, source, target, device)
+
+    def resume(self, rows: RowSlots) -> None:
+        """The next forwards are of one token for each of these rows."""
+        self._now = rows
+
+    def end(self) -> None:
+        """Ends a forward: rows that went on read next what they wrote.
+
+        Raises:
+            UnsupportedError: fewer calls than in the prefill.
+        """
+        for name, kind in (("state", self._states), ("convolution", self._tails)):
+            calls, kind.calls = kind.calls, 0
+            if self._filling:
+                del kind.pools[calls:]
+            elif calls != len(kind.pools):
+                raise UnsupportedError(
+                    f"{calls} {name} calls of a forward went on from the rows' slots, and "
+                    f"{len(kind.pools)} kept some in the prefill: the other layers mixed rows (a "
+                    "replaced module or a patched forward)"
+                )
+        self._filling = False
+        if isinstance(self._now, RowSlots) and self._all:
+            rows = self._now
+            rows.source.copy_(torch.where(rows.live, rows.target, rows.source))
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the pools. Other ones are made where there are more slots."""
+        return [pool.data_ptr() for pool in self._all]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, over all layers."""
+        return sum(pool[0].nbytes for pool in self._all if len(pool))
+
+    @property
+    def _all(self) -> list[torch.Tensor]:
+        return self._states.pools + self._tails.pools
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((pool.device for pool in self._all), None)
+
+    def hold(self, slots: int) -> None:
+        """Makes room for so many slots, the spare one among them; what slots hold stays.
+
+        Raises:
+            MemoryError: the device has less.
+        """
+        if slots <= self._slots or not self._all:
+            return
+        # not anew for every row that comes
+        step = 1 << max(0, slots.bit_length() - 4)
+        self._slots = -(-slots // step) * step
+        try:
+            for kind in (self._states, self._tails):
+                for at, pool in enumerate(kind.pools):
+                    if len(pool) < self._slots:
+                        larger = self._made(pool, tuple(pool.shape[1:]))
+                        larger[: len(pool)] = pool
+                        # at last, so that an interruption loses nothing
+                        kind.pools[at] = larger
+        except MemoryError:
+            self._slots = min(len(pool) for pool in self._all)
+            raise
+
+    def _made(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A new pool in the dtype of `like`."""
+        try:
+            pool = empty(like, self._slots, *shape)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+                raise
+            of_slot = self.slot_bytes or like.itemsize * math.prod(shape)
+            least = "at least " * self._filling
+            raise MemoryError(
+                f"{self._slots - 1:,} states of rows, {of_slot / 1e6:,.1f} MB each, need {least}"
+                f"{self._slots * of_slot / 1e9:,.1f} GB: drop rows, or sample fewer at a time "
+                "(generate(rows=))"
+            ) from error
+        # of rows behind a batch
+        pool[0] = 0
+        return pool
+
+    def _keep(self, kind: _Kind, kept: torch.Tensor) -> None:
+        """Keeps what one call of a prefill leaves at the rows' ends: [F, ..]."""
+        assert isinstance(self._now, _Ends)
+        if kind.calls == len(kind.pools):
+            kind.pools.append(kept.new_empty(0))
+        pool, shape = kind.pools[kind.calls], tuple(kept.shape[1:])
+        alike = (pool.dtype, pool.device, pool.shape[1:]) == (kept.dtype, kept.device, shape)
+        if not alike or len(pool) < self._slots:
+            # the old one is of no use any more: its memory may be needed
+            kind.pools[kind.calls] = kept.new_empty(0)
+            kind.pools[kind.calls] = pool = self._made(kept, shape)
+        pool.index_copy_(0, self._now.slots, kept)
+        kind.calls += 1
+
+    # ---- calls of layers ---------------------------------------------------------------------
+
+    # which pool is a call's changes from layer to layer, so a compiled layer ends a graph here
+    @torch.compiler.disable
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """`tree_conv` of a prefill, or of rows' new tokens behind their tails.
+
+        Args:
+            x: [T or B, D]. weight, bias, activation: as `tree_conv` takes them.
+
+        Returns:
+            As x.
+
+        Raises:
+            UnsupportedError: calls that the prefill did not make.
+        """
+        now, width = self._now, weight.shape[1]
+        if isinstance(now, _Ends):
+            out = tree_conv(x, weight, bias, now.mask, activation)
+            self._keep(self._tails, now.tails(x, width))
+            return out
+        pool = self._tails.next("convolution", (width - 1, x.shape[1]), x.dtype)
+        if isinstance(now, RowSlots):
+            return conv_step(x, weight, bias, pool, now, activation is not None)
+        assert now is not None
+        mask, new, tails = now.behind_tails(width)
+        together = x.new_empty(mask.num_tokens, x.shape[1])
+        is_tail = torch.ones(len(together), dtype=torch.bool, device=x.device)
+        is_tail[new] = False
+        together[is_tail] = pool[now.source].flatten(0, 1)
+        together[new] = x
+        pool.index_copy_(0, now.target, together[tails])
+        return tree_conv(together, weight, bias, mask, activation)[new]
+
+    @torch.compiler.disable
+    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`tree_delta_rule` (query, key, value, g, beta) of a prefill, or of rows' new tokens."""
+        _, key, value, *_ = tensors
+        shape = value.shape[1], key.shape[2], value.shape[2]
+        return self._rule(tree_delta_rule, delta_rule_step, tensors, shape, value.dtype, options)
+
+    @torch.compiler.disable
+    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`tree_ssd` (x, dt, A, B, C) of a prefill, or of rows' new tokens."""
+        x, _, _, B, _ = tensors
+        shape = x.shape[1], B.shape[2], x.shape[2]
+        return self._rule(tree_ssd, ssd_step, tensors, shape, x.dtype, options)
+
+    def _rule(
+        self,
+        whole: Callable[..., Any],
+        step: Callable[..., torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        now = self._now
+        if isinstance(now, _Ends):
+            out, final = whole(*tensors, now.borders, **options)
+            self._keep(self._states, final)
+            return out
+        pool = self._states.next("state", shape, torch.promote_types(dtype, torch.float32))
+        if isinstance(now, RowSlots):
+            return step(*tensors, pool, now, **options)
+        assert now is not None
+        out, final = whole(*tensors, now.borders, initial=pool[now.source], **options)
+        pool.index_copy_(0, now.target, final)
+        return out
+
+
+# ---- keys and values -----------------------------------------------------------------------------
 
 # by sliding window
 Works = dict[int | None, DecodeWork]

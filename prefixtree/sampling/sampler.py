@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from prefixtree._hints import with_hints
+from prefixtree.errors import with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.copies import lasting
 from prefixtree.packing.layout import pack
-from prefixtree.packing.transfers import lasting
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest
-from prefixtree.sampling.rows import Rows, stop_tokens
-from prefixtree.sampling.samples import Piece, Row, Samples
+from prefixtree.sampling.rows import Piece, Row, Rows, Samples, stop_tokens
 from prefixtree.sampling.step import Steps
 
 

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from prefixtree.kernels.recurrence.protocol import RowSlots
-from prefixtree.packing.transfers import move
+from prefixtree.packing.copies import move
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forest_cache import Works
-from prefixtree.sampling.forward import CachedForward
-from prefixtree.sampling.graphs import StepGraphs
+from prefixtree.sampling.forward import CachedForward, StepGraphs
 
 # drawn tokens per row that are on the device at once
 _KEPT = 16

@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
 from prefixtree._numbers import to_numpy
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import check_loaded, transformer_of
 from prefixtree.models.layers import device_of
 from prefixtree.packing.batch_layout import BatchLayout
+from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.packing.transfers import move
 from prefixtree.pictures import Pictures
 from prefixtree.scoring.logprobs import sequence_logprobs
 

@@ -1,10 +1,12 @@
-"""The part of a packed forest that this process computes: all, or a rank's part in a group.
+"""The part of a packed forest that this process computes: all, or a rank's part in a group; and the
+facts that ranks of a group must have alike before they compute a forest together.
 
 Legend: U scored edges, one per temperature, n ranks of the group.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,10 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from prefixtree.errors import refuse
 from prefixtree.models.families import ROUTES, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.vision import EncodedPictures, PlacedPictures
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import Parts, agree
@@ -25,31 +28,135 @@ from prefixtree.parallel.heads import HeadsMask
 from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
 from prefixtree.parallel.state_heads import StatesOfRanks, state_heads_problem
 from prefixtree.pictures import Pictures
-from prefixtree.planning.model_cost import state_heads
+from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
+from prefixtree.planning.model_cost import model_cost, state_heads
 from prefixtree.planning.parts import Part
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.recompute.forward import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.group_agreement import (
-    FACTS,
-    costs_of,
-    parts_of_forest,
-    parts_of_model,
-    parts_of_pictures,
-    parts_of_scores,
-    parts_of_state,
-)
-from prefixtree.scoring.group_refusals import (
+from prefixtree.scoring.refusals import (
+    GROUPS,
     GroupMode,
     check_averages,
     check_mode,
-    check_served,
     heads_of,
 )
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# ---- what ranks must have alike ------------------------------------------------------------------
+
+#: What ranks must have alike -> how the message begins where they have not.
+FACTS = {
+    "forest": (
+        "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
+        "with other data belong to other groups)"
+    ),
+    "loss_mask": "the ranks of a group must score the same tokens",
+    "temperature": "the ranks of a group must score the same tokens at the same temperatures",
+    "pictures": (
+        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
+    ),
+    "model": "the ranks of a group must have the same model",
+    "options": "the ranks of a group must make the same call, of models in the same state",
+    # it follows from all of these
+    "division": "the ranks of a group must divide the tokens alike, in the same versions of all",
+}
+
+
+# by model: reading a configuration takes longer than dividing a forest
+_known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, BorrowCost]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def costs_of(model: Any) -> tuple[CostModel, BorrowCost]:
+    if model not in _known_costs:
+        cost = model_cost(model.config)
+        _known_costs[model] = cost_model_of(cost), borrow_cost_of(cost)
+    return _known_costs[model]
+
+
+def parts_of_forest(packed: PackedForest) -> Parts:
+    """Of a forest, the parts that ranks of a group must have alike."""
+    forest = packed.forest
+    return {
+        "its number of packed tokens": packed.num_tokens,
+        "its token ids": forest.tokens,
+        "its nodes' parents": forest.node_parent,
+        "its nodes' lengths": forest.node_start,
+        "the order of its sequences": forest.sequence_node,
+        "its recorded routes": forest.routes,
+    }
+
+
+def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
+    """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
+    if found is None:
+        return {"loss_mask": {}, "temperature": {}}
+    is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
+    is_scored[found.token] = True
+    temperature = found.temperature
+    first = np.flatnonzero(temperature != np.append(np.nan, temperature[:-1]))
+    # by temperature; with one, the loss mask says which edges
+    edges = found.token.astype(np.int32) if len(first) > 1 else None
+    return {
+        "loss_mask": {"loss_mask": np.packbits(is_scored)},
+        "temperature": {
+            "temperature": temperature[first],
+            "the edges of each": edges,
+            "where each begins": first,
+        },
+    }
+
+
+def parts_of_pictures(placed: PlacedPictures | None) -> Parts:
+    if placed is None:
+        return {}
+    parts: dict[str, Any] = {"whether they are passed": True}
+    for n in np.unique(placed.placements.number).tolist():
+        picture = placed.pictures.distinct[n]
+        parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
+        # a hash says nothing to readers
+        key: Any = picture.key
+        key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
+        parts[f"the pixels of picture {n}"] = key
+    return parts
+
+
+def parts_of_model(model: Any) -> Parts:
+    costs = {name: value for cost in costs_of(model) for name, value in vars(cost).items()}
+    return {f"{name} by its configuration": value for name, value in costs.items()} | {
+        f"dtype of {name}": p.dtype for name, p in model.named_parameters()
+    }
+
+
+def parts_of_state(model: Any, packed: PackedForest) -> Parts:
+    """The state that decides which collectives a forward and a backward have, and their dtype."""
+    kind, mask = packed.device.type, packed.mask
+    config = model.config.get_text_config()
+    parts = {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        "model.training": model.training,
+        "config.output_router_logits": getattr(config, "output_router_logits", None),
+        "backend of the packed forest": mask.backend,
+        "deterministic of the packed forest": mask.deterministic,
+    }
+    switch = "gradient_checkpointing"
+    for name, module in model.named_modules():
+        # of an instance or its class: getattr of what modules do not have takes longer
+        found = vars(module).get(switch, getattr(type(module), switch, None))
+        parts[f"{switch} of {name or 'the model'}"] = found
+    for name, parameter in model.named_parameters():
+        parts[f"requires_grad of {name}"] = parameter.requires_grad
+    return parts
+
+
+# ---- the part of a rank --------------------------------------------------------------------------
 
 #: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
 #: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
@@ -375,7 +482,7 @@ def _part_of_rank(
 
     def prepare() -> tuple[tuple[Any, _Local], dict[str, Parts]]:
         inner, found = check()
-        check_served(model)
+        refuse(GROUPS, model)
         # what one layer refuses, all ranks do
         prepare_states(inner)
         check_averages(model, group)

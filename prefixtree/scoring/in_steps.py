@@ -1,7 +1,8 @@
 """A packed forest scored in steps through a model: `sequence_logprobs(max_tokens=)`.
 
 Here stands what steps need of the model: how large they may be, which wrappers run them, and how
-ranks agree on their number. How steps borrow from one another is in `parallel.steps`.
+ranks agree on their number. How steps run is in `parallel.steps`, and what they hand on in
+`parallel.ledger`.
 """
 
 from __future__ import annotations
@@ -17,35 +18,34 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.models.changes import changing
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
+from prefixtree.errors import ForestError, UnsupportedError, refuse, with_hints
+from prefixtree.models.changes import ModelStamp, changing
+from prefixtree.models.checks import check_loaded, transformer_of, warn_of_hooks
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
-from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
-from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.transfers import move
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.states import part_mask
+from prefixtree.parallel.steps import StepRun, run_in_steps
+from prefixtree.planning import schedule
+from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.in_groups import LocalPart, Rows, of_tokens, part_inputs
+from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS
 
 #: Calls the model once: (mask, keywords, edges, own packed tokens) -> `Rows`.
 Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges, np.ndarray | None], Rows]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
-_INSTEAD = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
 # tokens between which the memory of a token is read off
 _FEW, _MANY = 1 << 12, 1 << 13
 
@@ -57,12 +57,7 @@ def check_call(model: nn.Module, recompute: Recompute) -> None:
         UnsupportedError: with what stands in the way and the way to mend it.
         ValueError: recompute="auto".
     """
-    if runs_deepspeed(model):
-        # its ranks cannot agree on a number of steps
-        raise UnsupportedError(
-            "DeepSpeed counts one backward per micro-batch, and steps have several: use FSDP2, or "
-            f"{_INSTEAD}"
-        )
+    refuse(STEPS, model)
     if recompute == "auto":
         raise ValueError(
             "recompute='auto' plans for a forest in one forward; with max_tokens the budget bounds "
@@ -70,29 +65,10 @@ def check_call(model: nn.Module, recompute: Recompute) -> None:
         )
 
 
-def check_static_graph(model: nn.Module, feature: str, instead: str) -> None:
-    """Refuses what is not verified with several backwards per update.
-
-    Args:
-        model: wrapped or not.
-        feature: what has them, in the plural.
-        instead: what to do without it.
-
-    Raises:
-        UnsupportedError: DDP with static_graph.
-    """
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise UnsupportedError(
-                "DistributedDataParallel with static_graph=True expects one backward per update, "
-                f"and {feature} have several: leave static_graph at False, or {instead}"
-            )
-
-
 def _refusal(model: nn.Module) -> UnsupportedError | None:
     """Why a forest cannot be computed in several steps; None where it can."""
     try:
-        check_static_graph(model, "steps", _INSTEAD)
+        refuse(SEVERAL_STEPS, model)
     except UnsupportedError as refusal:
         return refusal
     return None
@@ -205,7 +181,7 @@ def scores_in_steps(
 
     Raises:
         UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
-            `check_static_graph`.
+            `SEVERAL_STEPS`.
         ForestError: steps that are refused or do not fit, on another rank.
     """
     device = packed.device
@@ -255,7 +231,7 @@ def scores_in_steps(
     inputs = {f"packed.{n}, or what shares its memory,": x for n, _, x in of_tokens(whole.inputs)}
     stamp = ModelStamp(model, inputs | pixels, for_backward=True) if trains else None
 
-    def compute(step: int | None, exchanges: StepExchanges | None) -> Rows:
+    def compute(step: int | None, exchanges: PartExchanges | None) -> Rows:
         with wrapped.as_in_the_forward(is_last=step == 0):
             if step is None or exchanges is None:
                 dummy = dummy_of(packed)
@@ -264,9 +240,7 @@ def scores_in_steps(
                 of_dummy = forward_inputs(dummy, causal_lm.config)
                 return forward(dummy.mask, of_dummy, nothing, np.empty(0, np.int64))
             part = steps[step]
-            of_part = part_inputs(
-                whole.inputs, part, PartMask(part, exchanges, exchanges.states_of)
-            )
+            of_part = part_inputs(whole.inputs, part, part_mask(exchanges))
             scored_here = edges_on_device(packed, found, *scored[step])
             return forward(part.mask, of_part, scored_here, part.own_tokens)
 
@@ -278,8 +252,9 @@ def scores_in_steps(
                 "within the same adapters and mode), or score again after it"
             )
 
-    store = LoanStore(steps, trains, on_host)
-    run = StepRun(store, places, compute, num_runs, check)
+    events = schedule.steps(num_runs, trains)
+    ledger = Ledger(steps, events, parks=True, on_host=on_host)
+    run = StepRun(ledger, places, compute, check)
     rows = run_in_steps(run, device, trains)
     if stamp is not None:
         stamp.settle()

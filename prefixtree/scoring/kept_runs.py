@@ -5,8 +5,8 @@ values (in recurrent layers its states) in every layer, and what the model gives
 leaves; its backward runs at once and adds to their gradients in float32. Behind the backward of the
 last micro-batch that borrows from it, the trunk's own backward runs. So every distinct token is
 computed once per rank, for a loss that is a sum over micro-batches. How parts lend and return is in
-`parallel.steps`, which parts there are in `planning.trunks`, and what the model gives of a part in
-`scoring.kept_trunks` and `scoring.kept_values`.
+`parallel.ledger`, which parts there are in `planning.trunks`, and what the model gives of a part in
+`scoring.kept_trunks`.
 
 Legend: S sequences that were planned, U units that get a row.
 """
@@ -20,35 +20,35 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.models.checks import check_loaded, runs_deepspeed, transformer_of
+from prefixtree.errors import ForestError, refuse
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
+from prefixtree.models.changes import ModelStamp
+from prefixtree.models.checks import check_loaded, transformer_of, warn_of_hooks
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.gradient_warnings import warn_of_hooks
 from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
-from prefixtree.models.stamp import ModelStamp
 from prefixtree.models.vision import PlacedPictures
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.lockstep import BACKWARD, FORWARD, agree_on_order
-from prefixtree.parallel.steps import LoanStore, StepExchanges
+from prefixtree.parallel.agreement import BACKWARD, FORWARD, agree_on_order, order_of
+from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.states import part_mask
+from prefixtree.planning import schedule
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.recompute.kept_modes import RecomputeTrunks, modes_of
 from prefixtree.recompute.picture_work import RUN
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import part_inputs
-from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
-from prefixtree.scoring.kept_modes import RecomputeTrunks, modes_of
+from prefixtree.scoring.in_steps import Wrapped, dummy_of
+from prefixtree.scoring.refusals import KEPT_TRUNKS
 
-_INSTEAD = "leave kept trunks out and score each micro-batch by itself"
 # what cuts a forest, where it matters how long sequences are
 KEPT = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
@@ -117,25 +117,9 @@ def check_kept(model: nn.Module) -> None:
     Raises:
         UnsupportedError: with what stands in the way and the way to mend it.
     """
-    if runs_deepspeed(model):
-        raise UnsupportedError(
-            "DeepSpeed counts one backward per micro-batch, and kept trunks add their own: use "
-            f"FSDP2, or {_INSTEAD}"
-        )
     if compresses_keys(transformer_of(model).config.get_text_config()):
         raise not_handed_on()
-    check_static_graph(model, "kept trunks", _INSTEAD)
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise UnsupportedError(
-                "FSDP1 is not verified with kept trunks, whose forwards do not each meet their "
-                f"backward at once: use FSDP2 (fully_shard), or {_INSTEAD}"
-            )
-        if getattr(module, "_is_hooked", False):
-            raise UnsupportedError(
-                f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
-                f"kept trunks: {_INSTEAD}"
-            )
+    refuse(KEPT_TRUNKS, model)
 
 
 class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
@@ -172,6 +156,8 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._is_over = False
         # by trunk: its scores, and the leaf in their place
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # the part of a micro-batch, or a dummy, and its scores; None where trunks own all
+        self._own: tuple[int, torch.Tensor] | None = None
         # scores of dummies that wait for their backward
         self._waiting: list[torch.Tensor] = []
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -179,7 +165,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         problem, order = None, None
         try:
             self._prepare(prepare, modes)
-            order = "".join(self._order_of_runs()) if groups else ""
+            order = order_of(self._schedule) if groups else ""
         except Exception as failure:
             # raised once the others know
             problem = failure
@@ -238,12 +224,19 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         counts = [len(which) for which, _ in self._scored]
         given = *modes, self._forward.options, self._trains, self._forward.placed
         self._modes = modes_of(model, trunks, self._steps, counts, *given)
+        spans = () if trunks is None else trunks.spans
+        again = self._modes.runs_again
+        self._schedule = schedule.kept(spans, len(batches), self._trains, again)
+        # what is left of it, by place
+        self._events = iter(enumerate(self._schedule))
         for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
             # what each forward would refuse
             recomputed_forward(model, self._transformer, packed, 0, mode)
-        self._store: LoanStore | None = None
+        self._ledger: Ledger | None = None
         if trunks is not None and self._steps is not None:
-            self._store = LoanStore(self._steps, keeps=False, on_host=trunks.stats.on_host)
+            # trunks are read again and again: what they lend stays where it is
+            on_host = trunks.stats.on_host
+            self._ledger = Ledger(self._steps, self._schedule, parks=False, on_host=on_host)
         self._stamp: ModelStamp | None = None
         if self._trains:
             # what layers that are recomputed read
@@ -252,19 +245,6 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             placed = self._forward.placed
             read |= {} if placed is None else placed.pixels()
             self._stamp = ModelStamp(model, read, for_backward=True)
-
-    def _order_of_runs(self) -> Iterator[str]:
-        """The forwards and backwards of this rank, in order."""
-        backward = BACKWARD if self._trains else ""
-        for at, batch in enumerate(self._batches):
-            if self._trunks is None or batch.is_empty:
-                yield FORWARD + backward
-                continue
-            yield FORWARD * len(self._trunks.starting(at))
-            if self._trunks.part_of(at) is not None:
-                yield FORWARD + backward
-            again = FORWARD if self._modes.runs_again and self._trains else ""
-            yield (again + backward) * len(self._trunks.ending(at))
 
     # ---- turns -----------------------------------------------------------------------------------
 
@@ -275,12 +255,12 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
                 "has ended"
             )
         self._end_turn()
-        if self._at + 1 == len(self._batches):
+        self._turn = turn = _Turn()
+        if not self._run_on(turn):
+            self._turn = None
             raise StopIteration
         self._at += 1
-        batch = self._batches[self._at]
-        self._turn = _Turn()
-        return batch, self._scores(batch, self._turn)
+        return self._batches[self._at], self._scores(turn)
 
     def finish(self) -> None:
         """Behind the last micro-batch: what is left to run.
@@ -294,6 +274,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
                 f"{left} of {len(self._batches)} micro-batches were not scored when the block of "
                 "kept trunks ended: go through all of them, also through empty ones"
             )
+        self._run_on(_Turn())
         self._run_dummies(None)
         copied = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
         if self._trains and any(module.require_backward_grad_sync for module in copied):
@@ -307,13 +288,14 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._is_over = True
         if self._turn is not None:
             self._turn.end()
-        if self._store is not None:
-            self._store.clear()
+        if self._ledger is not None:
+            self._ledger.clear()
         self._graphs.clear()
         self._waiting.clear()
+        self._own = None
 
     def _end_turn(self) -> None:
-        """Behind the backward of a micro-batch: those of trunks that nobody needs any more."""
+        """Behind the backward of a micro-batch: whether it ran, and as it should."""
         self._check()
         if self._turn is None:
             return
@@ -332,37 +314,36 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             )
         self._turn.end()
         self._turn = None
-        if self._trunks is None or self._store is None:
+        if self._trunks is None or self._trains:
             return
-        for part in self._trunks.ending(self._at):
-            self._store.end(part)
-            scores, leaf = self._graphs.pop(part)
-            if self._trains:
-                if self._modes.runs_again:
-                    self._run_dummies(FORWARD)
-                    scores = self._run_part(part, self._store.borrowing(part))
-                self._run_dummies(BACKWARD)
-                _backward(scores, leaf.grad)
-                self._store.close(part)
-                # an optimizer may run in a hook
-                self._check()
+        for part, span in enumerate(self._trunks.spans):
+            if span.is_trunk and span.last == self._at:
+                del self._graphs[part]
 
-    def _scores(self, batch: MicroBatch, turn: _Turn) -> _Result:
-        """The forwards of a turn."""
-        own, lengths = None, [0]
-        index = GatherIndex(np.empty(0, np.int32), 0, self._device)
-        if self._trunks is None or batch.is_empty:
-            self._run_dummies(FORWARD)
-            scores = own = self._dummy(is_last=False)
-        else:
-            for part in self._trunks.starting(self._at):
-                self._run_trunk(part)
-            if (part_of := self._trunks.part_of(self._at)) is not None:
+    def _run_on(self, turn: _Turn) -> bool:
+        """Runs up to the next micro-batch whose scores are given; whether there is one.
+
+        Args:
+            turn: of that one.
+        """
+        for place, (kind, part) in self._events:
+            if kind == schedule.GIVE:
+                return True
+            if kind in (schedule.FORWARD, schedule.KEEP):
                 self._run_dummies(FORWARD)
-                assert self._store is not None
-                turn.exchanges = self._store.borrowing(part_of)
-                own = self._run_part(part_of, turn.exchanges)
-            scores, index, lengths = self._joined(part_of, own)
+                self._run_forward(place, turn)
+            elif kind == schedule.BACKWARD and part != schedule.DUMMY:
+                self._run_backward(place)
+        return False
+
+    def _scores(self, turn: _Turn) -> _Result:
+        """The results of the forwards of a turn."""
+        own, self._own = self._own, None
+        index, lengths = GatherIndex(np.empty(0, np.int32), 0, self._device), [0]
+        if own is not None and own[0] == schedule.DUMMY:
+            scores = own[1]
+        else:
+            scores, index, lengths = self._joined(own)
         if self._stamp is not None and self._at == 0:
             self._stamp.settle()
             warn_of_hooks(self._model, "each micro-batch and each trunk of kept trunks")
@@ -377,7 +358,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         return self._forward.result(scores, index, lengths)
 
     def _joined(
-        self, own: int | None, of_own: torch.Tensor | None
+        self, own: tuple[int, torch.Tensor] | None
     ) -> tuple[torch.Tensor, GatherIndex, list[int]]:
         """The rows of this micro-batch's own units and of its trunks', which sequences read.
 
@@ -392,17 +373,18 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         )
         is_scored = edges >= 0
         parts = np.unique(self._part_of[edges[is_scored]]).tolist()
-        if own is not None and own not in parts:
-            # its graph reaches what it borrows
-            parts.append(own)
+        scores_of = {part: leaf for part, (_, leaf) in self._graphs.items()}
+        if own is not None:
+            scores_of[own[0]] = own[1]
+            if own[0] not in parts:
+                # its graph reaches what it borrows
+                parts.append(own[0])
         first = np.zeros(len(self._scored), np.int64)
         found, count = [], 0
         for part in parts:
-            scores = of_own if part == own else self._graphs[part][1]
-            assert scores is not None
             first[part] = count
-            found.append(scores)
-            count += len(scores)
+            found.append(scores_of[part])
+            count += len(scores_of[part])
         rows = np.full(len(edges), -1, np.int32)
         at = edges[is_scored]
         rows[is_scored] = first[self._part_of[at]] + self._row_of[at]
@@ -415,24 +397,47 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
 
     # ---- runs ------------------------------------------------------------------------------------
 
-    def _run_trunk(self, part: int) -> None:
-        self._run_dummies(FORWARD)
-        assert self._store is not None
-        keeps_graph = self._trains and not self._modes.runs_again
-        graph: Any = nullcontext() if keeps_graph else torch.no_grad()
-        with self._store.keeping(part) as exchanges, graph:
+    def _run_forward(self, place: int, turn: _Turn) -> None:
+        """The forward of a trunk, its second one, or that of a micro-batch's own tokens."""
+        kind, part = self._schedule[place]
+        if part == schedule.DUMMY:
+            self._own = part, self._dummy(is_last=False)
+            return
+        assert self._ledger is not None and self._trunks is not None
+        is_trunk = self._trunks.spans[part].is_trunk
+        keeps = kind == schedule.KEEP
+        # a micro-batch is scored as the caller has it: in the block's mode
+        graph: Any = nullcontext() if keeps or not is_trunk else torch.no_grad()
+        with self._ledger.running(place) as exchanges, graph:
             scores = self._run_part(part, exchanges)
-        # of a forward that runs again it is not known yet
-        trains = scores.requires_grad if keeps_graph else self._trains
-        leaf = scores.detach().requires_grad_(trains)
-        self._graphs[part] = scores, leaf
+        if not is_trunk:
+            turn.exchanges = exchanges
+            self._own = part, scores
+        elif part in self._graphs:
+            self._graphs[part] = scores, self._graphs[part][1]
+        else:
+            # of a forward that runs again it is not known yet
+            trains = scores.requires_grad if keeps else self._trains
+            self._graphs[part] = scores, scores.detach().requires_grad_(trains)
 
-    def _run_part(self, part: int, exchanges: StepExchanges) -> torch.Tensor:
+    def _run_backward(self, place: int) -> None:
+        """That of a trunk; that of a micro-batch ran within its turn."""
+        assert self._ledger is not None
+        trunk = self._graphs.pop(self._schedule[place].at, None)
+        if trunk is not None:
+            self._run_dummies(BACKWARD)
+            scores, leaf = trunk
+            _backward(scores, leaf.grad)
+        self._ledger.end_backward(place)
+        if trunk is not None:
+            # an optimizer may run in a hook
+            self._check()
+
+    def _run_part(self, part: int, exchanges: PartExchanges) -> torch.Tensor:
         """The rows [u, columns] of a part's units."""
         assert self._steps is not None
         tokens = self._steps[part]
-        mask = PartMask(tokens, exchanges, exchanges.states_of)
-        inputs = part_inputs(self._forward.inputs, tokens, mask)
+        inputs = part_inputs(self._forward.inputs, tokens, part_mask(exchanges))
         arguments = *self._scored[part], tokens.own_tokens, self._modes.of_part[part]
         with self._wrapped.as_in_the_forward(is_last=False):
             return self._forward(tokens.mask, inputs, *arguments)
@@ -481,7 +486,7 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self.exchanges: StepExchanges | None = None
+        self.exchanges: PartExchanges | None = None
         self.backwards = self.whole = 0
 
     def watched(self, scores: torch.Tensor) -> torch.Tensor:

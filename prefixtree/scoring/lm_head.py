@@ -1,6 +1,11 @@
 """While a model is scored, its output embedding scores edges and scores stand in for logits.
 
-Legend: P predictors, U scored edges, one per temperature, d hidden size, V vocabulary.
+transformers' tensor parallelism gives an lm_head that it cut along the vocabulary a forward of its
+own, which multiplies by this rank's slice of the weight and, as most plans say, gathers the logits.
+Scores need no gathered logits.
+
+Legend: P predictors, U scored edges, one per temperature, d hidden size, V vocabulary, W rows of a
+slice.
 """
 
 from __future__ import annotations
@@ -16,15 +21,80 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.eager import LogitRule, VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import check_hook
+from prefixtree.models.checks import check_hook, foreign_module
 from prefixtree.models.families import family_of
-from prefixtree.packing.gather import gather
+from prefixtree.models.low_precision import is_plain
+from prefixtree.packing.copies import gather
 from prefixtree.scoring.edges import DeviceEdges
-from prefixtree.scoring.parallel_lm_head import is_linear, sliced_head
+
+# who wrote the forward, and what it wraps: a further wrapper might change logits
+_COLWISE_FORWARD = ("transformers.distributed.tensor_parallel", "torch.nn.modules.linear")
+
+
+@dataclass(frozen=True)
+class SlicedHead:
+    """This rank's slice of an lm_head.
+
+    Attributes:
+        weight: [W, d], with the graph to the parameter.
+        bias: [W] or None.
+        vocabulary: which rows these are.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    vocabulary: VocabularySlice
+
+
+def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead | None:
+    """This rank's slice; None for every lm_head that is not transformers' own split of a linear
+    layer along its rows.
+
+    Called inside the forward, where FSDP2 has put its parameters together and what is left of their
+    sharding is tensor parallelism's.
+
+    Args:
+        lm_head: the output embedding.
+        forward: its forward outside of scoring.
+    """
+    if not is_linear(lm_head) or foreign_module(forward, _COLWISE_FORWARD) is not None:
+        return None
+    weight: Any = lm_head.weight
+    bias: Any = lm_head.bias
+    if not _is_cut_by_rows(weight) or not (bias is None or _is_cut_by_rows(bias)):
+        return None
+    mesh, size = weight.device_mesh, weight.device_mesh.size()
+    # as torch.chunk cuts: the last rank may have fewer rows, or none
+    widest = -(-weight.shape[0] // size)
+    if (size - 1) * widest >= weight.shape[0]:
+        return None
+    vocabulary = VocabularySlice(mesh.get_group(), mesh.get_local_rank() * widest, widest)
+    return SlicedHead(weight.to_local(), None if bias is None else bias.to_local(), vocabulary)
+
+
+def is_linear(lm_head: nn.Module) -> bool:
+    """Whether its class and weight compute what nn.Linear computes; its own `forward` may do
+    something else.
+
+    Sharding wrappers change the class by a subclass of the same forward.
+    """
+    if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+        return False
+    return is_plain(lm_head.weight)
+
+
+def _is_cut_by_rows(parameter: Any) -> bool:
+    if not hasattr(parameter, "placements"):
+        return False
+    from torch.distributed.tensor import Shard
+
+    return tuple(parameter.placements) == (Shard(0),)
+
+
+# ---- scores in the place of logits ---------------------------------------------------------------
 
 
 @dataclass

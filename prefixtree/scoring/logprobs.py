@@ -16,22 +16,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
+from prefixtree.errors import with_hints
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
-from prefixtree.models.gradient_warnings import warn_past_ddp
+from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm, warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
-from prefixtree.models.replay import check_routes, replaying
-from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
+from prefixtree.models.routers import (
+    RouterLoss,
+    check_routes,
+    replaying,
+    router_keywords,
+    router_loss,
+)
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pictures
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import (
@@ -41,10 +45,10 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.group_refusals import GroupMode, check_group_mode
 from prefixtree.scoring.in_groups import Rows, part_of_rank, whole_forest
 from prefixtree.scoring.in_steps import scores_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
+from prefixtree.scoring.refusals import GroupMode, check_group_mode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -29,14 +29,12 @@ from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.rows_alone import check_layers
+from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.same_paths import find_paths
-from prefixtree.packing.transfers import move
+from prefixtree.packing.placements import find_paths
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
-from prefixtree.scoring.edge_source import MEND, ForestEdges, make_handle, rows_in
-from prefixtree.scoring.edges import find_edges
-from prefixtree.scoring.lm_head import check_rows_alone, logit_rule
-from prefixtree.scoring.parallel_lm_head import is_linear
+from prefixtree.scoring.edges import MEND, ForestEdges, find_edges, make_handle, rows_in
+from prefixtree.scoring.lm_head import check_rows_alone, is_linear, logit_rule
 
 _LINEAR = nn.Linear.forward
 

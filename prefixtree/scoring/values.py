@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse, with_hints
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_forest,
@@ -22,9 +21,9 @@ from prefixtree.models.checks import (
     every_layer_attends,
     foreign_module,
     transformer_of,
+    warn_past_ddp,
 )
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.gradient_warnings import warn_past_ddp
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.rows_alone import check_layers
@@ -34,8 +33,8 @@ from prefixtree.parallel.agreement import num_ranks
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
-from prefixtree.scoring.lm_head import check_rows_alone
-from prefixtree.scoring.parallel_lm_head import is_linear
+from prefixtree.scoring.lm_head import check_rows_alone, is_linear
+from prefixtree.scoring.refusals import VALUES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,10 +139,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
             "sequence_logprobs or kept_trunks"
         )
     check_forest(model, classifier, packed, None, divided, sees=False)
-    if getattr(packed.forest, "routes", None) is not None:
-        raise UnsupportedError(
-            "routes of experts are not verified for values: make the forest without routes"
-        )
+    refuse(VALUES, packed.forest)
     return classifier
 
 

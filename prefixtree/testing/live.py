@@ -14,19 +14,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefixtree._hints import with_hints
 from prefixtree._numbers import integers
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.family_table import layer_types_of
 from prefixtree.models.hybrids import prepare
 from prefixtree.models.rows_alone import is_sharded
 from prefixtree.packing.layout import pack
-from prefixtree.testing.choices import chooses_keys
 from prefixtree.testing.compare import Run, run_packed, run_replicated
 from prefixtree.testing.models import EAGER_ALONE
-from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums, float32_convolutions
+from prefixtree.testing.reference import (
+    EAGER_BY_ROWS,
+    FaithfulSums,
+    chooses_keys,
+    float32_convolutions,
+)
 from prefixtree.testing.verify import as_near, compare, float32_limit, random_objective
 
 

@@ -21,8 +21,7 @@ from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.recompute.layers import Mode
 from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.estimate import read_cost, read_memory
-from prefixtree.sharing.picture_counts import measure_pictures
-from prefixtree.testing.choices import Margins, PackedChoices, Replay, chooses_keys
+from prefixtree.sharing.measure import measure_pictures
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -33,7 +32,15 @@ from prefixtree.testing.compare import (
     worst_difference,
 )
 from prefixtree.testing.models import Setting, build, build_as_trained, check_vocabulary
-from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums, float32_convolutions
+from prefixtree.testing.reference import (
+    EAGER_BY_ROWS,
+    FaithfulSums,
+    Margins,
+    PackedChoices,
+    Replay,
+    chooses_keys,
+    float32_convolutions,
+)
 
 if TYPE_CHECKING:
     from prefixtree.recompute.trace import ModelMemory

@@ -36,12 +36,12 @@ from benchmarks.lib import (
 from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
 from prefixtree import compile_layers, plan_micro_batches, tree_attention
-from prefixtree.kernels import index_scores
+from prefixtree.kernels import indexer_kernels
 from prefixtree.kernels.latents import gathered
-from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, agent_rollouts, case_named
 from tests.support.benchmark_runs import result
+from tests.support.hooks import lose_pictures
 
 
 @pytest.mark.full
@@ -425,9 +425,9 @@ def test_sparse(
 def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red where scores are those of other heads; in triton's interpreter."""
     if not is_right:
-        inner = index_scores.index_scores
+        inner = indexer_kernels.index_scores
         turned = lambda q, *rest: inner(q.flip(1), *rest)  # noqa: E731
-        monkeypatch.setattr(index_scores, "index_scores", turned)
+        monkeypatch.setattr(indexer_kernels, "index_scores", turned)
     monkeypatch.setattr(sparse, "run_side", lambda *_: {"forward_ms": 1.0, "backward_ms": 2.0})
     # the interpreter takes minutes for 64 heads of 128
     monkeypatch.setattr(sparse, "INDEXER", (8, 32))
@@ -493,8 +493,7 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pictures_without_their_gradients_are_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repeated = encodings.Encoding._repeated
-    monkeypatch.setattr(encodings.Encoding, "_repeated", lambda *args: repeated(*args).detach())
+    lose_pictures(monkeypatch)
     out = tmp_path / "pictures.json"
     assert pictures.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
     (row,) = result(out)["rows"]

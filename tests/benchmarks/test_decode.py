@@ -18,7 +18,7 @@ from benchmarks.lib import decoding
 from benchmarks.lib.decoding import Inputs, Step
 from benchmarks.lib.shapes import Shape
 from prefixtree import PrefixForest
-from prefixtree.sampling.step import DecodeStep
+from prefixtree.sampling import Draws
 from tests.benchmarks.support import TINY
 from tests.support.benchmark_runs import result
 
@@ -191,16 +191,15 @@ def test_a_wrong_sampler_has_no_times(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "tree.json"
-    right = DecodeStep._draw
+    right = Draws.choose
 
-    def wrong(step: DecodeStep, logits: torch.Tensor) -> None:
+    def wrong(draws: Draws, logits: torch.Tensor, *rows: torch.Tensor) -> Any:
         if mistake == "tokens":
             logits = logits.roll(1, -1)
-        right(step, logits)
-        if mistake == "log-probabilities":
-            step._scores += 1e-3
+        tokens, logprobs, kept = right(draws, logits, *rows)
+        return tokens, logprobs + 1e-3 * (mistake == "log-probabilities"), kept
 
-    monkeypatch.setattr(DecodeStep, "_draw", wrong)
+    monkeypatch.setattr(Draws, "choose", wrong)
     small = [*TINY, "--scale", "0.005", *OURS, "--out", str(out), "--sides", "tree"]
     assert decode_peers.main(small) == 1
     (row,) = result(out)["rows"]

@@ -188,9 +188,9 @@ def test_gpus_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(doctor, "backends", lambda device: (device,))
-    gpus, problem = doctor._gpus()
-    assert (gpus, problem) == ((doctor.Gpu("NVIDIA H200", "9.0", 140 * 2**30),), None)
-    assert doctor.examine().backends == (torch.device("cuda", 0),)
+    found = doctor.examine()
+    assert found.gpus == (doctor.Gpu("NVIDIA H200", "9.0", 140 * 2**30),)
+    assert found.gpu_problem is None and found.backends == (torch.device("cuda", 0),)
 
 
 def test_why_a_build_for_gpus_finds_none(monkeypatch):
@@ -205,7 +205,8 @@ def test_why_a_build_for_gpus_finds_none(monkeypatch):
         (lambda: False, "torch finds none"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", asked)
-        assert doctor._gpus() == ((), expected)
+        found = doctor.examine()
+        assert (found.gpus, found.gpu_problem) == ((), expected)
         assert lines_of(run("doctor"))["GPU"] == f"none: {expected}"
 
 

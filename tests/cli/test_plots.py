@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from prefixtree.demo.browser_rollouts import write_rollouts
-from prefixtree.testing import models
+from prefixtree.demo.browser import write_rollouts
 from tests.support.cli_runs import one_thread, run, run_json
 from tests.support.cli_runs import write_rollouts as write_token_ids
+from tests.support.hooks import put, wrap
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +59,14 @@ def test_report_counts_pictures(command, config, tmp_path):
 
 def test_verify_with_pictures_is_green(command, config, monkeypatch):
     ran = []
-    build = models._build
 
-    def watched(setting, attention):
+    def watched(build, setting, attention):
         model = build(setting, attention)
         of_text, of_vision = model.config.text_config, model.config.vision_config
         ran.append((of_text._attn_implementation, of_vision._attn_implementation))
         return model
 
-    monkeypatch.setattr(models, "_build", watched)
+    wrap(monkeypatch, "model of a setting", watched)
     facts = run_json("verify", *command, "--model", config, "--limit", 3)
     assert ran == [("prefixtree", "sdpa"), ("sdpa", "sdpa"), ("eager_by_rows", "eager")]
     assert facts["passed"] is True
@@ -76,7 +75,7 @@ def test_verify_with_pictures_is_green(command, config, monkeypatch):
 
 
 def test_verify_turns_red_where_pictures_are_taken_for_one(command, config, monkeypatch):
-    monkeypatch.setattr("prefixtree._picture_inputs.picture_key", lambda *_: b"all one")
+    put(monkeypatch, "key of a picture", lambda *_: b"all one")
     facts = run_json("verify", *command, "--model", config, "--limit", 3, exit_code=1)
     assert not facts["checks"]["logprobs"]["passed"]
     assert not facts["checks"]["gradients"]["passed"]

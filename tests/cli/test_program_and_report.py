@@ -13,6 +13,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.sharing.measure import measure
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.cli_runs import run, run_json, write_rollouts
+from tests.support.warm import run_warm
 
 AIRLINE = Path(__file__).parents[3] / "shared" / "data" / "airline_rollouts.jsonl.gz"
 
@@ -50,7 +51,7 @@ def test_an_interrupt_exits_130(monkeypatch, rollout_file):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prefixtree.cli.files.read_rollouts", interrupted)
+    monkeypatch.setattr("prefixtree.cli.console.read_rollouts", interrupted)
     result = run("report", rollout_file)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
@@ -65,7 +66,8 @@ def test_help_and_report_do_not_import_transformers(rollout_file):
             "except SystemExit as e: assert e.code == 0\n"
             "assert not {'transformers', 'networkx', 'matplotlib'} & set(sys.modules)\n"
         )
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+        done = run_warm(code, *arguments)
+        assert done.returncode == 0, done.stderr
 
 
 def test_python_m(rollout_file):

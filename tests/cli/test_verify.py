@@ -12,6 +12,7 @@ import torch
 
 from prefixtree.forest import PrefixForest
 from tests.support.cli_runs import one_thread, run, run_json, write_rollouts
+from tests.support.hooks import limit, put
 from tests.support.models import let_wrong_masks_run
 
 CONFIG = {
@@ -347,7 +348,7 @@ def test_what_trainers_run(monkeypatch, device, dtype, first):
             raise ValueError("this model does not support it")
         return attention
 
-    monkeypatch.setattr(models, "_build", refuse)
+    put(monkeypatch, "model of a setting", refuse)
     assert models.build_as_trained(models.Setting("m", dtype, device)) == "eager"
     assert tried == [first, "sdpa", "eager"][first == "sdpa" :]
 
@@ -400,7 +401,7 @@ def test_the_replicated_run_is_plain_autograd(monkeypatch, config_file):
     model = build(Setting(str(config_file()), device="cpu"), "eager")
     objective = random_objective(sequences, masks, seed=3)
     # chunks of two rows
-    monkeypatch.setattr(compare, "_CPU_CHUNK", 600)
+    limit(monkeypatch, "logits of rows", 600)
     found = compare.run_replicated(model, sequences, objective)
 
     loss = torch.zeros(())

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prefixtree.demo.browser import HEIGHT, WIDTH, Browser
-from prefixtree.demo.browser_rollouts import BRANCHING, TASKS, write_rollouts
+from prefixtree.demo.browser import BRANCHING, HEIGHT, TASKS, WIDTH, Browser, write_rollouts
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 from prefixtree.rollouts.picture_messages import picture_numbers
-from prefixtree.sharing.picture_counts import measure_pictures
+from prefixtree.sharing.measure import measure_pictures
 
 ROOT = Path(__file__).parents[2]
 

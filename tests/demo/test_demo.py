@@ -12,6 +12,7 @@ import torch
 from prefixtree import PrefixForest
 from prefixtree.demo import depot
 from tests.support.cli_runs import one_thread, run, run_json
+from tests.support.hooks import wrap
 
 
 @pytest.fixture(autouse=True)
@@ -217,10 +218,10 @@ def test_the_rollout_in_words_is_one_that_took_its_parcel():
         return turns
 
     lost, won = ["north", "scan", "scan"], ["i move north", "please take", "north"]
-    learnt = demo._learnt([[play(lost)], [play(won), play(lost, 1)], [play(lost)]])
+    learnt = demo.what_was_learnt([[play(lost)], [play(won), play(lost, 1)], [play(lost)]])
     assert learnt["parcels_taken"] == [0, 1, 0]
     # "kettle" is no tool
-    played = demo._learnt([[play(["kettle", "north"])], [play(lost), play(["kettle"])]])
+    played = demo.what_was_learnt([[play(["kettle", "north"])], [play(lost), play(["kettle"])]])
     assert played["tool_calls"] == [1 / 2, 3 / 4]
     best = learnt["best"]
     assert (best["batch"], best["task"], best["reward"], best["taken"]) == (2, 1, 1.0, True)
@@ -228,7 +229,7 @@ def test_the_rollout_in_words_is_one_that_took_its_parcel():
     assert [turn["agent"] for turn in best["turns"]] == ["i move north", "please take"]
     assert best["turns"][1]["depot"].startswith("taken .")
     # where no parcel was taken, the last batch's best
-    best = demo._learnt([[play(lost)], [play(["kettle"]), play(lost)]])["best"]
+    best = demo.what_was_learnt([[play(lost)], [play(["kettle"]), play(lost)]])["best"]
     assert (best["batch"], best["taken"], len(best["turns"])) == (2, False, 3)
 
 
@@ -255,19 +256,16 @@ def test_demo_prints_the_tree_the_verdict_and_what_to_run_next(short_demo, tmp_p
 
 
 def test_demo_turns_red(short_demo, monkeypatch):
-    from prefixtree.demo import training as demo
-
-    original = demo._gradients
     calls = []
 
-    def damaged(model):
-        gradients = original(model)
+    def damaged(real, model):
+        gradients = real(model)
         calls.append(model)
         if len(calls) % 2:  # the packed model's come first
             next(g for g in gradients.values() if g is not None).mul_(1.01)
         return gradients
 
-    monkeypatch.setattr(demo, "_gradients", damaged)
+    wrap(monkeypatch, "gradients in the demo", damaged)
     facts = run_json("demo", exit_code=1)
     assert facts["passed"] is False and facts["speedup"] is None
     assert facts["updates"][0]["differences"]["gradients"] == pytest.approx(0.01, rel=1e-2)
@@ -296,7 +294,7 @@ def test_demo_finds_out_that_it_cannot_draw_before_it_trains(no_training, monkey
 
 
 def test_the_check_of_a_file_leaves_it_as_it_is(tmp_path):
-    from prefixtree.cli.files import check_writable
+    from prefixtree.cli.console import check_writable
 
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     old.write_text("kept\n")

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
-from prefixtree.demo.browser_rollouts import write_rollouts
+from prefixtree.demo.browser import write_rollouts
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 
 _PATH = Path(__file__).parents[2] / "examples" / "browser_pictures.py"

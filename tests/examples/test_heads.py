@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
-from prefixtree.kernels.lm_head import logprobs
+from tests.support.hooks import limit
 from tests.support.models import (
     VOCABULARY,
     Run,
@@ -83,7 +83,7 @@ def test_distillation(model_type, masked, packed, sequences, monkeypatch):
     with counted([teacher.model, student.model]) as calls, LargestTensor() as largest:
         kl = distillation.token_kl(student, teacher, packed, masks, temperature=0.7)
         assert calls() == 2
-    monkeypatch.setattr(logprobs, "_CPU_CHUNK", 8 * VOCABULARY)
+    limit(monkeypatch, "logits", 8 * VOCABULARY)
     with LargestTensor() as chunked:
         kl = distillation.token_kl(student, teacher, packed, masks, temperature=0.7)
     # no logits of all edges in the forward, where chunks are smaller than the forest

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from prefixtree._picture_inputs import _POSITIONS, GRIDS
 from prefixtree.models.vision import alone_inputs
+from tests.support.hooks import inner
 from tests.support.spawn import ROOT
 
 PAGE = ROOT / "docs" / "pictures.md"
@@ -44,4 +44,5 @@ def test_the_page() -> None:
 def test_the_families_named_are_those_that_are_served() -> None:
     cells = re.findall(r"^\| (`[^|]+) \| images", PAGE.read_text(), re.MULTILINE)
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(named) == sorted((*GRIDS, *_POSITIONS))
+    served = (*inner("families with grids"), *inner("families with positions"))
+    assert sorted(named) == sorted(served)

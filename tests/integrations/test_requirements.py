@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefixtree import UnsupportedError
-from prefixtree.integrations import requirements
+from prefixtree.integrations import common
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -37,7 +37,7 @@ def test_a_missing_package_is_named(
         return version_of(name)
 
     # as where none of them is installed
-    monkeypatch.setattr(requirements, "installed", lambda name: False)
+    monkeypatch.setattr(common, "installed", lambda name: False)
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setitem(sys.modules, "megatron", None)
     module = f"prefixtree.integrations.{adapter}"
@@ -56,13 +56,13 @@ def test_another_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import prefixtree.integrations.transformers as adapter
 
     (needed,) = (d for d in PROJECT["dependencies"] if d.startswith("transformers"))
-    bounds = f">={requirements.TRANSFORMERS[0]},<{requirements.TRANSFORMERS[1]}"
+    bounds = f">={common.TRANSFORMERS[0]},<{common.TRANSFORMERS[1]}"
     assert needed == f"transformers{bounds}"
     for version in ("5.5.0", "5.5.0.dev0", "5.23.0", "5.100.1"):
-        requirements.check_transformers(version)
+        common.check_transformers(version)
     for version in ("4.57.1", "5.4.0", "6.0.0", "6.0.0.dev0"):
         with pytest.raises(UnsupportedError, match=f"^transformers {version} is not served: .*5.5"):
-            requirements.check_transformers(version)
+            common.check_transformers(version)
 
     # the adapter asks before it registers anything
     monkeypatch.setattr(transformers, "__version__", "4.57.1")

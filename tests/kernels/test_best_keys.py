@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixtree.kernels import best_keys as kernels
 from prefixtree.kernels import chosen
+from prefixtree.kernels import indexer_kernels as kernels
 from prefixtree.kernels.chosen import from_bits, to_bits, words
+from tests.support.hooks import inner, put
 from tests.support.triton_tiles import DEVICE
 
 INF, NAN = float("inf"), float("nan")
@@ -92,9 +93,10 @@ def test_a_gpu_selects_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randint(-1, 2, (4, 40), generator=torch.Generator().manual_seed(0)).float()
     position = torch.tensor([3, 20, 39, 50])
     want = chosen.best_keys(scores, 7, position)
-    assert chosen._kernels_for(scores) is None
-    assert (chosen._kernels_for(scores.cuda()) is kernels) if DEVICE == "cuda" else True
-    monkeypatch.setattr(chosen, "_kernels_for", lambda scores: kernels)
+    kernels_for = inner("kernels of best keys")
+    assert kernels_for(scores) is None
+    assert (kernels_for(scores.cuda()) is kernels) if DEVICE == "cuda" else True
+    put(monkeypatch, "kernels of best keys", lambda scores: kernels)
     given = scores.to(DEVICE), 7, position.to(DEVICE)
     assert torch.equal(chosen.best_keys(*given).cpu(), want)
     assert torch.equal(chosen.best_bits(*given, 3).cpu(), to_bits(want, 3))
@@ -102,4 +104,6 @@ def test_a_gpu_selects_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_served() -> None:
     scores = torch.zeros(1, device=DEVICE)
-    assert kernels.serves(scores) == (DEVICE == "cuda") and not kernels.serves(scores.double())
+    assert kernels.serves_choice(scores) == (DEVICE == "cuda") and not kernels.serves_choice(
+        scores.double()
+    )

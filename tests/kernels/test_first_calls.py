@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from prefixtree.kernels import first_calls as module
-from prefixtree.kernels.first_calls import first_call, first_calls
+from prefixtree.kernels import operators as module
+from prefixtree.kernels.operators import first_call, first_calls
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixtree.kernels import index_scores
+from prefixtree.kernels import indexer_kernels
 from prefixtree.kernels.chosen import best_keys, to_bits, words
 from prefixtree.packing.host_mask import HostMask
 from tests.conftest import Poison
@@ -46,7 +46,7 @@ def _scores(
 ) -> torch.Tensor:
     rows = slice(first, last)
     q, k, w = q[rows].to(DEVICE), k.to(DEVICE), w[rows].float().to(DEVICE)
-    return index_scores.index_scores(q, k, w, host, first, 0.5).cpu()
+    return indexer_kernels.index_scores(q, k, w, host, first, 0.5).cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,7 +54,7 @@ def _scores(
 def test_scores_and_the_choice_are_exact(heads: int, dim: int, dtype: torch.dtype) -> None:
     for seed in range(3):
         host, inputs = _case(seed, heads, dim, dtype)
-        want, tokens = _by_path(host, *inputs), index_scores.tile_tokens(heads)
+        want, tokens = _by_path(host, *inputs), indexer_kernels.tile_tokens(heads)
         middle = host.num_tokens // 2 // tokens * tokens
         for first, last in ((0, middle), (middle, host.num_tokens)):
             if first == last:
@@ -77,7 +77,7 @@ def test_queries_of_a_part_score_as_those_of_the_forest() -> None:
     want = _scores(host, q, k, w, 0, host.num_tokens)
     runs = [[2, 0, 7], [11, 7, 1], [20, 8, host.num_tokens - 20]]
     part = HostMask(host.subtree_end, np.array(runs))
-    tokens, borders = part.query_tokens, index_scores.tile_borders(part, 24).tolist()
+    tokens, borders = part.query_tokens, indexer_kernels.tile_borders(part, 24).tolist()
     assert borders[:4] == [0, 4, 7, 8] and borders[-1] == part.num_queries
     for first, last in ((0, 7), (7, borders[5]), (borders[5], part.num_queries)):
         got = _scores(part, q[tokens], k, w[tokens], first, last)
@@ -90,7 +90,9 @@ def test_queries_of_a_part_score_as_those_of_the_forest() -> None:
 def test_keys_behind_the_queries_may_hold_anything(poison: Poison) -> None:
     """Those of later chunks, and the columns that nobody wrote: not read, or not kept."""
     host, (q, k, w) = _case(5, 24, 16, DTYPES[1])
-    middle = host.num_tokens // 2 // index_scores.tile_tokens(24) * index_scores.tile_tokens(24)
+    middle = (
+        host.num_tokens // 2 // indexer_kernels.tile_tokens(24) * indexer_kernels.tile_tokens(24)
+    )
     position = torch.from_numpy(host.position[:middle]).long()
     want = best_keys(_scores(host, q, k, w, 0, middle), 7, position)
     k = k.clone()
@@ -110,6 +112,6 @@ def test_scores_by_packed_order_would_not_pass() -> None:
 
 def test_what_is_served() -> None:
     x = torch.zeros(1, device=DEVICE)
-    assert all(index_scores.serves(x.to(dtype), 128) for dtype in DTYPES)
-    assert not index_scores.serves(x.double(), 128)
-    assert not index_scores.serves(x.to(DTYPES[0]), 192)
+    assert all(indexer_kernels.serves_scores(x.to(dtype), 128) for dtype in DTYPES)
+    assert not indexer_kernels.serves_scores(x.double(), 128)
+    assert not indexer_kernels.serves_scores(x.to(DTYPES[0]), 192)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixtree.kernels.packages import installed
+from prefixtree.kernels.runtime import installed
 
 
 def test_a_package_is_there_or_not() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import prefixtree as pt
 from prefixtree import PackedForest
 from prefixtree.kernels.attention import operator
-from prefixtree.models import tower_attention
+from prefixtree.models import tower
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
 from prefixtree.models.vision import tower_of
@@ -174,10 +174,8 @@ def test_a_tower_is_exact_in_float64(model_type, backend):
 
 def test_a_compiled_tower_without_gradient_is_seen(monkeypatch):
     """Its attention is between two graphs."""
-    attend = tower_attention.picture_attention
-    monkeypatch.setattr(
-        tower_attention, "picture_attention", lambda *given: (_cut(attend(*given)[0]), None)
-    )
+    attend = tower.picture_attention
+    monkeypatch.setattr(tower, "picture_attention", lambda *given: (_cut(attend(*given)[0]), None))
     model = picture_cases.build("qwen3_vl")
     compile_layers(model, backend="eager")
     wrong = picture_cases.errors(

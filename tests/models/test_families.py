@@ -18,12 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import prefixtree as pt
 import prefixtree.integrations.transformers as adapter
-from prefixtree.models import attention, families, rope
+from prefixtree.models import families, rope
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES
 from tests.support.family_table import ABOUT, NEWEST, PROOFS, TABLE, TOTAL, refused, states
+from tests.support.hooks import put
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     EVERY_TIME,
@@ -117,14 +118,13 @@ def _turns_keys(model: Any, name: str) -> bool:
 
 
 def _ways() -> list[Any]:
-    """(model_type, checkpointing): every family as it is, and under one of the two kinds of
-    checkpointing in turn, which know nothing of families; under both where layers differ."""
+    """(model_type, checkpointing): every family as it is; under the two kinds of checkpointing,
+    which know nothing of families, those whose layers differ."""
     found = []
-    for number, case in enumerate(_PROVEN):
+    for case in _PROVEN:
         for kind, use_reentrant in _CHECKPOINTING.items():
             (name,) = case.values
-            quick = use_reentrant in (None, bool(number % 2)) or name in EVERY_TIME
-            quick |= "shared keys" in name
+            quick = use_reentrant is None or name in EVERY_TIME or "shared keys" in name
             marks = [*case.marks, *([] if quick else [pytest.mark.full])]
             found.append(pytest.param(name, kind, marks=marks))
     return found
@@ -182,10 +182,10 @@ def test_every_allowed_rope_type_is_proven_here():
     for case in _PROVEN:
         if not case.marks:
             proven |= {
-                kind for kind, _ in rope._ropes(build(*case.values).config.get_text_config())
+                kind for kind, _ in rope.ropes_of(build(*case.values).config.get_text_config())
             }
     # those that depend on lengths are proven in test_rope.py
-    assert proven >= rope._STATIC
+    assert proven >= rope.STATIC
 
 
 @pytest.mark.parametrize("model_type", cases(FAMILIES))
@@ -355,7 +355,7 @@ _WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
 @pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
 def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(attention, "_check_position_ids", lambda *args: None)
+    put(monkeypatch, "check of positions", lambda *args: None)
     subtree_end = _packed().subtree_end.numpy()
     run = run_packed(build(model_type), _with_mask(pt.TreeMask(subtree_end)), _objective())
     assert_same(run, _reference(model_type))
@@ -375,7 +375,7 @@ def test_wrong_masks_do_not_even_pass_the_check_of_positions(wrong):
 
 def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(attention, "_check_position_ids", lambda *args: None)
+    put(monkeypatch, "check of positions", lambda *args: None)
     host = HostMask(_packed().subtree_end.numpy(), None)
     host.position = np.arange(len(host.position), dtype=np.int32)
     mask = pt.TreeMask.__new__(pt.TreeMask)._init(host, torch.device("cpu"), "reference", False)
@@ -431,7 +431,7 @@ def test_a_gradient_of_one_copy_only_turns_it_red():
     assert found.logprob <= 1e-5 < found.gradient
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_other_positions_raise(model_type):
     """The models' own default counts packed tokens: RoPE would be wrong without a trace."""
     model = pt.prepare(build(model_type))

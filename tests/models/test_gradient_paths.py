@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from prefixtree.models.gradient_paths import GradientPaths, _parts_in_order
+from prefixtree.models.layers import GradientPaths, parts_in_order
 from tests.support.family_configs import FAMILIES
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import build, mostly_full, with_random_lora
@@ -18,7 +18,7 @@ from tests.support.models import build, mostly_full, with_random_lora
 def test_parts_run_one_after_another(model_type: str) -> None:
     """What is said of a layer's place rests on it."""
     model = build(model_type, "eager")
-    parts, ran = _parts_in_order(model), []
+    parts, ran = parts_in_order(model), []
     for part in parts:
         part.register_forward_pre_hook(lambda module, args: ran.append(parts.index(module)))
     with torch.no_grad():

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.models import families, hybrids, state_calls
+from prefixtree.models import along_tree, families, hybrids
 from prefixtree.models.along_tree import AlongTree
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
 from tests.support.full import mostly
+from tests.support.hooks import put
 from tests.support.hybrid_cases import (
     FEW,
     Float64,
@@ -161,9 +162,9 @@ _MISTAKES = ["none", "no states", "no gradient", "convolution in packed order"]
 def test_states_that_do_not_follow_the_tree_turn_it_red(
     family: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixtree.models.checks._check_states", lambda *_: None)
+    put(monkeypatch, "check of states", lambda *_: None)
     for name, operator in _by_definition(mistake).items():
-        monkeypatch.setattr(state_calls, name, operator)
+        monkeypatch.setattr(along_tree, name, operator)
     found = _errors(build(family), family)
     print(f"{family}, {mistake}: {found}")
     if mistake == "none":
@@ -187,7 +188,7 @@ def test_layers_that_are_not_prepared_turn_it_red(
     monkeypatch.setattr("prefixtree.models.attention.check_prepared", lambda _: None)
     with pytest.raises(pt.UnsupportedError, match="0 recurrent calls followed the tree"):
         _errors(build(family), family)
-    monkeypatch.setattr("prefixtree.models.checks._check_states", lambda *_: None)
+    put(monkeypatch, "check of states", lambda *_: None)
     assert _errors(build(family), family).logprob > 1e-2
 
 
@@ -195,7 +196,7 @@ def test_layers_that_are_not_prepared_turn_it_red(
 
 
 def _mixers(model: Any) -> list[Any]:
-    return [m for m in model.modules() if hybrids._rules(type(m))]
+    return [m for m in model.modules() if hybrids.rules_of(type(m))]
 
 
 @needs_states
@@ -323,7 +324,7 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
     for layer in _mixers(model):
         forward = hybrids.inspect.unwrap(type(layer).forward)
         loaded = [i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"]
-        assert hybrids._rules(type(layer)) == set(rules) <= set(loaded)
+        assert hybrids.rules_of(type(layer)) == set(rules) <= set(loaded)
         signature = hybrids.inspect.signature(forward)
         assert any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
@@ -371,13 +372,13 @@ def test_gradients_reach_projections_token_by_token(family: str) -> None:
 def test_key_heads_are_no_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older transformers repeat them before the call: ranks would exchange copies."""
     seen = []
-    rule = state_calls.tree_delta_rule
+    rule = along_tree.tree_delta_rule
 
     def note(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> Any:
         seen.append((query.shape[1], key.shape[1]))
         return rule(query, key, *more, **options)
 
-    monkeypatch.setattr(state_calls, "tree_delta_rule", note)
+    monkeypatch.setattr(along_tree, "tree_delta_rule", note)
     model = build(family)
     pt.sequence_logprobs(model, ragged_packed())
     heads = model.config.get_text_config().linear_num_key_heads

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
-from prefixtree.kernels import chosen, index_scores
-from prefixtree.kernels.attention import sdpa
+from prefixtree.kernels import chosen, indexer_kernels
 from prefixtree.models import attention, compressed, indexers, paths
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.sampling import TreeSampler
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.conftest import Poison
 from tests.support.family_configs import INDEXED
+from tests.support.hooks import inner, limit, wrap
 from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
 from tests.support.models import (
+    Run,
     adapted,
     assert_same,
     build,
@@ -34,6 +36,7 @@ from tests.support.models import (
     enable_checkpointing,
     errors,
     gradients,
+    mostly_full,
     pack_sequences,
     ragged_objective,
     ragged_packed,
@@ -112,9 +115,19 @@ def test_without_the_rule_of_ties_it_turns_red(family: str) -> None:
 # ---- the comparison must turn red ----------------------------------------------------------------
 
 
+@cache
+def _alone_in_eager(family: str) -> Run:
+    return run_replicated(build(family, "eager"), ragged_objective())
+
+
+@cache
+def _as_it_is(family: str) -> Run:
+    return run_packed(build(family), ragged_packed(), ragged_objective())
+
+
 def _errors(family: str) -> Any:
     run = run_packed(build(family), ragged_packed(), ragged_objective())
-    return errors(run, run_replicated(build(family, "eager"), ragged_objective()))
+    return errors(run, _alone_in_eager(family))
 
 
 def _every_earlier_token(path: Any, keys: torch.Tensor) -> torch.Tensor:
@@ -150,53 +163,50 @@ def test_ancestors_keys_without_gradient_turn_it_red(family: str, monkeypatch: A
             k = torch.cat([k[:9].detach(), k[9:]])
         return inner(q, k, v, mask, **options)
 
-    assert _errors(family).largest < 1e-5
+    assert errors(_as_it_is(family), _alone_in_eager(family)).largest < 1e-5
     monkeypatch.setattr(attention, "tree_attention", detached)
     found = _errors(family)
     assert kinds == {torch.int32}
     assert found.logprob < 1e-5 and found.gradient > 1e-2
 
 
-_WINDOWS, _ENTRIES = compressed._Windows.of, compressed._entries
-
-
-def _in_packed_order(mask: Any, size: int) -> Any:
+def _in_packed_order(windows_of: Any, mask: Any, size: int) -> Any:
     """Windows of neighbours in packed order."""
-    windows = _WINDOWS(mask, size)
+    windows = windows_of(mask, size)
     tokens = windows.last[:, None] + torch.arange(1 - size, 1)
     before = torch.where(windows.before < 0, -1, tokens - size)
     return replace(windows, tokens=tokens.clamp_min(0), before=before)
 
 
-def _counted(mask: Any, size: int) -> Any:
+def _counted(windows_of: Any, mask: Any, size: int) -> Any:
     """Positions by the number of entries."""
-    windows = _WINDOWS(mask, size)
+    windows = windows_of(mask, size)
     return replace(windows, start=size * torch.arange(len(windows.last)))
 
 
-def _without_overlap(module: Any, *args: Any) -> torch.Tensor:
-    return _ENTRIES(module, *args[:-1], False)
+def _without_overlap(entries: Any, module: Any, *args: Any) -> torch.Tensor:
+    return entries(module, *args[:-1], False)
 
 
-def _without_gradient(module: Any, *args: Any) -> torch.Tensor:
-    return _ENTRIES(module, *args).detach()
+def _without_gradient(entries: Any, module: Any, *args: Any) -> torch.Tensor:
+    return entries(module, *args).detach()
 
 
 @pytest.mark.parametrize("wrong", [_in_packed_order, _counted])
 def test_wrong_windows_turn_it_red(wrong: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compressed._Windows, "of", wrong)
+    wrap(monkeypatch, "windows of compressed keys", wrong)
     assert _errors(COMPRESSED).logprob > 1e-2
 
 
 def test_windows_without_the_one_before_turn_it_red(monkeypatch: Any) -> None:
-    monkeypatch.setattr(compressed, "_entries", _without_overlap)
+    wrap(monkeypatch, "entries of compressed keys", _without_overlap)
     assert _errors(COMPRESSED).logprob > 1e-2
 
 
 def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
     """Log-probabilities do not tell."""
-    expected = run_replicated(build(COMPRESSED, "eager"), ragged_objective()).gradients
-    monkeypatch.setattr(compressed, "_entries", _without_gradient)
+    expected = _alone_in_eager(COMPRESSED).gradients
+    wrap(monkeypatch, "entries of compressed keys", _without_gradient)
     run = run_packed(build(COMPRESSED), ragged_packed(), ragged_objective())
     lost = {name for name in expected if ".compressor." in name}
     assert lost and expected.keys() - run.gradients.keys() == lost
@@ -209,9 +219,9 @@ def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("family", cases(INDEXED))
 def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
-    reference = run_packed(build(family), ragged_packed(), ragged_objective())
+    reference = _as_it_is(family)
     monkeypatch.setattr(paths, "CHUNK", 1)
-    monkeypatch.setattr(sdpa, "_CHUNK", 100)
+    limit(monkeypatch, "scores of sdpa", 100)
     run = run_packed(build(family), ragged_packed(), ragged_objective())
     assert_same(run, reference, tolerance(family))
 
@@ -224,36 +234,37 @@ def _with_triton() -> Any:
 
 # numpy warns in the interpreter of dead lanes, and of keys that nobody sees and that hold anything
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("family", cases(INDEXED))
+# the kernels are the same for all whose indexer multiplies, takes relu and sums; in the interpreter
+# a family takes three seconds
+@pytest.mark.parametrize("family", mostly_full(INDEXED, {"deepseek_v32", BLOCKS, COMPRESSED}))
 def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any) -> None:
     """In any chunks; what nobody wrote is not a number."""
     asked: list[int] = []
-    inner = index_scores.index_scores
+    inner = indexer_kernels.index_scores
 
     def noted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         asked.append(len(q))
         return inner(q, *rest)
 
-    monkeypatch.setattr(index_scores, "index_scores", noted)
-    monkeypatch.setattr(indexers, "_SCORES", 1)
-    reference = run_packed(build(family), ragged_packed(), ragged_objective())
+    reference = _as_it_is(family)
+    monkeypatch.setattr(indexer_kernels, "index_scores", noted)
+    limit(monkeypatch, "scores of an indexer", 1)
     # of 24 heads, 4 queries at a time
     found = run_packed(build(family), _with_triton(), ragged_objective())
     assert_same(found, reference, tolerance(family))
     if family in (BLOCKS, COMPRESSED):
         assert not asked, "the family's own products score these"
     else:
-        assert max(asked) == index_scores.tile_tokens(24) < sum(asked)
+        assert max(asked) == indexer_kernels.tile_tokens(24) < sum(asked)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_scores_of_another_order_turn_it_red(monkeypatch: Any) -> None:
-    inner = index_scores.index_scores
+    inner = indexer_kernels.index_scores
     turned = lambda *args: inner(*args).neg()  # noqa: E731
-    monkeypatch.setattr(index_scores, "index_scores", turned)
+    monkeypatch.setattr(indexer_kernels, "index_scores", turned)
     found = run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
-    wanted = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
-    assert errors(found, wanted).logprob > 1e-2
+    assert errors(found, _as_it_is("deepseek_v32")).logprob > 1e-2
 
 
 def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> None:
@@ -265,16 +276,17 @@ def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> No
 def test_where_the_familys_own_products_run() -> None:
     """Autocast rounds them; float64 and wide heads are not triton's; and as they are asked for."""
     mask, hidden = _with_triton().mask, torch.zeros(1, 2, 3)
-    assert indexers._kernels_for(mask, hidden, 128) is index_scores
+    kernels_for = inner("kernels of an indexer")
+    assert kernels_for(mask, hidden, 128) is indexer_kernels
     with torch.autocast("cpu", torch.bfloat16):
-        assert indexers._kernels_for(mask, hidden, 128) is None
-    assert indexers._kernels_for(mask, hidden.double(), 128) is None
-    assert indexers._kernels_for(mask, hidden, 192) is None
+        assert kernels_for(mask, hidden, 128) is None
+    assert kernels_for(mask, hidden.double(), 128) is None
+    assert kernels_for(mask, hidden, 192) is None
     with FakeTensorMode():
         # as a trace of memory has them
-        assert indexers._kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
+        assert kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
     for backend in ("auto", "sdpa"):
-        assert indexers._kernels_for(mask.with_options(backend=backend), hidden, 128) is None
+        assert kernels_for(mask.with_options(backend=backend), hidden, 128) is None
 
 
 @pytest.mark.parametrize("family", cases(FEW))
@@ -308,7 +320,7 @@ class _Largest(TorchDispatchMode):
 def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None:
     """A bit per pair is the most there is, T x T / 8 bytes; q is larger than that here."""
     monkeypatch.setattr(paths, "CHUNK", 1 << 14)
-    monkeypatch.setattr(sdpa, "_CHUNK", 1 << 14)
+    limit(monkeypatch, "scores of sdpa", 1 << 14)
     rng = np.random.default_rng(0)
     trunk = rng.integers(3, 97, 1200)
     sequences = [np.concatenate([trunk, rng.integers(3, 97, 150)]) for _ in range(2)]
@@ -329,9 +341,8 @@ def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None
 
 @pytest.mark.parametrize("mode", ["all", "all_but_attention", "nothing", "auto"])
 def test_every_mode_of_recomputation_gives_the_same_bits(mode: str) -> None:
-    reference = run_packed(build("glm_moe_dsa"), ragged_packed(), ragged_objective())
     run = run_packed(build("glm_moe_dsa"), ragged_packed(), ragged_objective(), recompute=mode)
-    assert same_bits(run, reference)
+    assert same_bits(run, _as_it_is("glm_moe_dsa"))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -376,7 +387,7 @@ def test_ddp_with_frozen_index_parameters(tmp_path: Any) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        reference = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
+        reference = _as_it_is("deepseek_v32")
         model = build("deepseek_v32")
         as_it_is = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
         run_packed(as_it_is, ragged_packed(), ragged_objective())

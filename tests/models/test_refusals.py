@@ -13,7 +13,6 @@ from tests.support.family_configs import FAMILIES
 from tests.support.models import (
     CACHE,
     build,
-    cases,
     mostly_full,
     ragged_sequences,
     ready,
@@ -27,10 +26,11 @@ def packed() -> pt.PackedForest:
 
 
 # ---- calls of the model -------------------------------------------------------------------------
-# for every family: each has its own forward, and some do not hand every keyword on
+# for every family, most of them with --full: each has its own forward, and some do not hand every
+# keyword on
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_no_tree_mask(model_type, packed):
     inputs = packed.model_inputs()
     del inputs["tree_mask"]
@@ -63,7 +63,7 @@ def test_ready_made_masks_a_layer_type(packed):
         build("gemma3_text")(**packed.model_inputs(), attention_mask=mask)
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_a_batch_of_two(model_type, packed):
     inputs = packed.model_inputs()
     for name in ("input_ids", "position_ids"):
@@ -100,7 +100,7 @@ _CACHE_UNSEEN = [
 ]
 
 
-@pytest.mark.parametrize("model_type", cases(sorted(FAMILIES.keys() - _CACHE_UNSEEN)))
+@pytest.mark.parametrize("model_type", mostly_full(sorted(FAMILIES.keys() - _CACHE_UNSEEN)))
 def test_use_cache(model_type, packed):
     for inputs in ({**packed.model_inputs(), "use_cache": True}, packed.model_inputs()):
         if not inputs["use_cache"]:
@@ -109,7 +109,7 @@ def test_use_cache(model_type, packed):
             pt.prepare(build(model_type))(**inputs)
 
 
-@pytest.mark.parametrize("model_type", cases(_CACHE_UNSEEN))
+@pytest.mark.parametrize("model_type", mostly_full(_CACHE_UNSEEN))
 def test_use_cache_where_it_cannot_be_seen(model_type, packed):
     """An empty cache is filled and changes nothing; to go on with it is refused."""
     model = pt.prepare(build(model_type))
@@ -122,7 +122,7 @@ def test_use_cache_where_it_cannot_be_seen(model_type, packed):
             model(**inputs, **{CACHE: output[CACHE]})
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_a_cache_that_is_already_filled(model_type, packed):
     """Whatever use_cache says: the keys of another call are not in the tree."""
     model = build(model_type, "eager").eval()
@@ -133,7 +133,7 @@ def test_a_cache_that_is_already_filled(model_type, packed):
         model(**packed.model_inputs(), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_packed_sequence_keywords(model_type, packed):
     """The keywords of padding-free training name another way of packing."""
     ends = torch.tensor([0, packed.num_tokens], dtype=torch.int32)

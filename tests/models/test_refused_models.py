@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 import prefixtree as pt
+from prefixtree.errors import refuse
 from prefixtree.integrations.transformers import allow_model_type, supported_model_types
-from prefixtree.models import families
+from prefixtree.models import families, vision
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES, TINY
 from tests.support.models import (
@@ -25,11 +31,13 @@ from tests.support.models import (
     build,
     cases,
     make_objective,
+    mostly_full,
     ragged_sequences,
     ready,
     run_packed,
     run_replicated,
 )
+from tests.support.refusals import check_cases, pattern, rows_of
 from tests.support.variant_configs import PARTS
 
 
@@ -41,7 +49,7 @@ def packed() -> pt.PackedForest:
 # ---- randomness ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_attention_dropout_in_training(model_type, packed):
     model = build(model_type, attention_dropout=0.1)
     with pytest.raises(pt.UnsupportedError, match=r"attention.dropout is 0\.1"):
@@ -307,7 +315,7 @@ def test_the_mixtures_are_the_families_with_experts():
     assert experts - {"aria_text"} == set(_MIXTURES)
 
 
-@pytest.mark.parametrize("model_type", cases(_MIXTURES))
+@pytest.mark.parametrize("model_type", mostly_full(_MIXTURES))
 @pytest.mark.parametrize("given", ["config", "keyword"])
 def test_router_logits(model_type, given, packed):
     """Their loss counts tokens; what it is of a forest is not what it is of the batch.
@@ -346,3 +354,84 @@ def test_opting_in_to_a_type_one_has_verified(model_type, monkeypatch):
 
 def test_the_opt_in_ended_with_its_test():
     assert supported_model_types() == sorted([*FAMILIES, *PARTS])
+
+
+# ---- every row of the tables -------------------------------------------------------------------
+
+
+def _shows(model: Any = None, routes: Any = None, modality: str = "image") -> vision.Shows:
+    model = build("qwen3") if model is None else model
+    packed: Any = SimpleNamespace(forest=SimpleNamespace(routes=routes))
+    pictures: Any = SimpleNamespace(distinct=[SimpleNamespace(modality=modality)])
+    return vision.Shows(model, build("qwen3"), packed, pictures)
+
+
+def _with(layer: nn.Module, **attributes: Any) -> nn.Module:
+    vars(layer).update(attributes)
+    return nn.Sequential(layer)
+
+
+class _Engine(nn.Sequential):
+    """As if DeepSpeed had made it."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+
+def _compiled() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile()
+    return nn.Sequential(layer)
+
+
+def _fsdp1() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+
+
+def _fsdp2() -> nn.Module:
+    return fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "MODULES: use_kernels": lambda: _with(nn.Linear(2, 2), _use_kernels=True),
+    "MODULES: neftune_noise_alpha": lambda: _with(nn.Linear(2, 2), neftune_noise_alpha=5.0),
+    "MODULES: dropout": lambda: nn.Sequential(nn.Dropout(0.1)),
+}
+SHOWN: dict[str, Callable[[], vision.Shows]] = {
+    "WITH_PICTURES: routes": lambda: _shows(routes=[]),
+    "WITH_PICTURES: DeepSpeed": lambda: _shows(_Engine()),
+    "WITH_PICTURES: FSDP1": lambda: _shows(_fsdp1()),
+    "WITH_PICTURES: compiled modules": lambda: _shows(_compiled()),
+    "WITH_PICTURES: tensor or expert parallel": (
+        lambda: _shows(_with(nn.Linear(2, 2), _is_hooked=True))
+    ),
+    "WITH_PICTURES: videos under FSDP2": lambda: _shows(_fsdp2(), modality="video"),
+}
+ROWS = rows_of(families, vision)
+
+
+def test_every_row_has_a_case() -> None:
+    check_cases(ROWS, MODULES | SHOWN)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Rank 0 of two that never speak."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows(name: str, two_ranks: None) -> None:
+    with pytest.raises(pt.UnsupportedError, match=pattern(ROWS[name])):
+        if name in MODULES:
+            families.check_modules(MODULES[name]())
+        else:
+            refuse(vision.WITH_PICTURES, SHOWN[name]())
+
+
+def test_what_the_rows_serve(two_ranks: None) -> None:
+    families.check_modules(MODULES["MODULES: neftune_noise_alpha"]().eval())
+    refuse(vision.WITH_PICTURES, _shows(_fsdp2()))
+    refuse(vision.WITH_PICTURES, _shows(modality="video"))

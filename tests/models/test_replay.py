@@ -18,9 +18,10 @@ from packaging import version
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import prefixtree as pt
-from prefixtree.models import replay
+from prefixtree.models import routers
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import mostly
+from tests.support.hooks import put
 from tests.support.models import (
     TRANSFORMERS,
     Run,
@@ -46,7 +47,7 @@ from tests.support.replay import (
     run_replayed,
 )
 
-FAMILIES = cases(sorted({name.removesuffix("_text") for name in replay._RULES}))
+FAMILIES = cases(sorted({name.removesuffix("_text") for name in routers.RULES}))
 
 pytestmark = pytest.mark.skipif(
     version.parse("5.17") > TRANSFORMERS, reason="refused: see test_older_transformers"
@@ -105,12 +106,12 @@ def _unreplayed(model_type: str) -> Run:
 def test_the_routers_gradient_is_kept(model_type, monkeypatch):
     """And its absence is seen: the experts' weights must be a function of the logits."""
     text = build(model_type).config.get_text_config().model_type
-    kind, weights = replay._RULES[text]
+    kind, weights = routers.RULES[text]
 
     def constant(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return weights(router, logits.detach(), experts)
 
-    monkeypatch.setitem(replay._RULES, text, (kind, constant))
+    monkeypatch.setitem(routers.RULES, text, (kind, constant))
     packed = _pack(_routes(model_type))
     run = run_packed(build(model_type), packed, ragged_objective())
     reference = _reference(model_type)
@@ -268,7 +269,7 @@ def test_routers_that_do_not_choose(monkeypatch):
     sequence_logprobs(model, _pack())
     assert len(hooks) == 1, "what an interrupt cut in half is completed"
     hooks.clear()
-    monkeypatch.setattr(replay, "_prepare", lambda model: 3)
+    put(monkeypatch, "replay in routers", lambda model: 3)
     with pytest.raises(pt.UnsupportedError, match=r"2 routers took the recorded routes .* has 3"):
         sequence_logprobs(model, _pack())
     monkeypatch.undo()
@@ -297,6 +298,6 @@ def test_compiled_models():
 
 
 def test_older_transformers(monkeypatch):
-    monkeypatch.setattr(replay, "_TRANSFORMERS", "5.16.2")
+    put(monkeypatch, "version of transformers for routes", "5.16.2")
     with pytest.raises(pt.UnsupportedError, match=r"transformers 5\.17 or later, 5\.16\.2 is inst"):
         sequence_logprobs(build("qwen3_moe"), _pack())

@@ -16,6 +16,7 @@ import prefixtree as pt
 from prefixtree.recompute import forward
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES
+from tests.support.full import each_once
 from tests.support.models import (
     TRANSFORMERS,
     Run,
@@ -99,12 +100,15 @@ def test_every_path_of_the_loss_counts(model_type, monkeypatch):
     assert _worst(got, expected) > 0.01
 
 
-@pytest.mark.parametrize("mode", ["non-reentrant", "all_but_attention"])
-@pytest.mark.parametrize("model_type", _MIXTURES)
+@pytest.mark.parametrize(
+    ("model_type", "mode"),
+    each_once(
+        (case for case in _MIXTURES if case.values[0] not in CANNOT_CHECKPOINT),
+        ["non-reentrant", "all_but_attention"],
+    ),
+)
 def test_with_log_probabilities_and_recomputed(model_type, mode):
     """One backward of both losses; the configuration asks."""
-    if model_type in CANNOT_CHECKPOINT:
-        pytest.skip(f"transformers does not checkpoint {model_type}")
     # as much gradient as the log-probabilities have
     objective = replace(ragged_objective(), balance=300.0)
     model = build(model_type, output_router_logits=True)

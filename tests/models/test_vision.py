@@ -22,6 +22,8 @@ from prefixtree.packing.placements import place
 from prefixtree.testing import compare
 from prefixtree.testing.reference import EAGER_BY_ROWS
 from prefixtree.testing.verify import random_objective
+from tests.support.full import each_once
+from tests.support.hooks import put, wrap
 from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpointing, pack_sequences
 from tests.support.picture_cases import (
     FAMILIES,
@@ -56,12 +58,15 @@ WITH_VIDEOS = [case for case in FAMILIES if case.values[0] not in NO_VIDEOS]
 # ---- exact ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["images", "videos"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+def _all_with(families, kind):
+    return [pytest.param(*case.values, kind, marks=case.marks) for case in families]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [*_all_with(FAMILIES, "images"), *_all_with(WITH_VIDEOS, "videos")]
+)
 def test_float64_is_exact(model_type, kind, record_property):
     """Log-probabilities, and all gradients of text and tower, none of them zero."""
-    if kind == "videos" and model_type in NO_VIDEOS:
-        pytest.skip("videos are refused")
     made = made_of(model_type, kind)
     with Float64():
         expected = run_alone(build(model_type, "eager", torch.float64), made)
@@ -83,15 +88,19 @@ def made_of(model_type: str, kind: str) -> Batch:
     return videos(model_type)
 
 
+# reentrant checkpoints of layers that use keys of earlier ones are refused
+_RECOMPUTED = ["reentrant", "non-reentrant", "all", "all_but_attention"]
+
+
 @pytest.mark.parametrize(
-    "mode", ["plain", "reentrant", "non-reentrant", "all", "all_but_attention", "videos"]
+    ("model_type", "mode"),
+    [
+        *_all_with(FAMILIES, "plain"),
+        *_all_with(WITH_VIDEOS, "videos"),
+        *each_once(FAMILIES, _RECOMPUTED, lambda *pair: pair != ("gemma4", "reentrant")),
+    ],
 )
-@pytest.mark.parametrize("model_type", FAMILIES)
 def test_equals_each_sequence_alone(model_type, mode):
-    if mode == "videos" and model_type in NO_VIDEOS:
-        pytest.skip("videos are refused")
-    if mode == "reentrant" and model_type == "gemma4":
-        pytest.skip("refused: layers use keys of earlier ones")
     made = made_of(model_type, "videos" if mode == "videos" else "images")
     model = build(model_type)
     if mode.endswith("reentrant"):
@@ -327,7 +336,7 @@ def test_a_placeholder_that_was_sampled_is_text(model_type, way, monkeypatch):
         found = finished(model, pt.sequence_logprobs(model, packed).logprobs, made)
     else:
         if way == "a blank picture":
-            monkeypatch.setattr(adapter, "_runs_in_lockstep", lambda model: True)
+            put(monkeypatch, "ranks in lockstep", lambda model: True)
         with counted([adapter.tower_of(model)]) as calls:
             found = run_packed(model, made)
             assert calls() == (way in ("a blank picture", "beside images"))
@@ -425,18 +434,17 @@ def test_a_grid_left_out_of_the_key_is_seen():
 @pytest.mark.parametrize("model_type", TREE)
 @pytest.mark.parametrize("mistake", ["the tower's", "that of a second place", "that of deepstack"])
 def test_a_gradient_that_is_dropped_is_seen(model_type, mistake, monkeypatch):
-    repeated = adapter.Encoding._repeated
     calls = []
 
-    def dropped(self: Any, features: torch.Tensor) -> torch.Tensor:
+    def dropped(repeated: Any, *args: Any) -> torch.Tensor:
         calls.append(None)
-        out = repeated(self, features)
+        out = repeated(*args)
         if mistake == "that of a second place":
             # the last placement is one of a picture that is placed before
             return torch.cat([out[:-6], out[-6:].detach()])
         return out.detach() if mistake == "the tower's" or len(calls) > 1 else out
 
-    monkeypatch.setattr(adapter.Encoding, "_repeated", dropped)
+    wrap(monkeypatch, "features of placements", dropped)
     wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
     assert wrong.logprob < tolerance(model_type)
     if mistake == "that of deepstack" and model_type != "qwen3_vl":
@@ -458,7 +466,7 @@ def test_other_positions_are_wrong(model_type, mistake, monkeypatch):
         three, _ = base.get_rope_index(**inputs)
         return torch.cat([packed.position_ids[None, None], three])
 
-    monkeypatch.setattr(adapter, "_position_ids", positions)
+    put(monkeypatch, "positions of pictures", positions)
     wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
     assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
 

@@ -131,7 +131,7 @@ def test_what_is_not_verified_is_refused():
     for outside in ("visual.blocks.0", "language_model", "language_model.norm"):
         compiled = build("qwen3_vl")
         compiled.model.get_submodule(outside).compile()
-        refused(r"where Qwen3VL\w+ is compiled, which is no decoder layer", compiled)
+        refused(r"compile of Qwen3VL\w+, which is no decoder layer, is not", compiled)
     noisy = build("qwen3_vl")
     noisy.config.vision_config.attention_dropout = 0.1
     refused("vision_config.attention_dropout is 0.1", noisy)

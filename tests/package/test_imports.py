@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -17,6 +15,7 @@ import torch
 
 import prefixtree
 from prefixtree import loops
+from tests.support.warm import run_warm
 
 ROOT = Path(prefixtree.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -32,9 +31,7 @@ MODULES = {module_name(file): file for file in FILES}
 
 
 def run_python(code: str) -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent
-    )
+    done = run_warm(code)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -83,21 +80,17 @@ def every_import(below: str = "prefixtree", types: bool = False) -> Iterator[tup
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
 MASK_ROOMS = (
-    "transfers",
-    "row_runs",
+    "copies",
     "block_tables",
-    "state_schedule",
     "segments",
-    "visible",
     "host_mask",
     "mask",
-    "state_borders",
 )
 # the work list of decoding: what its kernels know in the place of a mask
 WORK = "prefixtree.kernels.decoding.work"
 LOOPS = "prefixtree.loops"
 # what raises and what reads numbers that callers give: every room may know them
-OF_ALL = ("prefixtree.errors", "prefixtree._hints", "prefixtree._numbers")
+OF_ALL = ("prefixtree.errors", "prefixtree._numbers")
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
 
@@ -141,7 +134,7 @@ def backend_of(module: str) -> str | None:
 # The rooms that q passes, in order. Those behind import none of those before; beside them stand
 # what every room may know.
 ATTENTION = "prefixtree.kernels.attention"
-WAY = ("", "api", "operator", "choice", "backends", "a backend", "protocol")
+WAY = ("", "api", "operator", "choice", "a backend", "protocol")
 
 
 def room_of(module: str) -> str | None:
@@ -156,24 +149,11 @@ def room_of(module: str) -> str | None:
 # The same for recurrent layers, in a room of their own. "a backend" is what is named nowhere here.
 RECURRENCE = "prefixtree.kernels.recurrence"
 RECURRENCE_PARTS = {
-    "chunked": ("conv", "chunk_rules"),
     "triton": ("conv_triton", "conv_kernels"),
     # flash_qla serves a part of what fla serves, with its norms and its refusals
-    "fla": (
-        *("fla_rules", "fla_tuning", "states", "state_kernels"),
-        *(
-            "flash_qla",
-            "flash_qla_ahead",
-            "flash_qla_rules",
-            "handover",
-            "handover_kernels",
-            "l2norm",
-        ),
-    ),
+    "fla": ("fla_rules", "states", "state_kernels", "flash_qla", "flash_qla_rules"),
 }
-RECURRENCE_WAY = (
-    *("", "decode", "api", "operator", "explanation", "backends", "a backend", "protocol"),
-)
+RECURRENCE_WAY = ("", "decode", "api", "operator", "backends", "a backend", "protocol")
 
 
 def recurrence_room_of(module: str) -> str | None:
@@ -318,7 +298,7 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
     assert layer_of("prefixtree.demo.depot") < layer_of("prefixtree.cli.console")
     assert backend_of("prefixtree.kernels.attention.triton.forward") == "triton"
     assert room_of("prefixtree.kernels.attention.triton.forward") == "a backend"
-    assert recurrence_room_of("prefixtree.kernels.recurrence.conv") == "a backend"
+    assert recurrence_room_of("prefixtree.kernels.recurrence.chunked") == "a backend"
     assert {recurrence_room_of(m) for m in MODULES} == {*RECURRENCE_WAY, None}
     assert {room_of(m) for m in MODULES} == {*WAY, None}
     assert {"prefixtree", "prefixtree.forest", "prefixtree.packing.mask"} <= set(MODULES)
@@ -337,7 +317,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     for module, file in MODULES.items():
         # `from prefixtree.room import name` may name a module or what the room's __init__ exports
         graph.add_edges_from((module, m) for m, _ in imports(file, types=True) if m in MODULES)
-    assert graph.has_edge("prefixtree.cli.files", "prefixtree.rollouts")
+    assert graph.has_edge("prefixtree.cli.console", "prefixtree.rollouts")
     circles = [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
     assert circles == []
 
@@ -403,7 +383,7 @@ def test_a_work_list_knows_no_mask() -> None:
     found = {target for target, _ in imports(MODULES[WORK])}
     assert {name for name in found if name.startswith("prefixtree")} == {
         "prefixtree.loops",
-        "prefixtree.packing.transfers",
+        "prefixtree.packing.copies",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import prefixtree
@@ -17,6 +18,7 @@ FILES = {file.relative_to(TESTS).as_posix(): file for file in sorted(TESTS.rglob
 FOLDERS = sorted({Path(name).parent.as_posix() for name in FILES} - {"."})
 
 
+@cache
 def imported_modules(text: str) -> set[str]:
     """Names of the modules of the package `tests` that a file imports, with their full paths."""
     found = set()

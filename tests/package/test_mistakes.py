@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from transformers import BatchEncoding
 
 import prefixtree as pt
 from tests.support.models import build, reward_model
+from tests.support.warm import run_warm
 
 ROWS = [[5, 6, 7], [5, 6, 8]]
 IDS = torch.tensor(ROWS)
@@ -253,8 +252,7 @@ for check in (lambda: pt.sequence_logprobs(None, packed), lambda: mask.check_mas
     except TypeError as problem:
         print(problem)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    forest, tree_mask = run.stdout.splitlines()
+    forest, tree_mask = run_warm(code).stdout.splitlines()
     assert "got a PackedForest of before prefixtree was reloaded" in forest
     assert "got a TreeMask of before prefixtree was reloaded" in tree_mask
     assert "restart Python" in forest and "restart Python" in tree_mask
@@ -269,5 +267,5 @@ model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
 with torch.no_grad():
     print(model(torch.tensor([[5, 6, 7]])).logits.shape)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = run_warm(code)
     assert "torch.Size([1, 3, 97])" in run.stdout, run.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.backend import Backend
+from prefixtree.kernels.runtime import Backend
 from tests.package import foreign_names
 from tests.package.without_names import without
 

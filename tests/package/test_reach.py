@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.support.warm import run_warm
 from tools.reach import ROOT, Sources, made_by
+
+
+@cache
+def this_checkout() -> Sources:
+    """Read once."""
+    return Sources()
+
 
 LAZY = """
 from prefixtree.eager import Eager
-from prefixtree.integrations.registration import run as _run
+from prefixtree.integrations.common import run as _run
 __all__ = ["Eager", "later"]
 _LATER = {"prefixtree.later": ("later",)}
 def __getattr__(name): ...
@@ -26,7 +33,7 @@ FILES = {
     "prefixtree/used.py": "import_module('prefixtree.named')",
     "prefixtree/named.py": "from prefixtree import deep",
     "prefixtree/integrations/__init__.py": "",
-    "prefixtree/integrations/registration.py": "run = 'prefixtree.integrations.transformers'",
+    "prefixtree/integrations/common.py": "run = 'prefixtree.integrations.transformers'",
     "prefixtree/integrations/transformers.py": "def f():\n    import prefixtree.used",
     "benchmarks/__main__.py": "import_module(f'benchmarks.cases.{name}')".replace("'", '"'),
     "benchmarks/cases/__init__.py": "",
@@ -73,7 +80,7 @@ def test_what_is_followed(checkout: Path, text: str, reached: str) -> None:
     (checkout / "tests/folder/test_it.py").write_text(text)
     found = Sources(checkout).reach("tests/folder/test_it.py")
     always = {"prefixtree/__init__.py", "tests/shared.py", "tests/conftest.py", "pyproject.toml"}
-    always |= {f for f in FILES if f.endswith(("__init__.py", "registration.py"))}
+    always |= {f for f in FILES if f.endswith(("__init__.py", "common.py"))}
     for name in sorted(FILES.keys() - always):
         wanted = any(
             name.rpartition(".")[0].endswith(x) or name.endswith(x) for x in reached.split()
@@ -108,7 +115,7 @@ def test_a_fingerprint_is_of_all_that_is_reached(checkout: Path) -> None:
     ],
 )
 def test_what_is_near(test: str, own: str) -> None:
-    sources = Sources()
+    sources = this_checkout()
     near, reach = sources.near(test), sources.reach(test)
     assert {test, "pyproject.toml"} <= near <= reach
     inside = {file for file in reach if file.startswith("prefixtree/")}
@@ -134,7 +141,7 @@ def test_what_makes_a_target() -> None:
 RUN = """
 import prefixtree, pytest, sys
 known = set(sys.modules)
-assert not pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]])
+assert not pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]])
 new = [vars(module).get("__file__") for name, module in sys.modules.items() if name not in known]
 print("RAN", *filter(None, new))
 """
@@ -143,11 +150,10 @@ print("RAN", *filter(None, new))
 def test_what_runs_is_reached() -> None:
     """Of this checkout, beside what the package imports for whoever uses it."""
     test = "tests/scoring/test_teacher.py"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, test], cwd=ROOT, capture_output=True, text=True
-    )
+    # a recurrent model through all that a teacher needs
+    done = run_warm(RUN, test, "-k", "qwen3_5")
     assert done.returncode == 0, done.stdout
     ran = {Path(file) for file in done.stdout.partition("RAN")[2].split()}
     ran = {str(file.relative_to(ROOT)) for file in ran if file.is_relative_to(ROOT)}
     ran = {file for file in ran if not file.startswith(".venv")}
-    assert len(ran) > 60 and test in ran and ran <= Sources().reach(test)
+    assert len(ran) > 60 and test in ran and ran <= this_checkout().reach(test)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
-from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
+from prefixtree.loops.block_tables import CAUSAL, END, WINDOW
 from tests.support.strategies import mask_of
 from tests.support.table_checks import assert_tables_exact, shape_id
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
 from prefixtree.loops import block_tables as loops
-from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
+from prefixtree.loops.block_tables import CAUSAL, END, WINDOW
 from tests.support.strategies import (
     ancestors_or_self,
     forests,

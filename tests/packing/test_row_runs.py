@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixtree.packing import row_runs
-from prefixtree.packing.row_runs import RowRuns
+from prefixtree.packing.copies import RowRuns
+from tests.support.hooks import inner
 
 CPU = torch.device("cpu")
 
@@ -56,4 +56,4 @@ def test_few_long_runs_are_copied_by_slices() -> None:
         return RowRuns(np.arange(count) * 2 * length, np.full(count, length), CPU)
 
     assert runs(8, 100)._by_slices
-    assert not runs(8, 10)._by_slices and not runs(row_runs._MOST_RUNS + 1, 100)._by_slices
+    assert not runs(8, 10)._by_slices and not runs(inner("sliced runs") + 1, 100)._by_slices

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from prefixtree import PrefixForest, loops
-from prefixtree.packing.same_paths import described, find_paths
+from prefixtree.packing.placements import described, find_paths
 from tests.support.strategies import forests
 
 
@@ -74,5 +74,7 @@ def test_equal_hashes_are_no_equal_paths(monkeypatch):
     """What a hash finds is compared, up to the root."""
     forest = PrefixForest.from_sequences([[1, 2, 3], [1, 5]])
     other = PrefixForest.from_sequences([[4, 2, 3], [6, 5]])
-    monkeypatch.setattr(loops.paths, "hashes", lambda above, value: value.astype(np.uint64))
+    monkeypatch.setattr(
+        loops.sequence_copies, "hashes", lambda above, value: value.astype(np.uint64)
+    )
     assert find_paths(forest, other).at.tolist() == [-1] * 4

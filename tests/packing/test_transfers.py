@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prefixtree.packing.transfers import move, move_joined
+from prefixtree.packing.copies import move, move_joined
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixtree import ForestError, PackedForest, PrefixForest, pack
-from prefixtree.loops import sequence_copies as copies
-from prefixtree.packing import gather, layout
+from prefixtree.loops import sequence_copies
+from prefixtree.packing import copies, layout
 from tests.conftest import Poison
 from tests.support.forest_examples import EXAMPLE, as_lists, example
+from tests.support.hooks import limit
 from tests.support.strategies import (
     Sequences,
     forests,
@@ -76,7 +77,7 @@ def test_unpack_of_selected_tokens(forest: PrefixForest, data: st.DataObject) ->
 def test_only_what_is_asked_for_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[int] = []
 
-    class Counting(gather.GatherIndex):
+    class Counting(copies.GatherIndex):
         def __init__(self, index: np.ndarray, *args: Any) -> None:
             listed.append(len(index))
             super().__init__(index, *args)
@@ -86,9 +87,9 @@ def test_only_what_is_asked_for_is_indexed(monkeypatch: pytest.MonkeyPatch) -> N
         listed.append(len(index))
         return index, counts
 
-    list_copies = copies.copy_index
+    list_copies = sequence_copies.copy_index
     monkeypatch.setattr(layout, "GatherIndex", Counting)
-    monkeypatch.setattr(copies, "copy_index", counted)
+    monkeypatch.setattr(sequence_copies, "copy_index", counted)
     packed = example()
     values = packed.position_ids
     masks = [[0, 0, 0, 1], [0] * 3, [0, 0, 1, 1, 0, 0], [0], [0] * 3]
@@ -279,7 +280,7 @@ def test_gradient_in_chunks_is_the_same_bit_for_bit(
     monkeypatch.setattr(torch, "segment_reduce", counted)
     whole = gradient()
     assert len(calls) == 1
-    monkeypatch.setattr(gather, "_CHUNK", chunk)
+    limit(monkeypatch, "gradients of copies", chunk)
     assert torch.equal(gradient(), whole)
     assert len(calls) > 2, "it was not cut into chunks"
     most = int(packed.multiplicity.max())
@@ -290,7 +291,7 @@ def test_gradient_in_chunks_is_the_same_bit_for_bit(
 def test_chunks_of_nothing_but_unselected_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = example()
     values = torch.randn(packed.num_tokens, requires_grad=True)
-    monkeypatch.setattr(gather, "_CHUNK", 1)
+    limit(monkeypatch, "gradients of copies", 1)
     (out,) = packed.unpack(values, sequences=[3])
     out.backward(torch.tensor([2.0]))
     assert values.grad.tolist() == [0.0] * 8 + [2.0]

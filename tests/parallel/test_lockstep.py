@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixtree.parallel.lockstep import BACKWARD, FORWARD, common_order
+from prefixtree.parallel.agreement import BACKWARD, FORWARD, common_order
 
 
 def brackets(runs: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Loans between steps, where they wait, and attention over a store of them."""
+"""The ledger of steps: what they lend, where it waits, and attention over it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixtree import PackedForest, PrefixForest, UnsupportedError, pack, tree_attention
-from prefixtree.parallel import steps as steps_module
+from prefixtree.parallel import ledger as module
 from prefixtree.parallel.attention import part_attention
-from prefixtree.parallel.steps import LoanStore, find_loans
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.parallel.ledger import Ledger
+from prefixtree.planning import schedule
+from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.steps import Steps, plan_steps
 from tests.support.part_exchange import attend_whole, random_values
 from tests.support.strategies import forests, random_forest
@@ -30,12 +32,22 @@ def some_steps(forest: PrefixForest, size: int) -> Steps:
     return plan_steps(pack(forest), size, borrow_cost=COST)
 
 
+def ledger_of(steps: Steps, trains: bool = True, **options: Any) -> Ledger:
+    """Its schedule ends with a dummy, so that all steps run forward without a graph."""
+    events = schedule.steps(len(steps) + 1, trains)
+    return Ledger(steps, events, parks=True, **options)
+
+
+def place(ledger: Ledger, kind: str, step: int) -> int:
+    return ledger.schedule.index((kind, step))
+
+
 @given(forests(), st.integers(2, 9))
 def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
     steps = some_steps(forest, size)
-    loans = find_loans(steps)
+    loans = list(ledger_of(steps).loans(KEYS))
     for step in steps:
-        borrowed = [loan for loan in loans if step.index in loan.borrowers]
+        borrowed = [loan for loan in loans if step.index in loan.readers]
         lenders = [steps[loan.lender] for loan in borrowed]
         tokens = [
             lender.own_tokens[loan.rows.numpy()]
@@ -47,7 +59,7 @@ def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
         lent = [loan.rows.numpy() for loan in loans if loan.lender == step.index]
         assert np.concatenate([[], *lent]).tolist() == step.lent_rows.tolist()
     assert all(
-        loan.borrowers == tuple(range(loan.lender + 1, loan.borrowers[-1] + 1)) for loan in loans
+        loan.readers == tuple(range(loan.lender + 1, loan.readers[-1] + 1)) for loan in loans
     )
 
 
@@ -82,11 +94,11 @@ class Places:
     def to_device(self, pair: Any, device: torch.device) -> Any:
         return self._copied(pair, "device") if id(pair[0]) in self.on_host else pair
 
-    def bytes(self, store: LoanStore) -> tuple[int, int]:
-        """Bytes of the store on the device and on the host."""
+    def bytes(self, ledger: Ledger) -> tuple[int, int]:
+        """Bytes of the ledger on the device and on the host."""
         found = [0, 0]
-        for loan in store.loans:
-            for pair in (*loan.keys_values.values(), *loan.gradients.values()):
+        for loan in ledger.loans(KEYS):
+            for pair in (*loan.values.values(), *loan.gradients.values()):
                 for x in pair:
                     found[id(x) in self.on_host] += x.nbytes
         return found[0], found[1]
@@ -94,16 +106,16 @@ class Places:
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> Places:
-    """A store's host and device, told apart."""
+    """A ledger's host and device, told apart."""
     places = Places()
-    monkeypatch.setattr(steps_module, "to_host", places.to_host)
-    monkeypatch.setattr(steps_module, "to_device", places.to_device)
+    monkeypatch.setattr(module, "to_host", places.to_host)
+    monkeypatch.setattr(module, "to_device", places.to_device)
     return places
 
 
 def attend(
     steps: Steps,
-    store: LoanStore,
+    ledger: Ledger,
     qkv: Any,
     dout: torch.Tensor,
     places: Places | None = None,
@@ -117,24 +129,24 @@ def attend(
     results = [torch.full_like(x, torch.nan) for x in (dout, *qkv)]
     seen: list[list[tuple[int, int]]] = [[], [], []]
     for part in steps:
-        with store.lending(part.index) as exchanges:
+        with ledger.running(place(ledger, schedule.FORWARD, part.index)) as exchanges:
             out = part_attention(*map(part.own, qkv), part, exchanges(LAYER), **options)
             if places:
-                seen[0].append(places.bytes(store))
+                seen[0].append(places.bytes(ledger))
         results[0][part.own_tokens] = out
     for part in reversed(list(steps)):
         leaves = [part.own(x).requires_grad_() for x in qkv]
-        exchanges = store.with_graph(part.index)
-        if part.index == lost:
-            for loan in store.of_lender[lost]:
-                loan.gradients.clear()
-        if places:
-            seen[1].append(places.bytes(store))
-        out = part_attention(*leaves, part, exchanges(LAYER), **options)
+        with ledger.running(place(ledger, schedule.KEEP, part.index)) as exchanges:
+            if part.index == lost:
+                for loan in ledger.loans(KEYS).of_lender[lost]:
+                    loan.gradients.clear()
+            if places:
+                seen[1].append(places.bytes(ledger))
+            out = part_attention(*leaves, part, exchanges(LAYER), **options)
         gradients = torch.autograd.grad(out, leaves, part.own(dout))
         if places:
-            seen[2].append(places.bytes(store))
-        store.close(part.index)
+            seen[2].append(places.bytes(ledger))
+        ledger.end_backward(place(ledger, schedule.BACKWARD, part.index))
         for result, gradient in zip(results[1:], gradients, strict=True):
             result[part.own_tokens] = gradient
     return results, seen
@@ -148,11 +160,13 @@ def worst(got: Any, expected: Any) -> float:
 
 @settings(max_examples=40)
 @given(forests(max_nodes=8), st.integers(0, 99), st.integers(2, 9), st.booleans(), st.booleans())
-def test_attention_over_the_store_is_that_of_the_whole(forest, seed, size, window, on_host) -> None:
+def test_attention_over_the_ledger_is_that_of_the_whole(
+    forest, seed, size, window, on_host
+) -> None:
     steps = some_steps(forest, size)
     options = {"window": 3, "softcap": 2.0} if window else {}
     *qkv, dout = random_values(steps.packed.num_tokens, seed)
-    got, _ = attend(steps, LoanStore(steps, True, on_host), qkv, dout, **options)
+    got, _ = attend(steps, ledger_of(steps, on_host=on_host), qkv, dout, **options)
     assert worst(got, attend_whole(steps.packed, qkv, dout, **options)) < 1e-12
 
 
@@ -165,7 +179,7 @@ def test_the_check_turns_red_where_returned_gradients_are_lost() -> None:
         expected = attend_whole(steps.packed, qkv, dout)
         for lender in range(len(steps)):
             if len(steps[lender].lent_rows):
-                got, _ = attend(steps, LoanStore(steps, True), qkv, dout, lost=lender)
+                got, _ = attend(steps, ledger_of(steps), qkv, dout, lost=lender)
                 assert worst(got[:2], expected[:2]) < 1e-12
                 assert worst(got[2:], expected[2:]) > 1e-6
                 checked += 1
@@ -187,10 +201,9 @@ def test_gradients_are_added_in_float32() -> None:
     leaves = [x.clone().requires_grad_() for x in qkv]
     out = tree_attention(*leaves, steps.packed.mask)
     one_launch = error([out, *torch.autograd.grad(out, leaves, dout)])
-    store = LoanStore(steps, True)
-    assert error(attend(steps, store, qkv, dout)[0]) <= 1.05 * one_launch
+    assert error(attend(steps, ledger_of(steps), qkv, dout)[0]) <= 1.05 * one_launch
     # the check can fail
-    rounded = LoanStore(steps, True)
+    rounded = ledger_of(steps)
     rounded.park = lambda pair: tuple(x.bfloat16().to(x.dtype) for x in pair)
     assert error(attend(steps, rounded, qkv, dout)[0]) > 1.2 * one_launch
 
@@ -211,8 +224,8 @@ def test_memory_is_that_of_the_formula(places: Places, on_host: bool) -> None:
     steps = plan_steps(comb(), 11, borrow_cost=COST)
     assert len(steps) > 5 and max(steps.stats.borrowed_tokens) > 10
     *qkv, dout = (x.float() for x in random_values(steps.packed.num_tokens))
-    store = LoanStore(steps, True, on_host)
-    results, (forwards, before, backwards) = attend(steps, store, qkv, dout, places)
+    ledger = ledger_of(steps, on_host=on_host)
+    results, (forwards, before, backwards) = attend(steps, ledger, qkv, dout, places)
     assert worst(results, attend_whole(steps.packed, qkv, dout)) < 1e-4
     row, gradient, stats = COST.row_bytes, COST.gradient_row_bytes, steps.stats
     everything = zip(stats.borrowed_tokens, stats.own_lent_tokens, strict=True)
@@ -235,47 +248,48 @@ def test_memory_is_that_of_the_formula(places: Places, on_host: bool) -> None:
     if not on_host:
         assert places.copies == {"host": stats.lent_bytes, "device": stats.lent_bytes}
     # nothing is left
-    assert store.held_bytes() == (0, 0)
+    assert ledger.held_bytes() == (0, 0)
 
 
 def test_without_a_backward_only_the_path_is_kept(places: Places) -> None:
     steps = plan_steps(comb(), 11, borrow_cost=COST)
     *qkv, _ = (x.float() for x in random_values(steps.packed.num_tokens))
-    store = LoanStore(steps, keeps=False)
+    ledger = ledger_of(steps, trains=False)
     for part in steps:
-        with store.lending(part.index) as exchanges:
+        with ledger.running(part.index) as exchanges:
             part_attention(*map(part.own, qkv), part, exchanges(LAYER))
             rows = part.num_borrowed + len(part.lent_rows)
-            assert places.bytes(store) == (rows * COST.row_bytes, 0)
-    assert store.held_bytes() == (0, 0) and not places.kept
+            assert places.bytes(ledger) == (rows * COST.row_bytes, 0)
+    assert ledger.held_bytes() == (0, 0) and not places.kept
 
 
 # ---- what goes wrong is seen ---------------------------------------------------------------------
 
 
 def test_a_module_that_attends_twice_is_refused() -> None:
-    store = LoanStore(plan_steps(comb(), 11, borrow_cost=COST), True)
-    with store.lending(0) as exchanges:
+    ledger = ledger_of(plan_steps(comb(), 11, borrow_cost=COST))
+    with ledger.running(0) as exchanges:
         exchanges(LAYER)
         with pytest.raises(UnsupportedError, match="str attends twice in one forward"):
             exchanges(LAYER)
     # recomputation asks again
-    exchanges = store.with_graph(0)
-    exchanges(LAYER)
-    exchanges(LAYER)
+    with ledger.running(place(ledger, schedule.KEEP, 0)) as exchanges:
+        exchanges(LAYER)
+        exchanges(LAYER)
 
 
 def test_gradients_that_no_backward_takes_are_missed() -> None:
     steps = plan_steps(comb(), 11, borrow_cost=COST)
     *qkv, dout = random_values(steps.packed.num_tokens)
-    store = LoanStore(steps, True)
+    ledger = ledger_of(steps)
     for part in steps:
-        with store.lending(part.index) as exchanges:
+        with ledger.running(part.index) as exchanges:
             part_attention(*map(part.own, qkv), part, exchanges(LAYER))
     last = steps[len(steps) - 1]
-    exchanges = store.with_graph(last.index)
-    leaves = [last.own(x).requires_grad_() for x in qkv]
-    part_attention(*leaves, last, exchanges(LAYER)).backward(last.own(dout))
-    store.close(last.index)
+    with ledger.running(place(ledger, schedule.KEEP, last.index)) as exchanges:
+        leaves = [last.own(x).requires_grad_() for x in qkv]
+        out = part_attention(*leaves, last, exchanges(LAYER))
+    out.backward(last.own(dout))
+    ledger.end_backward(place(ledger, schedule.BACKWARD, last.index))
     with pytest.raises(RuntimeError, match="of step 0 did not reach the attention of 1 layers"):
-        store.close(0)
+        ledger.end_backward(place(ledger, schedule.BACKWARD, 0))

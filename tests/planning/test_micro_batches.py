@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from prefixtree import ForestError, PrefixForest, pack, plan_micro_batches, plan_recomputation
-from prefixtree.planning import cost_model
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning import costs
+from prefixtree.planning.costs import CostModel
 from prefixtree.planning.model_cost import LayerCost, model_cost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.scoring.logprobs import sequence_logprobs
@@ -354,15 +354,21 @@ def test_every_window_counts_with_its_layers(monkeypatch):
     layers = tuple(
         LayerCost("", 0, per_pair, w) for per_pair, w in ((2, 4), (3, None), (5, 9), (7, 4))
     )
-    monkeypatch.setattr(cost_model, "model_cost", lambda config: replace(cost, layers=layers))
-    costs = CostModel.from_config(config)
-    assert costs.attention == 7 * 3
-    assert dict(zip(costs.window, costs.windowed, strict=True)) == {4: 7 * (2 + 7), 9: 7 * 5}
+    monkeypatch.setattr(costs, "model_cost", lambda config: replace(cost, layers=layers))
+    by_window = CostModel.from_config(config)
+    assert by_window.attention == 7 * 3
+    assert dict(zip(by_window.window, by_window.windowed, strict=True)) == {
+        4: 7 * (2 + 7),
+        9: 7 * 5,
+    }
     want = [
-        sum(costs.linear + 7 * (3 * (p + 1) + 9 * min(p + 1, 4) + 5 * min(p + 1, 9)) for p in run)
+        sum(
+            by_window.linear + 7 * (3 * (p + 1) + 9 * min(p + 1, 4) + 5 * min(p + 1, 9))
+            for p in run
+        )
         for run in (range(3), range(3, 20))
     ]
-    assert costs.cost(np.array([0, 3]), np.array([3, 17])).tolist() == want
+    assert by_window.cost(np.array([0, 3]), np.array([3, 17])).tolist() == want
 
 
 def test_cost_of_runs_adds_up():

@@ -13,8 +13,8 @@ from transformers import Qwen3Config, Qwen3NextConfig
 
 from prefixtree.models.encodings import blank_picture
 from prefixtree.models.vision import grid_keyword_of, tower_of
-from prefixtree.packing.visible import pairs_per_run, visible_keys, visible_pairs
-from prefixtree.planning.cost_model import CostModel
+from prefixtree.packing.host_mask import pairs_per_run, visible_keys, visible_pairs
+from prefixtree.planning.costs import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches
 from prefixtree.planning.model_cost import model_cost, state_cost
 from tests.support import picture_cases

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
 from prefixtree.loops import planning as loops
 from prefixtree.planning import assignment
-from prefixtree.planning.cost_model import CostModel
-from prefixtree.planning.plan_stats import PlanStats
+from prefixtree.planning.costs import CostModel
+from prefixtree.planning.micro_batch import PlanStats
 from tests.support.strategies import (
     Sequences,
     batches_of,

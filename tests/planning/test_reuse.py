@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.workloads import airline_sequences, forest_of, single
 from prefixtree import CostModel, ForestError, plan_micro_batches
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from tests.support.strategies import token_sequences
 

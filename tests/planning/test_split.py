@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.workloads import AIRLINE, NAMES, forest_of, single, workload
 from prefixtree import CostModel, ForestError, PackedForest, PrefixForest, pack
-from prefixtree.planning import split
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.split import Split, split_stats, split_tokens
+from tests.support.hooks import limit
 from tests.support.strategies import forests
 
 SYNTHETIC = [name for name in NAMES if name != AIRLINE]
@@ -28,7 +28,7 @@ def same_runs(one: Parts, other: Parts) -> bool:
 def split_by(monkeypatch, chunks: int, packed: PackedForest, num_parts: int) -> Split:
     """With a fixed number of chunks per rank."""
     with monkeypatch.context() as patch:
-        patch.setattr(split, "_CHUNKS", (chunks,))
+        limit(patch, "chunks of a split", (chunks,))
         return split_tokens(packed, num_parts)
 
 

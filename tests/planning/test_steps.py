@@ -18,7 +18,7 @@ from prefixtree import (
     plan_micro_batches,
     tree_attention,
 )
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.steps import Steps, plan_steps
 from tests.support.part_exchange import attend_in_steps

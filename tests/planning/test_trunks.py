@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.lib.workloads import caterpillar, forest_of, single
 from prefixtree import BorrowCost, CostModel, ForestError, PrefixForest, plan_micro_batches
 from prefixtree.packing.layout import pack
+from prefixtree.planning.schedule import BACKWARD, GIVE, KEEP, kept
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from tests.support.strategies import forests
 
@@ -42,13 +43,14 @@ def held(trunks: Trunks, owner: np.ndarray, cost: BorrowCost) -> float:
     def weight() -> float:
         return cost.trunk_weight * sum(int(sizes[part]) for part in alive)
 
-    for at in range(len(trunks.sequences)):
-        for part in trunks.starting(at):
+    for kind, part in kept(trunks.spans, len(trunks.sequences), trains=True):
+        if kind == GIVE:
+            peaks.append(weight())
+        elif kind == KEEP:
             peaks.append(sizes[part] + weight())
+        if kind == KEEP and trunks.spans[part].is_trunk:
             alive.append(part)
-        own = trunks.part_of(at)
-        peaks.append((0 if own is None else sizes[own]) + weight())
-        for part in trunks.ending(at):
+        elif kind == BACKWARD and trunks.spans[part].is_trunk:
             alive.remove(part)
             peaks.append(sizes[part] * (1 + cost.returned_weight) + weight())
     assert not alive

@@ -9,6 +9,7 @@ import pytest
 
 from prefixtree.recompute import trace
 from prefixtree.recompute.layers import Mode
+from tests.support.hooks import inner, put
 
 
 @pytest.fixture
@@ -17,6 +18,6 @@ def trace_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def only(*modes: Mode) -> None:
         monkeypatch.setattr(trace, "MODES", modes)
-        monkeypatch.setattr(trace, "_trace", lru_cache(trace._trace.__wrapped__))
+        put(monkeypatch, "memory of a model", lru_cache(inner("memory of a model").__wrapped__))
 
     return only

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixtree.planning.borrow_cost import borrow_cost_of
+from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.trunks import Span
-from prefixtree.recompute.kept_plan import plan_kept
+from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import PartWork, scoring_bytes

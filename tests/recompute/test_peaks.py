@@ -24,6 +24,7 @@ from prefixtree.recompute.plan import (
 from prefixtree.recompute.trace import LiveBytes, trace_memory
 from prefixtree.recompute.trace_tower import trace_tower
 from tests.recompute.test_recompute import memory_of
+from tests.support.hooks import limit
 from tests.support.models import build
 
 _GIB = 1 << 30
@@ -58,7 +59,7 @@ def test_an_update_takes_what_was_planned(layers, vocabulary, place, monkeypatch
     sequence = rng.integers(3, 90, 3000)
     packed = pt.pack(pt.PrefixForest.from_sequences([sequence]))
     # eight scored edges, whose logits are next to nothing
-    monkeypatch.setattr("prefixtree.recompute.plan._LOGITS", 1 << 12)
+    limit(monkeypatch, "logits of plans", 1 << 12)
     masks = [np.arange(len(sequence)) >= len(sequence) - 8]
     memory = trace_memory(model.config, torch.bfloat16)
     plan = plan_at(peaks_of(memory, Work(packed.forest, 8)), place % (layers + 1) ** 2)

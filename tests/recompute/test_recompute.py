@@ -297,9 +297,9 @@ def test_what_is_left_for_activations(monkeypatch):
     left = (50 + 7 - 4 - 4) << 30
     gpu = torch.device("cuda", 0)
     assert forward.available_bytes(gpu) == left
-    assert forward._left_for_activations(model, model, gpu) == left - wanted
+    assert forward.left_for_activations(model, gpu) == (model, left - wanted)
     monkeypatch.setattr(forward, "gathered_bytes", lambda _: 1000)
-    assert forward._left_for_activations(model, model, gpu) == left - wanted - 1000
+    assert forward.left_for_activations(model, gpu) == (model, left - wanted - 1000)
 
 
 @pytest.mark.parametrize("together", [False, True])

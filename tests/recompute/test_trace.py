@@ -81,21 +81,21 @@ def test_held_memory_is_what_was_traced(model_type, mode, trace_only):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "model_type, adapters",
+    "model_type, adapters, modes",
     [
         *(
-            pytest.param(*case.values, (), marks=[*case.marks, pytest.mark.full])
+            pytest.param(*case.values, (), ("nothing",), marks=[*case.marks, pytest.mark.full])
             for case in cases(["gemma2", "qwen3_5", "phi3"])
         ),
-        ("llama", ("q_proj", "v_proj")),
+        ("llama", ("q_proj", "v_proj"), ("nothing",)),
+        # the graphs of the other modes are cut too
+        pytest.param("llama", ("q_proj", "v_proj"), MODES, marks=pytest.mark.full),
     ],
 )
-def test_compiled_layers_keep_what_was_traced(model_type, adapters, trace_only):
+def test_compiled_layers_keep_what_was_traced(model_type, adapters, modes, trace_only):
     """Counted as autograd saves it, with all layers and with half; the cut of the graph is
     inductor's. With adapters the first layer's input gets no gradient."""
-    if not adapters:
-        # the graphs of the other modes are cut with adapters
-        trace_only("nothing")
+    trace_only(*modes)
     model = build(model_type)
     if adapters:
         model = adapted(model, *adapters)

@@ -15,8 +15,8 @@ import prefixtree as pt
 from prefixtree.models.tower import TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.planning.trunks import Span
-from prefixtree.recompute import forward, picture_work, trace_tower
-from prefixtree.recompute.kept_plan import plan_kept
+from prefixtree.recompute import forward, picture_work
+from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.picture_work import RUN, PictureWork
 from prefixtree.recompute.plan import (
@@ -32,6 +32,7 @@ from prefixtree.recompute.trace import LiveBytes
 from prefixtree.recompute.trace_tower import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.recompute.test_trace import saved_bytes
+from tests.support.hooks import inner, limit
 from tests.support.models import adapted, counted
 from tests.support.picture_cases import (
     batch,
@@ -108,7 +109,7 @@ def test_what_was_planned_without_gradients_says_what_training_takes():
     plans = []
     # of inference tensors a trace would fail
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
-        trace_tower._trace.cache_clear()
+        inner("memory of a tower").cache_clear()
         with context:
             plans.append(pt.plan_recomputation(model, packed, 1 << 40, pictures=pictures))
     assert plans[0].kept == 6 * 256 and len(set(plans)) == 1
@@ -120,9 +121,9 @@ def test_the_tower_keeps_what_fits(monkeypatch):
     # runs of two pictures
     for module in (forward, picture_work):
         monkeypatch.setattr(module, "RUN", 512)
-    monkeypatch.setattr(picture_work, "_LEAST_RUN", 512)
+    limit(monkeypatch, "runs of pictures", 512)
     # chunks of logits are as small as the model
-    monkeypatch.setattr("prefixtree.recompute.plan._LOGITS", 1 << 16)
+    limit(monkeypatch, "logits of plans", 1 << 16)
     model = build("qwen3_vl")
     pictures = pictures_of(model, screenshots(8))
     packed = _packed(pictures)
@@ -209,7 +210,7 @@ def test_the_plan_computes_least_again(sizes, share, unit, with_spare):
 @pytest.mark.parametrize("kept_trunks", [False, True])
 def test_a_tower_that_keeps_pictures_leaves_what_is_to_spare(monkeypatch, kept_trunks):
     """Runs of the pictures that it computes again do not fill it."""
-    monkeypatch.setattr("prefixtree.recompute.plan._LOGITS", 0)
+    limit(monkeypatch, "logits of plans", 0)
     gib = 1 << 30
     memory = memory_of([[(1, 8), (3, 6), (9, 2)]] * 4, 3, 1 << 22)
     held = (0.9e6, 0.0)
@@ -334,7 +335,7 @@ def test_frames_of_a_video_attend_alone():
     encode = in_few_calls(tower_of(model))
     for number, patches in work.patches.items():
         shown, frames = pictures.distinct[number], work.frames.get(number, 1)
-        products = trace_tower._Products(patches // frames)
+        products = inner("work of a tower")(patches // frames)
         with torch.no_grad(), products:
             encode(shown.pixels, shown.grid[None], tree_encodes=True)
         expected = products.products + products.pairs

@@ -14,7 +14,7 @@ from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 from prefixtree.rollouts.picture_messages import FIRST_PICTURE, picture_numbers
-from prefixtree.sharing.picture_counts import measure_pictures
+from prefixtree.sharing.measure import measure_pictures
 from tests.support.chat_tokenizer import (
     PICTURE_CHATML,
     PICTURE_TOKENS,

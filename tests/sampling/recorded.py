@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prefixtree.sampling.graphs import StepGraphs
+from prefixtree.sampling.forward import StepGraphs
 
 aten = torch.ops.aten
 # whose results, or their shapes, the host waits for

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from prefixtree.sampling import Draws
-from prefixtree.sampling import draws as module
 from prefixtree.sampling.draws import gumbel, row_keys
+from tests.support.hooks import limit
 
 _LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0])
 
@@ -88,7 +88,7 @@ def test_a_draw_does_not_depend_on_the_others(monkeypatch):
         some = draws.choose(logits[rows], keys[rows], positions[rows])
         assert all(torch.equal(a, b[rows]) for a, b in zip(some, whole, strict=True))
     for at_once in (7, 100, 299):
-        monkeypatch.setattr(module, "_AT_ONCE", at_once)
+        limit(monkeypatch, "rows drawn at once", at_once)
         parts = draws.choose(logits, keys, positions)
         assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.kernels.decoding.work import DecodeWork
 from prefixtree.sampling import Draws, Samples, TreeSampler
-from prefixtree.sampling import rows as rows_module
 from prefixtree.sampling import step as step_module
-from prefixtree.sampling.graphs import StepGraphs, state_of
+from prefixtree.sampling.forward import StepGraphs, state_of
 from tests.sampling.cases import GREEDY, histories, models
 from tests.sampling.recorded import RecordedGraphs, watched
+from tests.support.hooks import limit, wrap
 from tests.support.models import build
 
 
@@ -28,7 +27,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraphs]:
     monkeypatch.setattr(step_module, "StepGraphs", RecordedGraphs)
     monkeypatch.setattr(RecordedGraphs, "made", [])
     # as on a GPU
-    monkeypatch.setattr(rows_module, "_LOOK_EVERY", {})
+    limit(monkeypatch, "steps between looks", {})
     return RecordedGraphs.made
 
 
@@ -224,16 +223,15 @@ def test_an_interruption_while_lists_grow_leaves_no_old_graph(recorded, monkeypa
     # as many rows, of which each sees many runs
     words = list(range(3, 43))
     forest = pt.PrefixForest.from_sequences([words[: 5 * n] for n in range(1, 9)])
-    fill = DecodeWork._fill
     calls: list[None] = []
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(fill: Any, *arguments: Any) -> None:
         calls.append(None)
         if len(calls) == 1:
             raise KeyboardInterrupt
         fill(*arguments)
 
-    monkeypatch.setattr(DecodeWork, "_fill", interrupted)
+    wrap(monkeypatch, "lists of a decode step", interrupted)
     rows = sampler.start(forest)
     with pytest.raises(KeyboardInterrupt):
         rows.generate(20, draws)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import prefixtree as pt
 from prefixtree.sampling import Draws, Samples, TreeSampler
-from prefixtree.sampling.graphs import StepGraphs
+from prefixtree.sampling.forward import StepGraphs
 from prefixtree.sampling.step import DecodeStep
 from tests.sampling.cases import GREEDY, words
 from tests.support.models import build, cases

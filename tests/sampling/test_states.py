@@ -11,11 +11,12 @@ import torch
 
 import prefixtree as pt
 from prefixtree.kernels.recurrence.protocol import RowSlots
-from prefixtree.sampling import Draws, Samples, TreeSampler, state_pools
+from prefixtree.sampling import Draws, Samples, TreeSampler, forest_cache
 from prefixtree.sampling import rows as rows_module
+from prefixtree.sampling.forest_cache import StatePools
 from prefixtree.sampling.growing_forest import GrowingForest
-from prefixtree.sampling.state_pools import StatePools
 from tests.sampling.cases import same_samples, turns
+from tests.support.hooks import limit
 from tests.support.models import build, mostly_full
 
 # a delta rule, one per channel, Mamba-2, convolutions beside sliding windows
@@ -44,7 +45,7 @@ def worst(model: Any, samples: Samples, temperature: float = 1.0) -> float:
 @pytest.fixture
 def full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that stopped stay in the batch, as on a GPU for a while."""
-    monkeypatch.setattr(rows_module, "_STILL_FULL", 0.0)
+    limit(monkeypatch, "rows that fill a batch", 0.0)
 
 
 @pytest.mark.parametrize("narrow", [True, False])
@@ -54,7 +55,7 @@ def test_every_token_over_three_turns(
 ) -> None:
     """With replies of several tokens, of one and of none. What a pool holds beside is NaN."""
     if not narrow:
-        monkeypatch.setattr(rows_module, "_STILL_FULL", 0.0)
+        limit(monkeypatch, "rows that fill a batch", 0.0)
     model = build(model_type).eval()
     samples = turns(model, Draws(0.8, seed=2), stop=_STOP)
     assert len({int(mask.sum()) for mask in samples.loss_masks}) > 3 and poison.tensors
@@ -149,14 +150,14 @@ def test_no_memory_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before anything is sampled, and fewer rows go on as if nothing had happened."""
     model = build("qwen3_5").eval()
     rows = TreeSampler(model, 3000).start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-    original = state_pools.empty
+    original = forest_cache.empty
 
     def little(like: torch.Tensor, *shape: int) -> torch.Tensor:
         if shape[0] > 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(like, *shape)
 
-    monkeypatch.setattr(state_pools, "empty", little)
+    monkeypatch.setattr(forest_cache, "empty", little)
     rows.branch(20)
     with pytest.raises(MemoryError, match=r"^21 states of rows, 0\.0 MB each, need 0\.0 GB: drop"):
         rows.generate(3)

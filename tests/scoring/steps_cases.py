@@ -9,9 +9,11 @@ from torch import nn
 
 from prefixtree import PackedForest
 from prefixtree.models import families
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.states import part_mask
+from prefixtree.parallel.steps import StepRun, run_in_steps
+from prefixtree.planning import schedule
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.in_groups import part_inputs
@@ -85,21 +87,20 @@ def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[tor
     edges = packed.edges()
     scored = [part.scored(edges.predictor) for part in steps]
 
-    def compute(step: int | None, exchanges: StepExchanges | None) -> tuple[torch.Tensor]:
+    def compute(step: int | None, exchanges: PartExchanges | None) -> tuple[torch.Tensor]:
         assert step is not None and exchanges is not None
         part = steps[step]
-        mask = PartMask(part, exchanges, exchanges.states_of)
         which, at = (torch.from_numpy(x) for x in scored[step])
         with Float64():
-            logits = model(**part_inputs(inputs, part, mask)).logits[0]
+            logits = model(**part_inputs(inputs, part, part_mask(exchanges))).logits[0]
         return (logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None],)
 
-    store = LoanStore(steps, keeps=True)
+    ledger = Ledger(steps, schedule.steps(len(steps), trains=True), parks=True)
     places = [
         (torch.from_numpy(edges), part.tables().own_tokens)
         for part, (edges, _) in zip(steps, scored, strict=True)
     ]
-    (found,) = run_in_steps(StepRun(store, places, compute, len(steps)), packed.device, True)
+    (found,) = run_in_steps(StepRun(ledger, places, compute), packed.device, True)
     of_tokens = found.new_zeros(packed.num_tokens)
     of_tokens = of_tokens.index_copy(0, edges.token.long(), found[:, 0])
     return [part[1:] for part in packed.unpack(of_tokens)]

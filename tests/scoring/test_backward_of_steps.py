@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from prefixtree.parallel.steps import _warn_of_no_backward
 from tests.scoring.steps_cases import number_of_steps, run, score
+from tests.support.hooks import inner
 from tests.support.models import (
     Run,
     assert_same,
@@ -223,7 +223,7 @@ def test_gradients_are_found_in_the_parameters() -> None:
     with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
         torch.autograd.grad(torch.cat(scores.logprobs).sum(), list(model.parameters()))
     torch.cat(scores.logprobs).sum().backward()
-    _warn_of_no_backward.cache_clear()
+    inner("warning of no backward").cache_clear()
     model.zero_grad(set_to_none=True)
     for is_first in (True, False):
         scores = score(model, ragged_objective())

@@ -11,15 +11,15 @@ import torch
 from prefixtree import UnsupportedError, prepare
 from prefixtree.kernels.chosen import from_bits, to_bits
 from prefixtree.models import indexers, paths
-from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchange
-from prefixtree.scoring import group_refusals
+from prefixtree.parallel.ledger import KeyExchange, Ledger
+from prefixtree.scoring import refusals
 from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
-from tests.scoring.steps_cases import compare, logprobs_in_steps, run, score
+from tests.scoring.steps_cases import compare, logprobs_in_steps, run
 from tests.support.family_configs import INDEXED
+from tests.support.hooks import limit
 from tests.support.hybrid_cases import (
     Float64,
     checkpointed_in_float64,
@@ -27,13 +27,9 @@ from tests.support.hybrid_cases import (
     logprobs_alone,
     worst,
 )
-from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
-    adapted,
-    assert_same,
     build,
     cases,
-    enable_checkpointing,
     errors,
     make_objective,
     ragged_objective,
@@ -87,17 +83,6 @@ def test_kept_trunks_in_float64(
     assert max(found) < 1e-12
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "all_but_attention"])
-@pytest.mark.parametrize("family", FEW)
-def test_recomputation(family: str, recompute: str) -> None:
-    model, options = build(family), {"recompute": recompute}
-    if recompute == "reentrant":
-        enable_checkpointing(model, use_reentrant=True)
-        options = {}
-    compare(model, **options)
-    kept_cases.compare(model, **options)
-
-
 @pytest.mark.parametrize("family", FEW)
 def test_any_chunks_of_own_tokens_give_their_keys(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -106,53 +91,25 @@ def test_any_chunks_of_own_tokens_give_their_keys(
     compare(build(family))
 
 
-# PEFT asks transformers under the old name of the property
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters() -> None:
-    got = compare(adapted(build("deepseek_v32"), "q_a_proj", "kv_b_proj", "o_proj", "wq_b"))
-    assert got.gradients and not any("indexer" in name for name in got.gradients)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers() -> None:
-    """Attention is left out of them."""
-    model = build("hy_v4")
-    expected = run(model, max_tokens=None)
-    torch._dynamo.reset()
-    compile_layers(model, backend="eager")
-    assert_same(run(model), expected)
-    torch._dynamo.reset()
-
-
-def test_without_gradients() -> None:
-    model = build("glm_moe_dsa").eval()
-    expected = run(model, max_tokens=None)
-    with torch.no_grad():
-        scores = score(model, ragged_objective())
-    for got, want in zip(scores.logprobs, expected.logprobs, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
 def test_keys_of_indexers_are_lent_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head's, without gradients, of the layers that have an indexer; none of short paths."""
     model, longest = prepare(build("glm_moe_dsa")), ragged_packed().mask.host.deepest
     index = {module for module in model.modules() if hasattr(module, "index_topk")}
-    stores: set[LoanStore] = set()
-    shapes, borrow = {}, StepExchange.borrow
+    ledgers: set[Ledger] = set()
+    shapes, borrow = {}, KeyExchange.borrow
 
-    def noted(self: StepExchange, *own: torch.Tensor) -> Any:
-        stores.add(self._step.store)
+    def noted(self: KeyExchange, *own: torch.Tensor) -> Any:
+        ledgers.add(self.exchange.ledger)
         if len(own) == 1:
-            shapes[self._layer] = own[0].shape[1:]
+            shapes[self.exchange.key[0]] = own[0].shape[1:]
             assert not own[0].requires_grad
         return borrow(self, *own)
 
-    monkeypatch.setattr(StepExchange, "borrow", noted)
+    monkeypatch.setattr(KeyExchange, "borrow", noted)
     run(model)
     kept_cases.run(model)
     assert len(index) == 2 and shapes == dict.fromkeys(index, (16,))
-    assert len(stores) == 2 and all(store.held_bytes() == (0, 0) for store in stores)
+    assert len(ledgers) == 2 and all(ledger.held_bytes() == (0, 0) for ledger in ledgers)
     for module in index:
         module.index_topk = longest
     shapes.clear()
@@ -173,7 +130,7 @@ def test_triton_scores_the_queries_of_a_part(monkeypatch: pytest.MonkeyPatch) ->
 
     packed = copy.copy(ragged_packed())
     packed.mask = packed.mask.with_options(backend="triton")
-    monkeypatch.setattr(indexers, "_SCORES", 1)
+    limit(monkeypatch, "scores of an indexer", 1)
     monkeypatch.setattr(indexers.Products, "spans", noted)
     compare(build("deepseek_v32"), packed=packed)
     assert any(chunks)
@@ -225,18 +182,6 @@ def test_another_choice_turns_it_red(
         assert found.logprob > 1e-2
 
 
-@pytest.mark.parametrize("family", FEW)
-def test_gradients_that_are_left_out_turn_it_red(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what the lent latents became, keys and values; scores do not show it."""
-    model = build(family)
-    expected = run(model, max_tokens=None)
-    lose_keys(monkeypatch)
-    found = errors(run(model), expected)
-    assert found.logprob < 1e-6 and found.gradient > 0.05
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -251,6 +196,6 @@ def test_compressed_keys_are_refused() -> None:
 def test_heads_that_do_not_divide_group_by_group_are_refused_before_a_forward() -> None:
     config = build(BLOCKS).config
     packed, heads = ragged_packed(), config.num_key_value_heads
-    group_refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
+    refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
     with pytest.raises(ValueError, match=f"of each of {heads} groups of heads.*do not divide"):
-        group_refusals.check_mode("heads", config, packed, config.num_attention_heads)
+        refusals.check_mode("heads", config, packed, config.num_attention_heads)

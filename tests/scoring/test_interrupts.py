@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.kernels import call_counter
-from prefixtree.models import changes, replay
+from prefixtree.kernels import operators
+from prefixtree.models import changes, routers
 from prefixtree.models import checks as model_checks
 from prefixtree.models import vision as pictures
-from prefixtree.parallel.steps import LoanStore
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.parallel.ledger import Ledger
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
 from prefixtree.sampling.forward import CachedForward
@@ -85,7 +85,7 @@ def tiny(model_type: str = "llama", **config: Any) -> tuple[Any, pt.PackedForest
 
 _CHANGES = [changes.changing, changes._lock_of, changes._put, changes._remove]
 _CHANGES += [f for f in vars(changes.Changes).values() if callable(f) and f.__name__ != "keep"]
-_CALLS = [model_checks.every_layer_attends, call_counter.counted_calls]
+_CALLS = [model_checks.every_layer_attends, operators.counted_calls]
 
 
 def test_scoring() -> None:
@@ -116,7 +116,7 @@ def test_steps() -> None:
         torch.cat(sequence_logprobs(model, packed, **_STEPS).logprobs).sum().backward()
         return [model.lm_head.weight.grad]
 
-    check(model, run, scoring_steps.Wrapped.as_in_the_forward, LoanStore.lending)
+    check(model, run, scoring_steps.Wrapped.as_in_the_forward, Ledger.running)
 
 
 def test_steps_of_ddp(lone_group: None) -> None:
@@ -141,7 +141,7 @@ def test_routes() -> None:
     packed = pt.pack(pt.PrefixForest.from_sequences(sequences, routes=routes))
     model, _ = tiny("qwen3_moe")
     run = lambda: sequence_logprobs(model, packed).logprobs  # noqa: E731
-    check(model, run, replay.replaying, replay._Keep.__call__, replay._Choose.__call__)
+    check(model, run, routers.replaying, routers._Keep.__call__, routers._Choose.__call__)
     expected, state = run(), {name: value.clone() for name, value in model.state_dict().items()}
 
     def from_a_fresh_model() -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ def test_routes() -> None:
         model.load_state_dict(state)
         return run()
 
-    for place in interrupted_at_each_line(from_a_fresh_model, [replay._prepare]):
+    for place in interrupted_at_each_line(from_a_fresh_model, [routers._prepare]):
         assert all(map(torch.equal, run(), expected)), place
 
 

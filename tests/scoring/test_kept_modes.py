@@ -11,19 +11,16 @@ import torch
 
 from prefixtree import PrefixForest, UnsupportedError, borrow_cost, kept_trunks
 from prefixtree.kernels.lm_head.measures import measure_bytes
-from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.recompute import plan as recompute_plan
-from prefixtree.recompute.kept_plan import KeptPlan
+from prefixtree.recompute import kept_modes
+from prefixtree.recompute.kept_modes import KeptPlan
 from prefixtree.recompute.trace import LiveBytes
-from prefixtree.scoring import kept_modes
 from tests.scoring.kept_cases import compare, plan_of, run
-from tests.support.lost_gradients import lose_keys, lose_states
+from tests.support.hooks import limit
 from tests.support.models import (
     adapted,
     build,
-    errors,
     logprob_and_entropy,
     ragged_objective,
     same_bits,
@@ -59,7 +56,7 @@ class Memory:
         monkeypatch.setattr(kept_modes, "left_for_activations", left_for_activations)
         monkeypatch.setattr(kept_modes, "plan_kept", planned)
         # chunks of logits are as small as the models
-        monkeypatch.setattr(recompute_plan, "_LOGITS", 1 << 16)
+        limit(monkeypatch, "logits of plans", 1 << 16)
 
     def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
         """What a call counts in a share of the memory is what was planned for it."""
@@ -149,7 +146,7 @@ def test_peaks_are_those_that_were_predicted(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, model_type: str, share: float
 ) -> None:
     """Counted on real runs of a trunk of 600 tokens, two below it, and six micro-batches."""
-    monkeypatch.setattr(trunks_module, "_FEW", 20)
+    limit(monkeypatch, "tokens of a small trunk", 20)
     model = build(model_type, num_hidden_layers=6)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -175,24 +172,6 @@ def test_peaks_are_those_that_were_predicted(
         return max(most, live.restart())
 
     memory.assert_predicted(counted, share)
-
-
-# ---- the comparison turns red --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "model_type, lose", [("qwen3", lose_keys), ("qwen3_5", lose_states)], ids=["keys", "states"]
-)
-def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch, model_type: str, lose: Any
-) -> None:
-    model = build(model_type)
-    expected = run(model, recompute="auto")
-    memory.left = memory.share(0.2)
-    assert same_bits(run(model, recompute="auto"), expected)
-    lose(monkeypatch)
-    got = run(model, recompute="auto")
-    assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.01
 
 
 # ---- what is refused -----------------------------------------------------------------------------

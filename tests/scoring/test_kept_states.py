@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from prefixtree import borrow_cost, kept_trunks
-from prefixtree.models.compiled import compile_layers
-from prefixtree.parallel import states
+from prefixtree.parallel import ledger
+from prefixtree.parallel.ledger import Rows
+from prefixtree.planning.part_states import KEYS, STATES
+from prefixtree.planning.trunks import Trunks
+from tests.scoring import steps_cases
 from tests.scoring.kept_cases import compare, linear, one_by_one, plan_of, run, worst_in_float64
-from tests.support.hybrid_cases import FEW, needs_states
+from tests.support.hooks import forget_all_but
+from tests.support.hybrid_cases import needs_states
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
-    Objective,
-    adapted,
     assert_same,
     build,
-    counted,
-    enable_checkpointing,
     errors,
     mostly_full,
     ragged_objective,
@@ -62,58 +59,10 @@ def test_float64_is_exact(
     assert largest < 1e-13 and gradient < 1e-12
 
 
-@pytest.mark.parametrize(
-    "family, recompute, trunks",
-    [
-        ("qwen3_5", "all_but_attention", None),
-        ("nemotron_h", "all", "again"),
-        ("falcon_h1", "nothing", "all"),
-        ("lfm2", "all", "nothing"),
-    ],
-)
-def test_recomputation(family: str, recompute: Any, trunks: Any) -> None:
-    compare(build(family), recompute=recompute, recompute_trunks=trunks)
-
-
-@pytest.mark.parametrize("family, use_reentrant", [("qwen3_5", False), ("kimi_linear", True)])
-def test_checkpointing(family: str, use_reentrant: bool) -> None:
-    model = build(family)
-    enable_checkpointing(model, use_reentrant)
-    compare(model)
-
-
 def test_states_on_the_host_and_several_trunks_at_once() -> None:
     plan = plan_of(ragged_objective(), 17, borrow_cost=replace(LIGHT, on_host=True))
     assert plan.stats.trunks.on_host
     compare(build("nemotron_h"), plan=plan, recompute="all", recompute_trunks="again")
-
-
-# PEFT asks transformers under the old name of the property
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters() -> None:
-    got = compare(adapted(build("qwen3_5"), "q_proj", "in_proj_qkv", "out_proj"))
-    assert got.gradients and all("lora" in name for name in got.gradients)
-
-
-def test_frozen_layers() -> None:
-    """Where states need no gradients, none come back; and where they do, all."""
-    model = build("qwen3_5")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1" in name or "layers.0.linear_attn.dt_bias" in name)
-    got = compare(model)
-    assert any("layers.0" in name for name in got.gradients)
-
-
-# dynamo's own look at .grad of its inputs
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers() -> None:
-    model = build("qwen3_5")
-    expected = run(model)
-    torch._dynamo.reset()
-    compile_layers(model, backend="eager")
-    assert_same(run(model), expected)
-    torch._dynamo.reset()
 
 
 def test_half_precision_rounds_as_one_forward_does() -> None:
@@ -126,20 +75,26 @@ def test_half_precision_rounds_as_one_forward_does() -> None:
     assert alone.gradient > 1e-3 and kept.gradient < 1.5 * alone.gradient
 
 
-def test_without_gradients_and_the_same_bits() -> None:
-    model, plan = build("nemotron_h").eval(), plan_of(ragged_objective())
-    expected = one_by_one(model, ragged_objective(), plan)
-    with counted([model]) as forwards, torch.inference_mode():
-        with kept_trunks(model, plan[0], *_given(ragged_objective())) as scored:
-            for batch, scores in scored:
-                for i, got in zip(batch.sequence_indices.tolist(), scores.logprobs, strict=True):
-                    torch.testing.assert_close(got, expected.logprobs[i], atol=1e-5, rtol=1e-5)
-        assert forwards() == len(plan[0].trunks.spans)
+def test_the_same_bits_every_time() -> None:
+    model = build("nemotron_h")
     assert same_bits(run(model), run(model))
 
 
+def most_states(trunks: Trunks) -> int:
+    """The most states that wait within a turn, token by token."""
+    steps, spans = trunks.on(torch.device("cpu")), trunks.spans
+    until: dict[int, int] = {}
+    for token, above in enumerate(steps.packed.mask.host.predictor.tolist()):
+        reader = spans[steps.owner[token]]
+        if above >= 0 and steps.owner[above] != steps.owner[token]:
+            until[above] = max(until.get(above, -1), reader.last)
+    turns = [range(spans[steps.owner[above]].first, last + 1) for above, last in until.items()]
+    return max(sum(at in turn for turn in turns) for at in range(len(trunks.sequences)))
+
+
 def test_what_waits_is_what_the_plan_says() -> None:
-    """Bytes of lent states turn after turn, and that all is freed."""
+    """Bytes of lent states turn after turn, those of which all readers are done left out, and that
+    all is freed."""
     model = build("qwen3_5")
     cost = borrow_cost(model, "all", "again")
     plan = plan_of(ragged_objective(), 17, borrow_cost=replace(cost, token_bytes=1e9))
@@ -149,31 +104,33 @@ def test_what_waits_is_what_the_plan_says() -> None:
     with kept_trunks(model, plan[0]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
-            loans = scored._store.states.loans(0).of_lender
-            values = [x for of in loans for loan in of for x in loan.values.values()]
+            loans = scored._ledger.loans(STATES)
+            values = [x for loan in loans for rows in loan.values.values() for x in rows]
             most = max(most, sum(x.nbytes for x in values))
-    assert most == stats.states * cost.state_layers * cost.state_bytes
-    assert scored._store.held_bytes() == (0, 0)
+    assert most == most_states(plan[0].trunks) * cost.state_layers * cost.state_bytes
+    assert 0 < most <= stats.states * cost.state_layers * cost.state_bytes
+    assert scored._ledger.held_bytes() == (0, 0)
 
 
-# ---- the comparison turns red --------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_rows_of_trunks_stay_where_they_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between readers too; those of steps wait on the host for their backward."""
+    copies: list[Rows] = []
+    monkeypatch.setattr(ledger, "to_host", lambda rows: copies.append(rows) or rows)
+    model, plan = build(family), plan_of(ragged_objective(), 17)
+    assert plan.stats.trunks.trunks > 2 and not plan.stats.trunks.on_host
+    for mode in (None, "again"):
+        run(model, plan=plan, recompute_trunks=mode)
+    assert not copies
+    steps_cases.run(model)
+    assert copies
 
 
-@pytest.mark.parametrize("family", FEW)
-@pytest.mark.parametrize("lose", [lose_states, lose_tails])
-def test_the_comparison_turns_red_where_states_lose_their_gradient(
-    family: str, lose: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(family)
-    expected = run(model)
-    lose(monkeypatch)
-    found = errors(run(model), expected)
-    print(f"{family}: {found}")
-    assert found.logprob < 1e-6 and found.gradient > 0.05
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states._Exchange, "take", lambda self: None)
+    forget_all_but(monkeypatch, KEYS)
     with pytest.raises(RuntimeError, match="calls of recurrent layers"):
         run(build("nemotron_h"))
 
@@ -190,7 +147,3 @@ def test_a_backward_that_is_late() -> None:
             loss.backward(retain_graph=True)
             kept.append(loss)
             kept[0].backward(retain_graph=True)
-
-
-def _given(objective: Objective) -> tuple[Any, Any]:
-    return objective.temperatures, objective.loss_masks

@@ -16,15 +16,12 @@ import prefixtree as pt
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute.trace import LiveBytes
-from prefixtree.scoring import kept_runs
 from tests.scoring.kept_cases import plan_of
 from tests.scoring.test_kept_modes import Memory
 from tests.scoring.test_values import classifier
-from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
     adapted,
     build,
-    enable_checkpointing,
     gradients,
     ragged_objective,
     ragged_sequences,
@@ -117,28 +114,6 @@ def test_every_token_is_computed_once() -> None:
     assert sum(tokens) == plan_of(ragged_objective()).forest.num_tokens
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("how", ["lora", "checkpointed", "recomputed", "recurrent"])
-def test_goes_with(how: str) -> None:
-    auto, model_type = (TOKEN, "qwen3_next") if how == "recurrent" else (SEQUENCE, "qwen3")
-    model, reference = (classifier(auto, model_type, name) for name in ("prefixtree", "eager"))
-    options: dict[str, Any] = {}
-    if how == "lora":
-        model, reference = (adapted(m, "q_proj", "down_proj") for m in (model, reference))
-    elif how == "checkpointed":
-        enable_checkpointing(model, use_reentrant=False)
-    elif how == "recomputed":
-        options = {"recompute": "all_but_attention", "recompute_trunks": "all"}
-    assert compare(model, reference, **options) < (5e-5 if how == "recurrent" else 1e-5)
-
-
-def test_values_without_gradients_are_the_same() -> None:
-    model = classifier(TOKEN, "qwen3")
-    expected = kept(model)
-    with torch.no_grad():
-        assert distance(kept(model), expected) < 1e-6
-
-
 def test_an_empty_micro_batch_has_one_token() -> None:
     """As `take` has it and `sequence_values`: a loop needs no special case."""
     model = classifier(SEQUENCE, "qwen3")
@@ -156,23 +131,8 @@ def test_an_empty_micro_batch_has_one_token() -> None:
     assert empty
 
 
-@pytest.mark.parametrize("what", ["values of trunks", "keys"])
-def test_gradients_left_out_are_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the values of trunks' tokens, which losses of micro-batches use, or of their keys."""
-    model = classifier(TOKEN, "qwen3")
-    expected, wanted = kept(model), gradients(model)
-    if what == "keys":
-        lose_keys(monkeypatch)
-    else:
-        backward = kept_runs._backward
-        monkeypatch.setattr(kept_runs, "_backward", lambda rows, _: backward(rows, None))
-    found, wrong = kept(model), distance(gradients(model), wanted)
-    print(f"{what}: {wrong:.2f}")
-    assert distance(found, expected) < 1e-6 and wrong > 0.05
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("how", ["token", "sequence", "recurrent", "lora"])
+@pytest.mark.parametrize("how", ["sequence", "recurrent", "lora"])
 def test_auto_is_exact(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In much memory, and in as little as there may be."""
     auto = SEQUENCE if how in ("sequence", "lora") else TOKEN

@@ -14,7 +14,6 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.models import vision
-from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.placements import place
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
@@ -22,7 +21,7 @@ from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.test_kept_modes import Memory
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import TRANSFORMERS, adapted, counted, enable_checkpointing
+from tests.support.models import TRANSFORMERS, adapted, counted
 from tests.support.picture_cases import (
     ADAPTED,
     FAMILIES,
@@ -142,32 +141,6 @@ def test_float64_is_exact(model_type, kind, max_tokens, again, monkeypatch):
     assert found.logprob < 1e-13 and found.largest < 1e-12
 
 
-# dynamo's own look at .grad of its inputs
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [
-        ("recomputed", {"recompute": "all"}),
-        ("recomputed", {"recompute": "all_but_attention", "recompute_trunks": "again"}),
-        ("recomputed", {"recompute": "nothing", "recompute_trunks": "all"}),
-        ("checkpointed", {"recompute_trunks": "again"}),
-        ("compiled", {"recompute": "all"}),
-    ],
-)
-def test_goes_with(how, options, monkeypatch):
-    """Each picture is a run of the tower."""
-    monkeypatch.setattr("prefixtree.recompute.forward.RUN", 1)
-    model = build("qwen3_vl")
-    if how == "compiled":
-        torch._dynamo.reset()
-        compile_layers(model, backend="aot_eager")
-    elif how == "checkpointed":
-        enable_checkpointing(model, use_reentrant=False)
-    found = errors(_run(model, batch("qwen3_vl"), **options), reference("qwen3_vl"))
-    torch._dynamo.reset()
-    assert found.largest < tolerance("qwen3_vl")
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("targets", ADAPTED)
@@ -177,17 +150,6 @@ def test_adapters_over_frozen_text(targets, again):
     expected = run_packed(model, made)
     found = _run(model, made, recompute_trunks="again" if again else None)
     assert distance(found.gradients, expected.gradients) < 5e-5
-
-
-def test_scores_without_gradients_are_the_same():
-    model, made = build("qwen3_vl"), batch("qwen3_vl")
-    pictures = pictures_of(model, made)
-    found: dict[int, torch.Tensor] = {}
-    with torch.no_grad(), pt.kept_trunks(model, _plan(pictures)[0], pictures=pictures) as scored:
-        for each, scores in scored:
-            found |= dict(zip(each.sequence_indices.tolist(), scores.logprobs, strict=True))
-    for i, wanted in enumerate(reference("qwen3_vl").logprobs):
-        torch.testing.assert_close(found[i], wanted, rtol=0, atol=tolerance("qwen3_vl"))
 
 
 @pytest.mark.parametrize("share", [0, 0.2, 1])

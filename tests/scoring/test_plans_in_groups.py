@@ -9,6 +9,7 @@ from tests.support.group_cases import Case, num_groups
 from tests.support.group_checks import Results, check, check_exchanges, check_values
 from tests.support.group_plan_ranks import CASES, PEAKS, QUICK, SHARES, WIDE_CASES
 from tests.support.spawn import run_ranks
+from tests.support.state_group_ranks import OWNERS
 
 pytestmark = [
     # PEFT asks transformers under the old name of the property
@@ -62,3 +63,11 @@ def test_a_rank_holds_what_was_planned_for_it(results, name, share):
         counted, planned, modes = result["peak", name, share]
         print(f"{name}, {share}: counted {counted:,}, {planned / counted:.3f} planned, {modes}")
         assert counted <= planned < 1.3 * counted
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_rows_that_a_backward_has_at_once_are_planned(results, owner):
+    """Also on a rank that lends alone, or borrows alone, as of runs."""
+    for result in results:
+        counted, planned = result["rows", owner]
+        assert counted == planned

@@ -13,10 +13,11 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree import UnsupportedError, plan_micro_batches
-from prefixtree.models.compiled import compile_layers
-from prefixtree.parallel import states
-from prefixtree.parallel.steps import LoanStore, StepExchanges
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.parallel.ledger import Ledger
+from prefixtree.parallel.states import LayerStates
+from prefixtree.planning import schedule
+from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
@@ -28,10 +29,9 @@ from tests.scoring.steps_cases import (
     logprobs_in_steps,
     number_of_steps,
     run,
-    score,
 )
+from tests.support.hooks import forget_all_but, round_lent
 from tests.support.hybrid_cases import (
-    FEW,
     SERVED,
     Float64,
     checkpointed_in_float64,
@@ -42,14 +42,10 @@ from tests.support.hybrid_cases import (
     worst,
 )
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
-    adapted,
-    assert_same,
     build,
     cases,
     counted,
-    enable_checkpointing,
     errors,
     gradients,
     make_objective,
@@ -102,39 +98,10 @@ def _loss(logprobs: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Te
     return sum((p * w).sum() + p.square().sum() / 10 for p, w in pairs)
 
 
-@pytest.mark.parametrize("family, use_reentrant", [("qwen3_5", False), ("kimi_linear", True)])
-def test_checkpointing(family: str, use_reentrant: bool) -> None:
-    model = build(family)
-    enable_checkpointing(model, use_reentrant)
-    compare(model)
-
-
-@pytest.mark.parametrize(
-    "family, recompute",
-    [("qwen3_5", "all_but_attention"), ("nemotron_h", "all"), ("qwen3_5", "plan")],
-)
-def test_recomputation(family: str, recompute: Any) -> None:
-    model = build(family)
-    if recompute == "plan":
-        layers = len(model.get_decoder().layers)
-        recompute = RecomputePlan((*MODES, *("all",) * layers)[:layers], 0)
-    compare(model, recompute=recompute)
-
-
-# PEFT asks transformers under the old name of the property
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters() -> None:
-    got = compare(adapted(build("qwen3_5"), "q_proj", "in_proj_qkv", "out_proj"))
-    assert got.gradients and all("lora" in name for name in got.gradients)
-
-
-def test_frozen_layers() -> None:
-    """Where states need no gradients, none come back; and where they do, all."""
+def test_a_plan_of_several_modes() -> None:
     model = build("qwen3_5")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1" in name or "layers.0.linear_attn.dt_bias" in name)
-    got = compare(model)
-    assert any("layers.0" in name for name in got.gradients)
+    layers = len(model.get_decoder().layers)
+    compare(model, recompute=RecomputePlan((*MODES, *("all",) * layers)[:layers], 0))
 
 
 @pytest.mark.parametrize("family, max_tokens", [("lfm2", 8), ("nemotron_h", 60)])
@@ -151,25 +118,8 @@ def test_a_sequence_longer_than_a_step_waits_on_the_host() -> None:
     compare(build("qwen3_5"), objective, max_tokens=40, borrow_cost=cost)
 
 
-# dynamo's own look at .grad of its inputs
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers() -> None:
-    model = build("qwen3_5")
-    expected = run(model, max_tokens=None)
-    torch._dynamo.reset()
-    compile_layers(model, backend="eager")
-    assert_same(run(model), expected)
-    torch._dynamo.reset()
-
-
-def test_without_gradients_and_the_same_bits() -> None:
-    model = build("nemotron_h").eval()
-    expected = run(model, max_tokens=None)
-    with torch.inference_mode():
-        scores = score(model, ragged_objective())
-    for got, want in zip(scores.logprobs, expected.logprobs, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+def test_the_same_bits_every_time() -> None:
+    model = build("nemotron_h")
     assert same_bits(run(model), run(model))
 
 
@@ -193,33 +143,11 @@ def test_a_plan_that_reuses_trunks(family: str) -> None:
 # ---- the checks can fail -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lose", [lose_states, lose_tails])
-@pytest.mark.parametrize("family", FEW)
-def test_gradients_that_are_left_out_turn_it_red(
-    family: str, lose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(family)
-    expected = run(model, max_tokens=None)
-    lose(monkeypatch)
-    found = errors(run(model), expected)
-    print(f"{family}: {found}")
-    assert found.logprob < 1e-6 and found.gradient > 0.05
-
-
 def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = states._Exchange.give_back
-
-    def rounded(self: states._Exchange, gradient: torch.Tensor) -> None:
-        real(self, gradient)
-        for loan, _ in self._loans.of_borrower[self._step]:
-            total = loan.gradients[self._key]
-            assert total.dtype == torch.float32
-            loan.gradients[self._key] = total.bfloat16().float()
-
     model = build("qwen3_5")
     expected = run(model, max_tokens=None)
     exact = errors(run(model), expected)
-    monkeypatch.setattr(states._Exchange, "give_back", rounded)
+    round_lent(monkeypatch, STATES)
     assert errors(run(model), expected).gradient > 100 * exact.gradient
 
 
@@ -233,25 +161,25 @@ def test_half_precision_rounds_as_one_forward_does() -> None:
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states._Exchange, "take", lambda self: None)
+    forget_all_but(monkeypatch, KEYS)
     with pytest.raises(RuntimeError, match="calls of recurrent layers"):
         run(build("nemotron_h"))
 
 
 def test_what_was_lent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = []
-    real = states.StateStore.__init__
+    ledgers = []
+    real = Ledger.__init__
 
-    def kept(self: states.StateStore, *arguments: Any) -> None:
-        real(self, *arguments)
-        stores.append(self)
+    def kept(self: Ledger, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        ledgers.append(self)
 
-    monkeypatch.setattr(states.StateStore, "__init__", kept)
+    monkeypatch.setattr(Ledger, "__init__", kept)
     run(build("qwen3_5"))
-    (store,) = stores
-    assert store._loans and store.held_bytes() == (0, 0)
+    (ledger,) = ledgers
+    assert ledger.kinds >= {KEYS, STATES} and ledger.held_bytes() == (0, 0)
     run(build("qwen3"))
-    assert not stores[-1]._loans
+    assert ledgers[-1].kinds == {KEYS}
 
 
 # ---- memory and what is refused ------------------------------------------------------------------
@@ -294,11 +222,13 @@ def test_states_that_wait_take_room_from_the_steps() -> None:
 
 def test_a_layer_that_runs_twice_is_refused() -> None:
     layer, packed = nn.Linear(2, 2), pack_sequences(ragged_objective().sequences)
-    store = LoanStore(plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT), keeps=True)
-    lending = StepExchanges(store, 0, lends=True)
-    lending.states_of(layer)
-    with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):
-        lending.states_of(layer)
+    steps = plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT)
+    events = schedule.steps(len(steps), trains=True)
+    ledger = Ledger(steps, events, parks=True)
+    with ledger.running(0) as lending:
+        LayerStates(lending, layer)
+        with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):
+            LayerStates(lending, layer)
     # checkpointing runs it again
-    again = StepExchanges(store, 0, lends=False)
-    assert again.states_of(layer).num_tokens == again.states_of(layer).num_tokens > 0
+    with ledger.running(events.index((schedule.KEEP, 0))) as again:
+        assert LayerStates(again, layer).num_tokens == LayerStates(again, layer).num_tokens > 0

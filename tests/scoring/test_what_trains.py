@@ -1,9 +1,8 @@
-"""What trains is any subset of the parameters: each way to run gives the gradients of plain eager
-runs, to these parameters alone. `python -m tests.scoring.trained_subsets 300` tries many more."""
+"""What trains is one parameter of a first layer, or nothing that scores reach; other subsets are an
+axis of `ways`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,54 +10,30 @@ import torch
 
 import prefixtree as pt
 from tests.scoring.kept_cases import plan_of
-from tests.scoring.trained_subsets import Draw, check, draw, run_groups
+from tests.scoring.ways import AXES
+from tests.scoring.ways_runs import check, run
 from tests.support.models import make_objective, pack_sequences, skips_of
 from tests.support.picture_cases import build as build_with_tower
 from tests.support.step_ranks import LIGHT
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
-DRAWS = [draw(seed) for seed in range(5000, 5036)]
-
-
-def _parameters(cases: list[Draw]) -> list[Any]:
-    return [
-        pytest.param(case, id=f"{case.seed}-{case.family}-{case.subset}-{case.way}-{case.mode}")
-        for case in cases
-        if not skips_of(case.family)
-    ]
-
-
-@pytest.mark.parametrize("case", _parameters([x for x in DRAWS if x.way != "group"]))
-def test_any_subset_gets_its_gradients(case: Draw) -> None:
-    pytest.importorskip("peft")
-    check(case)
-
-
-def test_any_subset_gets_its_gradients_in_groups(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    cases = [x for x in DRAWS if x.way == "group" and not skips_of(x.family)]
-    assert len(cases) > 2
-    for case, run in zip(cases, run_groups(cases, tmp_path), strict=True):
-        assert not isinstance(run, str), (case, run)
-        check(case, run)
-
-
-@pytest.mark.parametrize("way", ["steps", "trunks"])
+@pytest.mark.parametrize("way", ["steps", "kept trunks"])
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("layers", "name"),
     [
         # shapes states, and is no input of the recurrence
-        pytest.param("nemotron_h", "dt_bias", marks=skips_of("nemotron_h")),
+        pytest.param("Mamba-2", "dt_bias", marks=skips_of("nemotron_h")),
         # the convolution below all that trains: what it borrows needs no gradient
-        pytest.param("nemotron_h", "conv1d.weight", marks=skips_of("nemotron_h")),
-        pytest.param("qwen3_5", "conv1d.weight", marks=skips_of("qwen3_5")),
+        pytest.param("Mamba-2", "conv1d.weight", marks=skips_of("nemotron_h")),
+        pytest.param("delta rule", "conv1d.weight", marks=skips_of("qwen3_5")),
     ],
 )
 def test_a_first_recurrent_layer_of_which_one_parameter_trains(
-    family: str, name: str, way: str
+    layers: str, name: str, way: str
 ) -> None:
-    check(Draw(3, family, name, way, None))
+    plain = {axis: levels[0] for axis, levels in AXES.items()}
+    case = plain | {"way": way, "layers": layers, "trained": name}
+    check(case, run(case))
 
 
 @pytest.mark.parametrize("again", [None, "again"])

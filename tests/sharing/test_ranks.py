@@ -10,12 +10,11 @@ from transformers import GptOssConfig, Qwen3Config
 
 from prefixtree import CostModel, PrefixForest, pack
 from prefixtree.errors import InputError
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
-from prefixtree.planning.cost_model import cost_model_of
+from prefixtree.planning.costs import BorrowCost, borrow_cost_of, cost_model_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.split import split_tokens
 from prefixtree.rollouts import read_rollouts
-from prefixtree.sharing.ranks import predict_ranks
+from prefixtree.sharing.estimate import predict_ranks
 from tests.support.cli_runs import run, run_json, write_rollouts
 
 

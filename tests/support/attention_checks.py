@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.kernels.attention import operator
-from prefixtree.testing.numerics import errors, pooled_nodes
+from prefixtree.testing.compare import errors, pooled_nodes
 
 
 @dataclass

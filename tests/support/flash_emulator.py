@@ -412,27 +412,19 @@ def install(patch: pytest.MonkeyPatch) -> None:
         visible_in_window_to_rows=visible_in_window_to_rows,
         softcap=softcap,
     )
-    heads_first_backward = module(
-        "prefixtree.kernels.attention.flash.heads_first_backward",
-        flash_attn_bwd=functools.partial(flash_attn_bwd, order="heads first"),
-    )
-    dense_tiles_backward = module(
-        "prefixtree.kernels.attention.flash.dense_tiles_backward",
+    backwards = module(
+        "prefixtree.kernels.attention.flash.backwards",
+        heads_first=functools.partial(flash_attn_bwd, order="heads first"),
         in_dense_tiles=lambda call: functools.partial(call, tiles="dense"),
-    )
-    wide_backward = module(
-        "prefixtree.kernels.attention.flash.wide_backward",
         # the emulator writes what it is given, in any dtype
-        flash_attn_bwd=lambda call, *tensors, **how: call(*tensors, **how),
+        in_float32=lambda call, *tensors, **how: call(*tensors, **how),
     )
     import prefixtree.kernels.attention.flash as package
 
     patch.setattr(package, "mask_mods", mask_mods, raising=False)
-    patch.setattr(package, "heads_first_backward", heads_first_backward, raising=False)
-    patch.setattr(package, "dense_tiles_backward", dense_tiles_backward, raising=False)
-    patch.setattr(package, "wide_backward", wide_backward, raising=False)
+    patch.setattr(package, "backwards", backwards, raising=False)
     # an H200's
-    patch.setattr(launch.device_info, "processors", lambda device: 132)
+    patch.setattr(launch.runtime, "processors", lambda device: 132)
     orders.clear()
     patch.setattr(launch, "refusal", lambda *arguments: None)
 

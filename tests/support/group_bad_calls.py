@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from prefixtree import PrefixForest, pack
 from prefixtree.parallel import state_heads
-from prefixtree.recompute import forward as forward_plan
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_cases
+from tests.support.hooks import place
 from tests.support.models import build, pack_sequences, ragged_sequences
 from tests.support.replay import drawn_routes
 
@@ -157,7 +157,7 @@ def _cut_picture(rank: int, group: Any) -> Any:
 def _auto(rank: int, group: Any) -> Any:
     """One rank has no memory left."""
     left = -1 if rank else 1 << 40
-    with patch.object(forward_plan, "_left_for_activations", lambda *_: left):
+    with patch.object(*place("bytes left for activations"), lambda *_: left):
         return scored(rank, group, recompute="auto")
 
 

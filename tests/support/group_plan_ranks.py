@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import prefixtree as pt
+from prefixtree.parallel.ranks import RankExchange
+from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward
 from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
 from prefixtree.recompute.trace import LiveBytes
@@ -23,7 +25,9 @@ from tests.support import group_cases
 from tests.support.full import asked_for, quick_ones_run
 from tests.support.group_cases import FORESTS, Case
 from tests.support.group_ranks import run_case, scattered, tried, values_per_token
+from tests.support.hooks import place
 from tests.support.models import build, pack_sequences, reward_model
+from tests.support.state_group_ranks import OWNERS
 
 
 def _planned(cases: dict[str, Case], *names: str) -> dict[str, Case]:
@@ -110,7 +114,7 @@ def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, 
     with (
         _memory_of_rank(share, seen),
         patch.object(shares, "split_tokens", split),
-        patch("prefixtree.recompute.plan._LOGITS", 1 << 12),
+        patch.object(*place("logits of plans"), 1 << 12),
     ):
         # tables are made once
         update()
@@ -118,6 +122,37 @@ def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, 
         with live:
             update()
     return live.restart(), seen["bytes"], seen["modes"]
+
+
+def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
+    """Rows of keys and values in float32 that a backward of attention has at once: counted, and as
+    "auto" plans them."""
+    packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 90)])
+    parts = Parts(packed, OWNERS[owner](packed.num_tokens, 2), 2)
+    giving_back, planning = RankExchange.give_back, forward.plan_for
+    seen: dict[str, float] = {}
+
+    def plan_for(memory: Any, work: Any, *given: Any, **options: Any) -> Any:
+        seen["planned"] = work.wide
+        return planning(memory, work, *given, **options)
+
+    def give_back(self: RankExchange, *gradients: torch.Tensor) -> Any:
+        live = LiveBytes(gradients)
+        with live:
+            own = giving_back(self, *gradients)
+        row = sum(x[0].nbytes for x in gradients)
+        seen["counted"] = len(gradients[0]) + live.restart() / row
+        return own
+
+    model = build("llama")
+    with (
+        patch.object(forward, "plan_for", plan_for),
+        patch.object(RankExchange, "give_back", give_back),
+        patch.object(shares, "split_tokens", lambda *_, **__: parts),
+    ):
+        rows = pt.sequence_logprobs(model, packed, recompute="auto", group=group).logprobs
+        torch.cat(rows).sum().backward()
+    return seen["counted"], seen["planned"]
 
 
 def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
@@ -136,4 +171,6 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     for name, case in PEAKS.items():
         for share in SHARES:
             results["peak", name, share] = tried(_peak, case, share, group)
+    for owner in OWNERS:
+        results["rows", owner] = tried(_rows_at_once, owner, group)
     return results

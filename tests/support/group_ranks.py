@@ -42,6 +42,7 @@ from tests.support.group_cases import (
     objective_of,
     packed_of,
 )
+from tests.support.hooks import place
 from tests.support.models import (
     build,
     gradients,
@@ -173,7 +174,7 @@ def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 _GIVE_BACK = exchange_of_ranks.RankExchange.give_back
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "borrowers' gradients": (exchange_of_ranks.RankExchange, "give_back", _gradients_kept),
-    "scale": (exchange_of_ranks._GatherRows, "backward", staticmethod(_own_rows_alone)),
+    "scale": (*place("backward of gathered rows"), staticmethod(_own_rows_alone)),
 }
 
 

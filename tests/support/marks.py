@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-MARKS_FULL = r"mark\.full\b|\bmostly(_full)?\("
+MARKS_FULL = r"mark\.full\b|\b(mostly|mostly_full|each_once)\("

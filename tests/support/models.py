@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -26,11 +27,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
 )
 
 from prefixtree import PackedForest, PrefixForest, pack, prepare
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
-from prefixtree.models import rows_alone
 from prefixtree.models.indexers import has_indexers
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
@@ -39,6 +40,7 @@ from tests.support.family_configs import (
     HIDDEN as HIDDEN,
 )
 from tests.support.full import mostly
+from tests.support.hooks import place
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 from tests.support.variant_configs import BROKEN_BELOW, REFUSED_BELOW, VARIANTS
 
@@ -178,6 +180,30 @@ def adapted(model: nn.Module, *targets: str) -> Any:
     # B starts at 0, where A has no gradient
     randomise(model)
     return model.train()
+
+
+def quantised(model: Any, **settings: Any) -> Any:
+    """A model in training mode whose checkpoint bitsandbytes quantised, with the attention it has.
+
+    settings: of BitsAndBytesConfig. Default: 4 bits.
+    """
+    pytest.importorskip("bitsandbytes")
+    settings = settings or {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    with TemporaryDirectory() as folder:
+        # of ranks, save_pretrained writes on the first alone
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), f"{folder}/pytorch_model.bin")
+        return (
+            type(model)
+            .from_pretrained(
+                folder,
+                quantization_config=BitsAndBytesConfig(**settings),
+                attn_implementation=model.config._attn_implementation,
+                device_map="cpu",
+                dtype=torch.float32,
+            )
+            .train()
+        )
 
 
 def with_random_lora(model: nn.Module, *targets: str, **options: Any) -> Any:
@@ -519,7 +545,7 @@ def counted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], int]]:
     calls: list[None] = []
     handles = [m.register_forward_pre_hook(lambda *_: calls.append(None)) for m in modules]
     try:
-        with patch.object(rows_alone, "_difference", lambda *_: None):
+        with patch.object(*place("probe of layers"), lambda *_: None):
             yield lambda: len(calls)
     finally:
         for handle in handles:

@@ -20,14 +20,14 @@ from torch.distributed.fsdp import fully_shard
 import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.vision import tower_of
-from prefixtree.packing.gather import gather
-from prefixtree.parallel import ranks
+from prefixtree.packing.copies import gather
 from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward as recompute
 from prefixtree.scoring import in_groups
 from prefixtree.scoring.edges import find_edges
 from tests.support.distributed_ranks import whole
 from tests.support.full import asked_for
+from tests.support.hooks import inner, place
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
 from tests.support.models import TRANSFORMERS
 from tests.support.picture_cases import Batch, Float64, batch, build, pictures_of, videos
@@ -140,7 +140,7 @@ def _back_twice(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return 2 * _BACK(ctx, gradient)[0], None, None, None
 
 
-_BACK = ranks._ExchangeRows.backward
+_BACK = inner("backward of pictures' rows")
 MISTAKES = {"": _BACK, "left out": _nothing_back, "twice": _back_twice}
 
 
@@ -206,7 +206,7 @@ def run(case: Case) -> dict[str, Any]:
     with ExitStack() as stack:
         patches = stack.enter_context(_counted(tower))
         stack.enter_context(
-            patch.object(ranks._ExchangeRows, "backward", staticmethod(MISTAKES[case.mistake]))
+            patch.object(*place("backward of pictures' rows"), staticmethod(MISTAKES[case.mistake]))
         )
         if case.scattered:
             stack.enter_context(patch.object(in_groups, "split_tokens", _scattered))

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import prefixtree as pt
-from prefixtree.kernels.lm_head import kernels, logprobs
+from prefixtree.kernels.lm_head import kernels
 from prefixtree.scoring import lm_head
+from tests.support.hooks import lose_copies, place
 from tests.support.hybrid_cases import Float64
-from tests.support.lost_gradients import lose_copies
 from tests.support.models import (
     VOCABULARY,
     Objective,
@@ -299,7 +299,7 @@ def _by_kernels() -> Iterator[None]:
     """Triton's, in several steps over the vocabulary."""
     with (
         patch.object(kernels, "BLOCK", 128),
-        patch.object(logprobs, "_kernels_for", lambda hidden: kernels),
+        patch.object(*place("kernels of the head"), lambda hidden: kernels),
     ):
         yield
 

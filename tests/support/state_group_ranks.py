@@ -34,6 +34,7 @@ from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups
 from tests.support.family_configs import INDEXED
 from tests.support.full import asked_for, quick_ones_run
+from tests.support.hooks import inner, place
 from tests.support.hybrid_cases import (
     Float64,
     in_float64,
@@ -271,17 +272,22 @@ def _first_copy_alone(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, 0]
 
 
-_PART, _OF_RANK = state_heads._Tails.part, StatesOfRanks._of_rank
+_PART = inner("gradients of tails")
+_OF_RANK = inner("a rank's A, D and dt_bias")
 _JOINED = TokensForHeads.joined
 MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
-    "gradients of tails": (state_heads._Tails, "part", _tails_kept, "qwen3_5"),
-    "gradients of tokens above": (state_heads._Tails, "part", _above_kept, "kimi_linear"),
-    "A, D and dt_bias of a rank": (StatesOfRanks, "_of_rank", _not_of_rank_1, "nemotron_h"),
+    "gradients of tails": (*place("gradients of tails"), _tails_kept, "qwen3_5"),
+    "gradients of tokens above": (*place("gradients of tails"), _above_kept, "kimi_linear"),
+    "A, D and dt_bias of a rank": (
+        *place("a rank's A, D and dt_bias"),
+        _not_of_rank_1,
+        "nemotron_h",
+    ),
     "heads of the second turn": (TokensForHeads, "joined", _first_turn_alone, "olmo_hybrid"),
 }
 # where heads of keys or groups are fewer than ranks
 WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
-    "copies": (state_heads, "_sum_of_copies", _first_copy_alone, "nemotron_h"),
+    "copies": (*place("sum of a state's copies"), _first_copy_alone, "nemotron_h"),
 }
 
 

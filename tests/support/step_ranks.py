@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import asked_for, quick_ones_run
 from tests.support.models import (

@@ -10,7 +10,7 @@ from dataclasses import fields
 import numpy as np
 
 from prefixtree import BlockTables, TileShape, TreeMask
-from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
+from prefixtree.loops.block_tables import CAUSAL, END, WINDOW
 
 # in half full tiles, as BlockTables documents
 FULL, PARTIAL = 2, 3

@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from prefixtree import PrefixForest, pack
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import LogitRule, VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs
 from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (

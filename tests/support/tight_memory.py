@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from prefixtree.recompute import plan as recompute_plan
-from prefixtree.recompute.kept_plan import KeptPlan
-from prefixtree.scoring import kept_modes
+from prefixtree.recompute import kept_modes
+from prefixtree.recompute.kept_modes import KeptPlan
+from tests.support.hooks import limit
 
 
 def tighten(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[KeptPlan]:
@@ -26,5 +26,5 @@ def tighten(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[KeptPla
 
     monkeypatch.setattr(kept_modes, "plan_kept", planned)
     # chunks of logits are as small as the models
-    monkeypatch.setattr(recompute_plan, "_LOGITS", 1 << 12)
+    limit(monkeypatch, "logits of plans", 1 << 12)
     return plans

@@ -25,9 +25,9 @@ from prefixtree import (
     sequence_logprobs,
     sequence_values,
 )
-from prefixtree.planning.borrow_cost import BorrowCost
-from prefixtree.recompute.kept_plan import plan_kept
-from prefixtree.scoring import kept_modes
+from prefixtree.planning.costs import BorrowCost
+from prefixtree.recompute import kept_modes
+from prefixtree.recompute.kept_modes import plan_kept
 from tests.support.full import asked_for
 from tests.support.models import (
     build,

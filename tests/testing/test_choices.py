@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from prefixtree.cli.verify import show
+from prefixtree.cli.checks import show_verdict
 from prefixtree.kernels import chosen as kernels
-from prefixtree.testing.choices import Margins
+from prefixtree.testing.reference import Margins
 from tests.support.cli_runs import one_thread, run_json
 from tests.support.models import build
 
@@ -60,7 +60,7 @@ def test_in_half_precision_most_of_the_difference_is_the_choice(verify):
     # which has no limit of rounding there
     assert "chosen keys" not in facts["checks"]
     console = Console(record=True, width=1000, file=io.StringIO())
-    show(facts, console)
+    show_verdict(facts, console)
     said = console.export_text()
     assert f"packed chose other keys than float32 in {chosen['differ']:,} of 336 choices" in said
     assert f"up to {chosen['logprobs_of_others']:.1e}; with the same" in said

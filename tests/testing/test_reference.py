@@ -13,6 +13,7 @@ from prefixtree.testing.compare import gradient_differences
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 from tests.support.cli_runs import one_thread, run_json
 from tests.support.family_configs import FAMILIES, VOCABULARY
+from tests.support.hooks import limit, put
 from tests.support.models import build, cases, mostly_full, tolerance
 
 QWEN3 = {
@@ -141,7 +142,7 @@ def test_convolutions_are_float32_while_runs_are_compared(monkeypatch, verify):
         seen.append(cudnn.allow_tf32)
         raise ArithmeticError
 
-    monkeypatch.setattr("prefixtree.testing.verify._run_all", stopped)
+    put(monkeypatch, "verify's run", stopped)
     with pytest.raises(AssertionError):
         verify(QWEN3)
     assert seen == [False] and cudnn.allow_tf32
@@ -173,7 +174,7 @@ def test_whose_choice_eager_alone_takes_is_not_by_rows(tmp_path, name):
 def test_eager_by_rows_is_eager(monkeypatch, name):
     """Windows, softcaps, sinks: in blocks of four rows, the same logits and gradients."""
     calls = []
-    monkeypatch.setattr(reference, "_CPU_SCORES", 4 * 4 * 30)
+    limit(monkeypatch, "scores of eager by rows", 4 * 4 * 30)
     monkeypatch.setattr(
         reference, "checkpoint", lambda *a, **k: calls.append(0) or checkpoint(*a, **k)
     )
@@ -186,13 +187,13 @@ def test_eager_by_rows_is_eager(monkeypatch, name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert others.keys() == gradients.keys()
     # scales of hyper-connections get 1e-4 of the whole gradient
-    limit = 5e-5 if name == "hy_v4" else tolerance(name)
-    assert max(gradient_differences(others, gradients).values()) < limit
+    most = 5e-5 if name == "hy_v4" else tolerance(name)
+    assert max(gradient_differences(others, gradients).values()) < most
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_eager_by_rows_inside_gradient_checkpointing(monkeypatch, reentrant):
-    monkeypatch.setattr(reference, "_CPU_SCORES", 4 * 4 * 30)
+    limit(monkeypatch, "scores of eager by rows", 4 * 4 * 30)
     tokens = torch.randint(3, VOCABULARY, (30,), generator=torch.Generator().manual_seed(0))
     model = build("llama", EAGER_BY_ROWS)
     expected, gradients = logits_and_gradients(model, tokens)

@@ -30,13 +30,11 @@ from prefixtree.integrations.megatron.checks import (
     find_model,
     routed_tokens,
 )
-from prefixtree.integrations.megatron.context_parallel import LocalForest
-from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.integrations.megatron.replay import check_no_replay
-from prefixtree.integrations.megatron.routers import RoutedTokens
-from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.integrations.megatron.context_parallel import ForestParams, LocalForest
+from prefixtree.integrations.megatron.routers import RoutedTokens, check_no_replay
+from prefixtree.kernels.operators import counted_calls
 from prefixtree.models.changes import changing
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest, pack
 
 

@@ -22,13 +22,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron.context_parallel import LocalForest, check_group
-from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention
-from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
+from prefixtree.integrations.megatron.layers import (
+    ForestCoreAttention,
+    ForestLatentAttention,
+    ForestSelfAttention,
+)
 from prefixtree.integrations.megatron.refusals import check_config, counts_tokens
-from prefixtree.integrations.megatron.replay import ordinals_of
-from prefixtree.integrations.megatron.routers import ForestRouter, RoutedTokens, routers_of
+from prefixtree.integrations.megatron.routers import (
+    ForestRouter,
+    RoutedTokens,
+    ordinals_of,
+    routers_of,
+)
 from prefixtree.integrations.megatron.states import check_state, has_state, state_of
-from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.kernels.operators import counted_calls
 
 _WRAPPERS = (DistributedDataParallel, Float16Module)
 _MODELS = (GPTModel, HybridModel)

@@ -1,6 +1,12 @@
-"""`tree_spec`: a layer spec whose self-attention follows packed forests.
+"""`tree_spec`: a layer spec whose self-attention follows packed forests, Megatron's latent
+attention (MLA) too.
 
-Legend: T packed tokens, H query heads, Hk kv heads, D head dim.
+Latent attention makes its rotary table itself and applies row i to token i. Wherever it is handed
+packed parameters it also squeezes the batch away, for code that reads cu_seqlens. So its queries
+and keys are made without them, from a table with a row per packed token, and only its core
+attention sees the forest.
+
+Legend: T packed tokens, H query heads, Hk kv heads, D head dim, or rotary dimension, P positions.
 """
 
 from __future__ import annotations
@@ -9,23 +15,88 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.megatron.latent_attention import (
-    ForestLatentAttention,
-    is_served_latent,
-)
-from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.context_parallel import ForestParams
 from prefixtree.integrations.megatron.routers import ForestRouter
 from prefixtree.integrations.megatron.states import SERVED
+
+# ---- latent attention ----------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention as _Attention
+else:
+    _Attention = object
+
+
+class ForestLatentAttention(_Attention):
+    """Stands before MLASelfAttention: the rotary positions of a forest are its depths."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """hidden_states [T, 1, d] of a forest, or a rank's part of them -> queries and keys
+        [T, 1, H, qk + D], values [T, 1, H, v] and the compressed ones."""
+        make = super().get_query_key_value_tensors
+        if not isinstance(packed_seq_params, ForestParams):
+            given = (key_value_states, position_ids, packed_seq_params)
+            return make(hidden_states, *given, *args, **kwargs)
+        # before the submodule, whose place it takes for this call
+        self.__dict__["rotary_pos_emb"] = _AtDepths(self.rotary_pos_emb, packed_seq_params)
+        try:
+            return make(hidden_states, key_value_states, position_ids, None, *args, **kwargs)
+        finally:
+            del self.__dict__["rotary_pos_emb"]
+
+
+class _AtDepths:
+    """Megatron's rotary embedding of latent attention, with a row per packed token.
+
+    Args:
+        rotary: the layer's own.
+        params: of the forest.
+    """
+
+    def __init__(self, rotary: Any, params: ForestParams) -> None:
+        self._rotary, self._params = rotary, params
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        return int(self._params.max_seqlen_q)
+
+    def __call__(self, length: int, packed_seq: bool = False) -> Any:
+        """The table [T, 1, 1, D]; with YaRN also its factor."""
+        # whole, as of packed sequences: context parallelism would cut it
+        return self._params.latent_rows(lambda: self._rotary(length, packed_seq=True))
+
+
+def is_served_latent(module: Any) -> bool:
+    """Whether a class is Megatron's latent attention, and attends as that does."""
+    return (
+        isinstance(module, type)
+        and issubclass(module, MLASelfAttention)
+        and all(
+            getattr(module, name) is getattr(MLASelfAttention, name)
+            for name in ("forward", "get_query_key_value_tensors", "_qkv_down_projection")
+        )
+    )
+
+
+# ---- specs, and attention of keys and values -----------------------------------------------------
 
 
 class ForestSelfAttention:

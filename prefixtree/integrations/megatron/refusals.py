@@ -5,28 +5,12 @@ or which nobody compared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import Version
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import Refusal, refuse
 from prefixtree.integrations.megatron.version import installed
-
-
-class Refusal(NamedTuple):
-    """One reason to refuse a configuration.
-
-    Attributes:
-        name: the setting.
-        applies: from a configuration, whether it is on.
-        message: why it is refused, and how to mend it.
-        only_training: whether evaluation is unaffected.
-    """
-
-    name: str
-    applies: Callable[[Any], Any]
-    message: str
-    only_training: bool = False
 
 
 def check_config(config: Any, training: bool) -> None:
@@ -39,12 +23,8 @@ def check_config(config: Any, training: bool) -> None:
     Raises:
         UnsupportedError: with the setting, the reason and the way to mend it.
     """
-    for refusal in REFUSALS:
-        if (training or not refusal.only_training) and refusal.applies(config):
-            value = getattr(config, refusal.name, None)
-            raise UnsupportedError(
-                f"packed forests are not served with {refusal.name}={value!r}: {refusal.message}"
-            )
+    before = "packed forests are not served with {name}={value!r}: "
+    refuse(REFUSALS, config, before, training=training)
 
 
 def _get(name: str, default: Any = None) -> Callable[[Any], Any]:

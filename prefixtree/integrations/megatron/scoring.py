@@ -26,23 +26,25 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from prefixtree._hints import with_hints
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.integrations.megatron.checks import (
     check_model,
     every_layer_attends,
     find_model,
     routed_tokens,
 )
-from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
-from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.integrations.megatron.replay import check_routes
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.integrations.megatron.context_parallel import (
+    Alone,
+    ForestParams,
+    LocalForest,
+    local_forest,
+)
+from prefixtree.integrations.megatron.routers import check_routes
+from prefixtree.kernels.lm_head.eager import VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
-from prefixtree.packing.gather import gather
+from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.scoring.edges import (

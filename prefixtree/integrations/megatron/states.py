@@ -21,10 +21,8 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.megatron.context_parallel import Alone
-from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.models.copied_forwards import with_globals
-from prefixtree.models.state_calls import KeepsStates
+from prefixtree.integrations.megatron.context_parallel import Alone, ForestParams
+from prefixtree.models.along_tree import KeepsStates, with_globals
 
 if TYPE_CHECKING:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _DeltaNet

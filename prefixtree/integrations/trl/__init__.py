@@ -10,7 +10,7 @@ models of the process. `contract.py` names what they rely on; another TRL is ref
 changed.
 """
 
-from prefixtree.integrations.requirements import require
+from prefixtree.integrations.common import require
 
 # before the modules that import it
 require(__name__, "trl", "prefixtree-attention[trl]")
@@ -20,10 +20,12 @@ from prefixtree.integrations.trl.contract import TESTED, check_installed  # noqa
 # before what an older TRL has not
 check_installed()
 
-from prefixtree.integrations.trl.dpo import PrefixTreeDPOTrainer  # noqa: E402
+from prefixtree.integrations.trl.data_set_trainers import (  # noqa: E402
+    PrefixTreeDPOTrainer,
+    PrefixTreeSFTTrainer,
+)
 from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer  # noqa: E402
 from prefixtree.integrations.trl.rollouts import tree_rollouts  # noqa: E402
-from prefixtree.integrations.trl.sft import PrefixTreeSFTTrainer  # noqa: E402
 from prefixtree.integrations.trl.tree_rows import use_tree_attention  # noqa: E402
 
 __all__ = [

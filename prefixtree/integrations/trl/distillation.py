@@ -18,13 +18,18 @@ from trl import DistillationTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gold import GOLDTrainer
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_distillation, check_gkd, check_gold
-from prefixtree.integrations.trl.fsdp import KeepsOutputs
-from prefixtree.integrations.trl.neighbours import KeepsNeighbours
-from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
-from prefixtree.integrations.trl.sft import check_single_samples
+from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
+from prefixtree.integrations.trl.refusals import (
+    ANSWERS,
+    DISTILLATION,
+    check_attention,
+    check_recompute,
+    prepare_trainer,
+)
+from prefixtree.integrations.trl.sharding import KeepsOutputs
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
@@ -58,7 +63,8 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_distillation(DistillationTrainer)
         super().__init__(*args, **kwargs)
-        _prepare(self)
+        refuse(DISTILLATION, self)
+        prepare_trainer(self, deepspeed=True)
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
         # the packed forward calls the wrapped student by itself
@@ -98,12 +104,8 @@ class _OfAnswers(KeepsOutputs):
     def _check(self, recompute: Recompute) -> None:
         """Behind TRL's constructor: refuses what is not verified, and prepares both models."""
         this: Any = self
-        check_single_samples(this)
-        if this.compute_metrics is not None:
-            raise UnsupportedError(
-                "compute_metrics reads the logits of all rows: leave it out, or use TRL's trainer"
-            )
-        _prepare(this)
+        refuse((*ANSWERS, *DISTILLATION), this)
+        prepare_trainer(this, deepspeed=True)
         self._recompute = check_recompute(this, recompute)
         self._sharing = SharingReport(this, DATA_SET_ADVICE, recompute=self._recompute)
 
@@ -173,11 +175,6 @@ class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_gold(GOLDTrainer)
         super().__init__(*args, **kwargs)
-        if self.use_uld_loss:
-            raise UnsupportedError(
-                "use_uld_loss=True compares the teacher's tokens of another tokenizer, by spans of "
-                "them: set it to False, or use TRL's trainer"
-            )
         self._check(recompute)
 
     def _loss_temperature(self) -> float:
@@ -241,17 +238,6 @@ def _masks(mask: np.ndarray, scored: np.ndarray) -> Sequence[np.ndarray]:
             f"labels[{row}, {column}] is scored, and padding: labels must be -100 there"
         )
     return [s[m != 0] for s, m in zip(scored, mask, strict=True)]
-
-
-def _prepare(trainer: Any) -> None:
-    """Refuses what is not verified, and prepares student and teacher."""
-    if trainer._is_vlm:
-        raise UnsupportedError(
-            "images are not verified with distillation: pass the tokenizer as processing_class"
-        )
-    if trainer.teacher_model is None:
-        raise UnsupportedError("there is no teacher_model: pass one")
-    prepare_trainer(trainer, deepspeed=True)
 
 
 def _call(wrapper: nn.Module, original: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:

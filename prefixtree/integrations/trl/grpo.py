@@ -20,7 +20,6 @@ from trl import GRPOTrainer
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_grpo
-from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
 from prefixtree.integrations.trl.kept_windows import (
     KeptWindow,
@@ -33,9 +32,13 @@ from prefixtree.integrations.trl.kept_windows import (
     same_rows,
     window_cost,
 )
-from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
-from prefixtree.integrations.trl.neighbours import KeepsNeighbours
+from prefixtree.integrations.trl.micro_batches import (
+    KeepsNeighbours,
+    sharing_advice,
+    warn_of_micro_batches,
+)
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
+from prefixtree.integrations.trl.sharding import KeepsOutputs
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.arguments import at_least_one

@@ -1,4 +1,4 @@
-"""Images in TRL's batches: the images of some rows, and what is refused with images.
+"""Images in TRL's batches: the images of some rows.
 
 Legend: B rows, N images.
 """
@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from prefixtree._picture_inputs import check_served
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.models.checks import transformer_of
 from prefixtree.pictures import Pictures
 
 #: TRL's arguments for images that are taken: those of processors that give grids.
 _TAKEN = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
 #: Entries of batches that TRL's `split_pixel_values_by_grid` makes lists, one item per row.
 PER_ROW = ("pixel_values", "image_grid_thw", "num_images")
-# what is verified without images
-_ALONE = ("use_liger_kernel", "torch_compile", "fp16")
 
 
 class RowImages:
@@ -85,26 +81,3 @@ def forest_with_images(
     rows = zip(input_ids, attention_mask, strict=True)
     pictures = Pictures.from_batch([ids[mask != 0] for ids, mask in rows], *images, config)
     return PrefixForest.from_sequences(pictures.sequences), pictures
-
-
-def check_images(trainer: Any) -> None:
-    """Refuses a trainer with a processor of images that is not verified.
-
-    Raises:
-        UnsupportedError: a model without pictures on trees, or a setting.
-    """
-    config = transformer_of(trainer.model).config
-    check_served(config.model_type, config.get_text_config())
-    if not config.model_type.startswith("qwen"):
-        raise UnsupportedError(
-            f"images of {config.model_type} are not verified with TRL, only those of Qwen's "
-            "families; for a text-only run pass its tokenizer as processing_class"
-        )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise UnsupportedError(
-            "DeepSpeed and FSDP are not verified with images in TRL: use DDP; for a text-only run "
-            "pass the tokenizer as processing_class"
-        )
-    for name in _ALONE:
-        if value := getattr(trainer.args, name, None):
-            raise UnsupportedError(f"{name}={value!r} is not verified with images: set it to False")

@@ -31,7 +31,7 @@ from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import pack
 from prefixtree.packing.placements import place
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from prefixtree.recompute.forward import Recompute, tower_memory_of

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl.deepspeed import check_deepspeed
-from prefixtree.integrations.trl.fsdp import check_fsdp
-from prefixtree.integrations.trl.images import check_images
+from prefixtree._picture_inputs import check_served
+from prefixtree.errors import Refusal, is_set, refuse
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.families import (
@@ -21,39 +20,387 @@ from prefixtree.models.families import (
     check_modules,
 )
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.router_loss import loss_function
+from prefixtree.models.routers import loss_function
 from prefixtree.recompute.forward import Recompute
 
-# (argument, values that are fine, what is wrong with the others)
-_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("neftune_noise_alpha", (None,), "a shared token would draw one noise: leave it None"),
-    (
+#: Arguments of every trainer (a `GRPOConfig`, `DPOConfig`, ...).
+ARGUMENTS = (
+    Refusal(
+        "neftune_noise_alpha",
+        is_set("neftune_noise_alpha", None),
+        "{name}={value!r}: a shared token would draw one noise: leave it None",
+    ),
+    Refusal(
         "use_transformers_continuous_batching",
-        (False, None),
-        'it needs a paged attention, which "prefixtree" is not: set it to False',
+        is_set("use_transformers_continuous_batching", False, None),
+        '{name}={value!r}: it needs a paged attention, which "prefixtree" is not: set it to False',
     ),
-    (
+    Refusal(
         "cache_implementation",
-        (None, "dynamic"),
-        'only the dynamic cache is verified with attn_implementation="prefixtree": leave it None',
+        is_set("cache_implementation", None, "dynamic"),
+        '{name}={value!r}: only the dynamic cache is verified with attn_implementation="prefixtree"'
+        ": leave it None",
     ),
-    (
+    Refusal(
         "cast_lm_head_to_fp32",
-        (False, None),
-        "under autocast the lm_head would still compute in its dtype; everything after the logits "
-        "is computed in float32 anyway: set it to False",
+        is_set("cast_lm_head_to_fp32", False, None),
+        "{name}={value!r}: under autocast the lm_head would still compute in its dtype; everything "
+        "after the logits is computed in float32 anyway: set it to False",
     ),
-    (
+    Refusal(
         "activation_offloading",
-        (False, None),
-        "not verified on packed batches: set it to False",
+        is_set("activation_offloading", False, None),
+        "{name}={value!r} is not verified on packed batches; set it to False",
     ),
-    ("use_liger_kernel", (False, None), "not verified with this trainer: set it to False"),
-    ("torch_compile", (False, None), "not verified with this trainer: set it to False"),
-    ("fp16", (False, None), "not verified with this trainer: use bf16, or float32"),
 )
-# what is verified alone, and not where another library splits the model or wraps its layers
-_ALONE = ("use_liger_kernel", "torch_compile", "fp16")
+#: Arguments that are verified with some trainers, alone: not where another library splits the model
+#: or wraps its layers, and not with images.
+ALONE = (
+    Refusal(
+        "use_liger_kernel",
+        is_set("use_liger_kernel", False, None),
+        "{name}={value!r} is not verified {place}; set it to False",
+    ),
+    Refusal(
+        "torch_compile",
+        is_set("torch_compile", False, None),
+        "{name}={value!r} is not verified {place}; set it to False",
+    ),
+    Refusal(
+        "fp16",
+        is_set("fp16", False, None),
+        "{name}={value!r} is not verified {place}; use bf16, or float32",
+    ),
+)
+
+
+def _splits_tokens(trainer: Any) -> bool:
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    return parallelism is not None and parallelism.non_data_parallel_size != 1
+
+
+#: Ways to spread a model over processes.
+DISTRIBUTIONS = (
+    Refusal(
+        "parallelism_config",
+        _splits_tokens,
+        "a parallelism_config with tensor, context or sequence parallelism, which splits the "
+        "packed tokens or the heads, is not verified under TRL; set tp_size, cp_size and "
+        "sp_size to 1 (dp_replicate_size and dp_shard_size may be any)",
+    ),
+)
+DEEPSPEED = Refusal(
+    "DeepSpeed",
+    is_set("is_deepspeed_enabled"),
+    "{name} is not verified with this trainer; use DDP (accelerate launch)",
+)
+
+# sections of DeepSpeed's configuration that leave alone what a forward computes. ZeRO's hooks
+# gather parameters before a module's forward, and the packed forward calls every module as an
+# ordinary one does. Other sections may replace layers, drop tokens, cast or split the model
+_FINE = {
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "communication_data_type",
+    "optimizer",
+    "scheduler",
+    "bf16",
+    "activation_checkpointing",
+    "checkpoint",
+    "aio",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+}
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a section or an entry of the configuration does nothing."""
+    if isinstance(value, Mapping):
+        # "auto" becomes what the trainer's arguments say, which are checked by themselves
+        return value.get("enabled", bool(value)) in (False, "auto")
+    return value in (None, False, "auto")
+
+
+def _other_section(config: Mapping[str, Any]) -> Any:
+    names = (n for n, value in config.items() if n not in _FINE and not _is_off(value))
+    return next(({"section": name} for name in names), None)
+
+
+def _changes_weights(config: Mapping[str, Any]) -> Any:
+    zero = config.get("zero_optimization", {})
+    names = ("weights", "nontrainable_weights", "gradients")
+    for entry in (*(f"zero_quantized_{name}" for name in names), "zenflow"):
+        if not _is_off(zero.get(entry)):
+            return {"entry": entry, "given": zero[entry]}
+    return None
+
+
+def _offloads(config: Mapping[str, Any]) -> Any:
+    zero = config.get("zero_optimization", {})
+    for entry in ("offload_param", "offload_optimizer"):
+        if (device := (zero.get(entry) or {}).get("device")) not in (None, "none", "cpu"):
+            return {"entry": entry, "device": device}
+    return None
+
+
+#: Parts of DeepSpeed's configuration, as its JSON file holds them; values may be "auto".
+DEEPSPEED_CONFIG = (
+    Refusal(
+        "another section",
+        _other_section,
+        "{section!r} of the DeepSpeed config, which may change what a forward computes, is not "
+        "verified under TRL; take it out, or set it to false",
+    ),
+    Refusal(
+        "zero_quantized, zenflow",
+        _changes_weights,
+        "{entry}={given!r} of the DeepSpeed config (zero_quantized_* and zenflow do more than "
+        "partition weights and gradients) is not verified under TRL; take it out",
+    ),
+    Refusal(
+        "offload_param, offload_optimizer",
+        _offloads,
+        "{entry} to {device!r} of the DeepSpeed config (offload_param, offload_optimizer) is "
+        "not verified under TRL; set it to 'cpu' or 'none'",
+    ),
+)
+#: Of accelerate's FullyShardedDataParallelPlugin.
+FSDP = (
+    Refusal(
+        "fsdp_version",
+        is_set("fsdp_version", 2),
+        "FSDP1 (fsdp_version: {value}) is not verified under TRL; set fsdp_version: 2 in "
+        'accelerate\'s configuration, or "version": 2 in fsdp_config',
+    ),
+    Refusal(
+        "fsdp_offload_params",
+        lambda plugin: isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "CPU offload ({name}: true) is not verified under TRL; set fsdp_offload_params: false "
+        'in accelerate\'s configuration, or "cpu_offload": False in fsdp_config, and shard over '
+        "more GPUs",
+    ),
+    Refusal(
+        "fsdp_activation_checkpointing_offload",
+        is_set("activation_checkpointing_offload"),
+        "{name}: true is not verified under TRL; set it to false in accelerate's configuration",
+    ),
+)
+
+
+def _sees_otherwise(trainer: Any) -> Any:
+    model_type = transformer_of(trainer.model).config.model_type
+    return not model_type.startswith("qwen") and {"model_type": model_type}
+
+
+#: With a processor of images.
+IMAGES = (
+    Refusal(
+        "images of other families",
+        _sees_otherwise,
+        "a run with images of {model_type} is not verified under TRL, only with those of Qwen's"
+        " families; for a text-only run pass its tokenizer as processing_class",
+    ),
+    Refusal(
+        "images under DeepSpeed or FSDP",
+        lambda trainer: trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
+        "DeepSpeed or FSDP is not verified with images in TRL; use DDP; for a text-only run "
+        "pass the tokenizer as processing_class",
+    ),
+)
+
+
+def _without_liger(trainer: Any) -> Any:
+    model_type = transformer_of(trainer.model).config.get_text_config().model_type
+    words = {"model_type": model_type, "types": ", ".join(LIGER_LAYERS)}
+    # TRL turns off its fused loss, and a packed forward asks for no loss. So only layers change
+    return trainer.args.use_liger_kernel and model_type not in LIGER_LAYERS and words
+
+
+def _without_aux_loss(trainer: Any) -> Any:
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return None
+    causal_lm = transformer_of(trainer.model)
+    return loss_function(causal_lm) is None and {"kind": type(causal_lm).__name__}
+
+
+#: What goes with some families alone.
+FAMILIES = (
+    Refusal(
+        "use_liger_kernel",
+        _without_liger,
+        "use_liger_kernel=True is not verified in {model_type}: Liger's layers were compared in"
+        " {types}; set it to False",
+    ),
+    Refusal(
+        "router_aux_loss_coef",
+        _without_aux_loss,
+        "{kind} of transformers computes no load-balancing loss of experts: set "
+        "router_aux_loss_coef=0.0 in the trainer's arguments",
+    ),
+)
+
+
+def _other_attention(model: nn.Module) -> Any:
+    name = transformer_of(model).config.get_text_config()._attn_implementation
+    return name != "prefixtree" and {"given": name}
+
+
+def _dropout(model: nn.Module) -> Any:
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUT_LAYERS) and module.p > 0:
+            return {"layer": name, "p": module.p}
+    return None
+
+
+#: Of a model, whenever it runs.
+ATTENTION = Refusal(
+    "attn_implementation",
+    _other_attention,
+    "the model runs attn_implementation={given!r}, which ignores the tree: the trainer set "
+    '"prefixtree" when it was made, and something else has been set since (by a callback, a patch '
+    "or a library for faster generation); take that out, or call "
+    'model.set_attn_implementation("prefixtree") after it',
+)
+#: Of a model, active or about to be.
+DROPOUT = Refusal(
+    "dropout",
+    _dropout,
+    "{layer} is a dropout (p = {p}): a shared token would draw one mask where the replicated batch "
+    "draws several; set it to 0 (lora_dropout=0 for an adapter, or disable_dropout=True in the "
+    "trainer's arguments)",
+)
+_INSTEAD = "leave it None, and set gradient_checkpointing"
+#: Of trainers that are given recompute=.
+RECOMPUTED = (
+    Refusal(
+        "recompute under DeepSpeed",
+        is_set("is_deepspeed_enabled"),
+        "recompute={recompute!r} is not verified under DeepSpeed, which keeps parameters and "
+        f"their gathering to itself; {_INSTEAD}",
+    ),
+    Refusal(
+        "recompute with torch_compile",
+        lambda trainer: getattr(trainer.args, "torch_compile", False),
+        "recompute={recompute!r} with torch_compile would compile the whole model anew for every "
+        f"plan: {_INSTEAD}; or leave torch_compile out and call prefixtree.compile_layers(model)",
+    ),
+)
+#: Rows that several samples are joined to.
+JOINED = Refusal(
+    "packing",
+    lambda trainer: trainer.args.packing or trainer.args.eval_packing or trainer.padding_free,
+    "packing, eval_packing and padding_free join samples to rows, which share no prefix: set them "
+    "to False; what samples share is packed without them",
+)
+_LOGITS = (
+    "with {name} TRL computes the loss from the logits of all rows, which a packed batch does not "
+    "have: leave it out, or use TRL's SFTTrainer"
+)
+#: Of `PrefixTreeSFTTrainer`.
+SFT = (
+    JOINED,
+    Refusal("compute_loss_func", lambda trainer: trainer.compute_loss_func is not None, _LOGITS),
+    Refusal(
+        "label_smoothing_factor",
+        lambda trainer: trainer.args.label_smoothing_factor > 0 and trainer.args.loss_type == "nll",
+        _LOGITS,
+    ),
+)
+#: Of `PrefixTreeGKDTrainer` and `PrefixTreeGOLDTrainer`.
+ANSWERS = (
+    Refusal(
+        "use_uld_loss",
+        is_set("use_uld_loss"),
+        "{name}=True compares the teacher's tokens of another tokenizer, by spans of them: set it "
+        "to False, or use TRL's trainer",
+    ),
+    JOINED,
+    Refusal(
+        "compute_metrics",
+        lambda trainer: trainer.compute_metrics is not None,
+        "{name} reads the logits of all rows: leave it out, or use TRL's trainer",
+    ),
+)
+#: Of every trainer with a teacher.
+DISTILLATION = (
+    Refusal(
+        "images",
+        is_set("_is_vlm"),
+        "a processor of images is not verified with distillation; pass the tokenizer as "
+        "processing_class",
+    ),
+    Refusal(
+        "teacher_model",
+        lambda trainer: trainer.teacher_model is None,
+        "there is no teacher_model: pass one",
+    ),
+)
+
+
+def _sees(trainer: Any) -> bool:
+    return getattr(transformer_of(trainer.model).config, "vision_config", None) is not None
+
+
+#: Of a trainer with `tree_rollouts`.
+ROLLOUTS = (
+    Refusal(
+        "vision model",
+        lambda trainer: trainer.is_fsdp_enabled and _sees(trainer),
+        "tree_rollouts with a vision model is not verified under FSDP2; load its text model",
+    ),
+    Refusal(
+        "repetition_penalty",
+        lambda trainer: (
+            trainer.args.repetition_penalty != 1.0 and {"given": trainer.args.repetition_penalty}
+        ),
+        "tree_rollouts has no {name} ({given}): set it to 1.0, or leave rollout_func out",
+    ),
+    Refusal(
+        "generation_kwargs",
+        lambda trainer: (
+            trainer.args.generation_kwargs not in (None, {})
+            and {"given": trainer.args.generation_kwargs}
+        ),
+        "tree_rollouts has no {name} ({given}): set it to None, or leave rollout_func out",
+    ),
+    Refusal(
+        "tools",
+        # it would join our log-probabilities with those of `generate`, which gives none
+        is_set("tools"),
+        "behind tree_rollouts TRL would sample what follows a tool's answer with generate: call "
+        "the tools in reply=, or leave rollout_func out",
+    ),
+)
+#: Of AsyncGRPO.
+ASYNC_GRPO = (
+    Refusal(
+        "FSDP",
+        is_set("is_fsdp_enabled"),
+        "{name} is not verified with AsyncGRPO; use DDP, or PrefixTreeGRPOTrainer, which runs "
+        "under FSDP2",
+    ),
+    Refusal(
+        "router_aux_loss_coef",
+        is_set("aux_loss_enabled"),
+        "the load-balancing loss of experts would count each token of AsyncGRPO's tree rows once, "
+        "and transformers' does so in TRL as well: PrefixTreeGRPOTrainer has that of the "
+        "replicated batch; here set router_aux_loss_coef=0.0 in the trainer's arguments",
+    ),
+)
 
 
 def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
@@ -69,11 +416,9 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     """
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
-    check_liger(trainer.args, trainer.model)
+    refuse(FAMILIES, trainer)
     if trainer._is_vlm:
         check_images(trainer)
-    if getattr(trainer, "aux_loss_enabled", False):
-        _check_aux_loss(trainer.model)
     # not by truth value: a compiled model has none
     others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
     models = (trainer.model, *others)
@@ -101,15 +446,6 @@ def _warn_of_attention(args: Any) -> None:
             )
 
 
-def _check_aux_loss(model: nn.Module) -> None:
-    causal_lm = transformer_of(model)
-    if loss_function(causal_lm) is None:
-        raise UnsupportedError(
-            f"{type(causal_lm).__name__} of transformers computes no load-balancing loss of "
-            "experts: set router_aux_loss_coef=0.0 in the trainer's arguments"
-        )
-
-
 def check_arguments(args: Any, verified: Collection[str] = ()) -> None:
     """Refuses arguments (a `GRPOConfig`, `DPOConfig`, ...) that are not verified.
 
@@ -120,9 +456,8 @@ def check_arguments(args: Any, verified: Collection[str] = ()) -> None:
     Raises:
         UnsupportedError: with the argument and what to set.
     """
-    for name, fine, why in _ARGUMENTS:
-        if (value := getattr(args, name, None)) not in fine and name not in verified:
-            raise UnsupportedError(f"{name}={value!r}: {why}")
+    rows = (row for row in (*ARGUMENTS, *ALONE) if row.name not in verified)
+    refuse(rows, args, place="with this trainer")
 
 
 def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
@@ -135,23 +470,27 @@ def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
     Raises:
         UnsupportedError: with the way and what to use.
     """
+    if not deepspeed:
+        refuse([DEEPSPEED], trainer)
     if trainer.is_deepspeed_enabled:
-        if not deepspeed:
-            raise UnsupportedError(
-                "DeepSpeed is not verified with this trainer: use DDP (accelerate launch)"
-            )
-        check_deepspeed(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
-        _check_alone(trainer.args, "DeepSpeed")
+        refuse(DEEPSPEED_CONFIG, trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+        refuse(ALONE, trainer.args, place="under DeepSpeed")
     if trainer.is_fsdp_enabled:
-        check_fsdp(trainer.accelerator.state.fsdp_plugin)
-        _check_alone(trainer.args, "FSDP2")
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallelism is not None and parallelism.non_data_parallel_size != 1:
-        raise UnsupportedError(
-            "a parallelism_config with tensor, context or sequence parallelism splits the packed "
-            "tokens or the heads, which is not verified: set tp_size, cp_size and sp_size to 1 "
-            "(dp_replicate_size and dp_shard_size may be any)"
-        )
+        refuse(FSDP, trainer.accelerator.state.fsdp_plugin)
+        refuse(ALONE, trainer.args, place="under FSDP2")
+    refuse(DISTRIBUTIONS, trainer)
+
+
+def check_images(trainer: Any) -> None:
+    """Refuses a trainer with a processor of images that is not verified.
+
+    Raises:
+        UnsupportedError: a model without pictures on trees, or a setting.
+    """
+    config = transformer_of(trainer.model).config
+    check_served(config.model_type, config.get_text_config())
+    refuse(IMAGES, trainer)
+    refuse(ALONE, trainer.args, place="with images")
 
 
 def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
@@ -160,53 +499,14 @@ def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
     Raises:
         UnsupportedError: with DeepSpeed or torch_compile.
     """
-    if recompute is None:
-        return None
-    instead = "leave it None, and set gradient_checkpointing"
-    if trainer.is_deepspeed_enabled:
-        raise UnsupportedError(
-            f"recompute={recompute!r} is not verified under DeepSpeed, which keeps parameters and "
-            f"their gathering to itself: {instead}"
-        )
-    if getattr(trainer.args, "torch_compile", False):
-        raise UnsupportedError(
-            f"recompute={recompute!r} with torch_compile would compile the whole model anew for "
-            f"every plan: {instead}; or leave torch_compile out and call "
-            "prefixtree.compile_layers(model)"
-        )
+    if recompute is not None:
+        refuse(RECOMPUTED, trainer, recompute=recompute)
     return recompute
 
 
 def check_attention(model: nn.Module) -> None:
     """Refuses a model whose attention was switched after the trainer was made."""
-    name = transformer_of(model).config.get_text_config()._attn_implementation
-    if name != "prefixtree":
-        raise UnsupportedError(
-            f"the model runs attn_implementation={name!r}, which ignores the tree: the trainer set "
-            '"prefixtree" when it was made, and something else has been set since (by a callback, '
-            "a patch or a library for faster generation); take that out, or call "
-            'model.set_attn_implementation("prefixtree") after it'
-        )
-
-
-def _check_alone(args: Any, library: str) -> None:
-    for name in _ALONE:
-        if value := getattr(args, name, None):
-            instead = "use bf16, or float32" if name == "fp16" else "set it to False"
-            raise UnsupportedError(f"{name}={value!r} is not verified under {library}: {instead}")
-
-
-def check_liger(args: Any, model: nn.Module) -> None:
-    """Refuses Liger Kernel's layers in a family in which they were not compared.
-
-    TRL turns off its fused loss, and a packed forward asks for no loss. So only layers change.
-    """
-    model_type = transformer_of(model).config.get_text_config().model_type
-    if args.use_liger_kernel and model_type not in LIGER_LAYERS:
-        raise UnsupportedError(
-            f"use_liger_kernel=True: Liger's layers were not compared in {model_type}, only in "
-            f"{', '.join(LIGER_LAYERS)}; set it to False"
-        )
+    refuse([ATTENTION], model)
 
 
 def check_model(model: nn.Module) -> None:
@@ -219,12 +519,6 @@ def check_model(model: nn.Module) -> None:
     causal_lm = transformer_of(model)
     for config in (causal_lm.config, causal_lm.config.get_text_config()):
         check_config(config, training=True)
-    for name, module in model.named_modules():
-        if isinstance(module, DROPOUT_LAYERS) and module.p > 0:
-            raise UnsupportedError(
-                f"{name} is a dropout (p = {module.p}): a shared token would draw one mask where "
-                "the replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter, "
-                "or disable_dropout=True in the trainer's arguments)"
-            )
+    refuse([DROPOUT], model)
     check_modules(model)
     check_adapters(model)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl.refusals import check_distribution
+from prefixtree.integrations.trl.refusals import ROLLOUTS, check_distribution
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import transformer_of
 from prefixtree.sampling import Draws, TreeSampler
 from prefixtree.sampling.rows import Rows
 from prefixtree.sampling.whole_copy import whole_copy
@@ -123,23 +122,7 @@ def _check(trainer: GRPOTrainer) -> None:
     """Refuses settings of generation that the sampler does not have."""
     if trainer.is_fsdp_enabled:
         check_distribution(trainer)
-        if getattr(transformer_of(trainer.model).config, "vision_config", None) is not None:
-            raise UnsupportedError(
-                "tree_rollouts with a vision model is not verified under FSDP2: load its text model"
-            )
-    served: dict[str, list[Any]] = {"repetition_penalty": [1.0], "generation_kwargs": [None, {}]}
-    for name, values in served.items():
-        if (value := getattr(trainer.args, name)) not in values:
-            raise UnsupportedError(
-                f"tree_rollouts has no {name} ({value}): set it to {values[0]}, or leave "
-                "rollout_func out"
-            )
-    if trainer.tools:
-        # it would join our log-probabilities with those of `generate`, which gives none
-        raise UnsupportedError(
-            "behind tree_rollouts TRL would sample what follows a tool's answer with generate: "
-            "call the tools in reply=, or leave rollout_func out"
-        )
+    refuse(ROLLOUTS, trainer)
 
 
 def _draws(trainer: GRPOTrainer) -> Draws:

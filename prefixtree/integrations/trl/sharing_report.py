@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.announcement import announce
+from prefixtree.integrations.common import announce
 from prefixtree.models.checks import transformer_of
 from prefixtree.sharing.near_misses import tokens_to_win
 

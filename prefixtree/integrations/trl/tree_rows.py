@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, refuse
 from prefixtree.integrations.trl.contract import check_tree_attention
 from prefixtree.integrations.trl.refusals import (
+    ASYNC_GRPO,
     check_arguments,
     check_distribution,
     check_model,
@@ -32,11 +33,6 @@ from prefixtree.models.checks import transformer_of
 from prefixtree.packing.mask import TreeMask
 
 # AsyncGRPO calls the model itself and takes the loss from it
-_AUX_LOSS = (
-    "the load-balancing loss of experts would count each token of AsyncGRPO's tree rows once, and "
-    "transformers' does so in TRL as well: PrefixTreeGRPOTrainer has that of the replicated batch; "
-    "here set router_aux_loss_coef=0.0 in the trainer's arguments"
-)
 
 
 def use_tree_attention(trainer: Any) -> None:
@@ -61,13 +57,7 @@ def use_tree_attention(trainer: Any) -> None:
         check_tree_attention(registered, name)
     check_arguments(trainer.args)
     check_distribution(trainer)
-    if trainer.is_fsdp_enabled:
-        raise UnsupportedError(
-            "FSDP is not verified with AsyncGRPO: use DDP, or PrefixTreeGRPOTrainer, which runs "
-            "under FSDP2"
-        )
-    if trainer.aux_loss_enabled:
-        raise UnsupportedError(_AUX_LOSS)
+    refuse(ASYNC_GRPO, trainer)
     check_model(trainer.model)
     AttentionInterface.register(name, tree_row_attention)
     AttentionMaskInterface.register(name, prefixtree_mask)

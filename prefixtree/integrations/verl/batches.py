@@ -21,7 +21,7 @@ from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
 from prefixtree.planning.trunks import Trunks, plan_trunks

@@ -41,8 +41,7 @@ from prefixtree.integrations.verl.batches import (
     to_jagged,
 )
 from prefixtree.integrations.verl.distillation import TopK, wants_topk
-from prefixtree.integrations.verl.metered import NAME, MeteredEngine
-from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.metrics import NAME, MeteredEngine, Work
 from prefixtree.integrations.verl.pictures import (
     check_positions,
     check_unpatched,
@@ -64,14 +63,13 @@ from prefixtree.models.checks import transformer_of
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
 from prefixtree.scoring.kept_runs import KeptRuns, check_kept
-from prefixtree.scoring.kept_trunks import kept_trunks
-from prefixtree.scoring.kept_values import kept_values
+from prefixtree.scoring.kept_trunks import kept_trunks, kept_values
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 

@@ -28,10 +28,10 @@ from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithValueHead,
 )
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
 from prefixtree.integrations.megatron.checks import find_model
-from prefixtree.integrations.megatron.replay import recording
+from prefixtree.integrations.megatron.routers import recording
 from prefixtree.integrations.verl.batches import (
     count_tokens,
     in_order,
@@ -41,10 +41,10 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
-from prefixtree.integrations.verl.metered import MeteredEngine
-from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.metrics import MeteredEngine, Work
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
+    PROVIDER,
     RECOMPUTE,
     check_compile,
     check_megatron_settings,
@@ -92,11 +92,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         super()._build_tf_config()
         if self.packs:
             provider = self.provider
-            if getattr(provider, "calculate_per_token_loss", False):
-                raise UnsupportedError(
-                    "packed forests are not verified with calculate_per_token_loss=True; take it "
-                    "out of override_transformer_config"
-                )
+            refuse(PROVIDER, provider)
             provider.transformer_layer_spec = tree_spec(provider.transformer_layer_spec)
 
     # ---- a batch -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ The engines call these checks before anything is computed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -13,7 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from prefixtree._picture_inputs import GRIDS
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import Refusal, is_set, refuse
 from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.models.families import LIGER_LAYERS, check_config
 from prefixtree.recompute.layers import MODES
@@ -23,15 +23,346 @@ RECOMPUTE, COMPILE = "prefixtree_recompute", "prefixtree_compile"
 
 # whose pictures verl's batches have shown here
 _SEEING = [name for name in GRIDS if name.startswith("qwen")]
+_FUSED = (
+    "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; set it "
+    "to False (log-probabilities are computed in chunks here anyway)"
+)
+_CUT = "depends on how verl cuts a mini-batch into micro-batches, which packing changes"
 _PREFIX = 'attn_implementation="prefixtree": '
 
-# policy losses that look at the other samples of a micro-batch, and what they do
-_CUT_MODES = {
-    "clip_cov": "chooses the tokens that are left out within a micro-batch",
-    "kl_cov": "chooses the tokens that are penalised within a micro-batch",
-    "geo_mean": "is a mean over a micro-batch, summed over however many there are",
-}
-_CUT = "depends on how verl cuts a mini-batch into micro-batches, which packing changes"
+
+class Asked(NamedTuple):
+    """The parts of an engine: verl's HFModelConfig, its configuration of the engine, and what
+    the model gives per token, "log_probs" or "values"."""
+
+    model: Any
+    engine: Any
+    output: str = "log_probs"
+
+    @property
+    def model_type(self) -> str:
+        return self.model.hf_config.model_type
+
+    @property
+    def sees(self) -> bool:
+        return getattr(self.model.hf_config, "vision_config", None) is not None
+
+
+class Batch(NamedTuple):
+    """verl's batch, and whether the engine's model takes pictures, the engine computes losses of
+    the teacher's top k, and it runs recorded experts."""
+
+    data: TensorDict
+    sees: bool = False
+    serves_topk: bool = False
+    replays: bool = False
+
+    def flag(self, key: str, default: Any = False) -> Any:
+        return tu.get_non_tensor_data(data=self.data, key=key, default=default)
+
+
+def _without_liger(asked: Asked) -> Any:
+    words = {"model_type": asked.model_type, "types": ", ".join(LIGER_LAYERS)}
+    return asked.model.use_liger and asked.model_type not in LIGER_LAYERS and words
+
+
+def _sees_otherwise(asked: Asked) -> Any:
+    words = {"model_type": asked.model_type, "types": ", ".join(_SEEING)}
+    return asked.sees and asked.model_type not in _SEEING and words
+
+
+def _quantises(asked: Asked) -> Any:
+    return getattr(getattr(asked.engine, "qat", None), "enable", False)
+
+
+#: Settings of every engine.
+EVERY_ENGINE = (
+    Refusal(
+        "use_fused_kernels",
+        lambda asked: asked.model.use_fused_kernels,
+        _FUSED,
+    ),
+    Refusal(
+        "model.mtp.enable",
+        lambda asked: asked.model.mtp.enable,
+        "model.mtp.enable=True: extra prediction heads are not scored on packed forests; set it to "
+        "False",
+    ),
+    Refusal(
+        "qat.enable",
+        _quantises,
+        "qat.enable=True is not verified on packed forests; set it to False",
+    ),
+)
+#: Settings of FSDP engines.
+FSDP = (
+    Refusal(
+        "use_liger",
+        _without_liger,
+        "use_liger=True is not verified on packed forests of {model_type}, only of {types}; set"
+        " it to False",
+    ),
+    Refusal(
+        "enable_activation_offload",
+        lambda asked: asked.model.enable_activation_offload,
+        "enable_activation_offload=True is not verified on packed forests; set it to False and "
+        "keep enable_gradient_checkpointing",
+    ),
+    Refusal(
+        "model with images",
+        _sees_otherwise,
+        "{model_type} takes images, and of such models only {types} are verified with verl; use "
+        "one of them, or a text-only model",
+    ),
+    Refusal(
+        "critic with images",
+        lambda asked: asked.sees and asked.output == "values" and {"model_type": asked.model_type},
+        "a critic is a token classifier, and transformers has none of {model_type}, which takes "
+        "images; give the critic a text-only model, or use an advantage estimator without a critic",
+    ),
+)
+
+
+def _divides_context(asked: Asked) -> Any:
+    size, dynamic = asked.engine.context_parallel_size, asked.engine.dynamic_context_parallel
+    return (size > 1 or dynamic) and {"size": size, "dynamic": dynamic}
+
+
+def _replays_a_critic(asked: Asked) -> Any:
+    mode = asked.engine.router_replay.mode
+    return mode != "disabled" and asked.model.model_type != "language_model" and {"mode": mode}
+
+
+def _replays_virtual_stages(asked: Asked) -> Any:
+    stages = asked.engine.virtual_pipeline_model_parallel_size or 1
+    return asked.engine.router_replay.mode == "R2" and stages > 1 and {"stages": stages}
+
+
+#: Settings of Megatron engines.
+MEGATRON = (
+    Refusal("engine.use_fused_kernels", lambda asked: asked.engine.use_fused_kernels, _FUSED),
+    Refusal(
+        "vanilla_mbridge",
+        lambda asked: asked.engine.vanilla_mbridge,
+        "vanilla_mbridge=True has no layer spec to change; set it to False, which uses "
+        "Megatron-Bridge",
+    ),
+    Refusal(
+        "context_parallel_size",
+        _divides_context,
+        "context_parallel_size={size} (dynamic_context_parallel={dynamic}) is not verified in "
+        "verl; set them to 1 and False",
+    ),
+    Refusal(
+        "use_megatron_fsdp",
+        lambda asked: asked.engine.use_megatron_fsdp,
+        "use_megatron_fsdp=True is not verified on packed forests; set it to False",
+    ),
+    Refusal(
+        "router_replay of a critic",
+        _replays_a_critic,
+        "router_replay.mode={mode} of a critic, for which verl records no routes; set it to "
+        "disabled",
+    ),
+    Refusal(
+        "router_replay of virtual stages",
+        _replays_virtual_stages,
+        "router_replay.mode=R2 with virtual_pipeline_model_parallel_size={stages}: what virtual "
+        "stages record was not compared; set it to null, or router_replay.mode to R3",
+    ),
+    Refusal(
+        "lora.rank",
+        lambda asked: (asked.model.lora or {}).get("rank", 0) > 0,
+        "lora.rank above 0 is not verified on packed forests with Megatron; set it to 0",
+    ),
+    Refusal(
+        "model with images",
+        lambda asked: asked.sees and {"model_type": asked.model_type},
+        "{model_type} takes images; use a text-only model",
+    ),
+)
+#: Of the provider that Megatron-Bridge makes.
+PROVIDER = (
+    Refusal(
+        "calculate_per_token_loss",
+        is_set("calculate_per_token_loss"),
+        "{name}=True is not verified on packed forests under verl; take it out of "
+        "override_transformer_config",
+    ),
+)
+
+
+class Override(NamedTuple):
+    """A setting of override_config: its name and value, whether the engine follows it, the setting
+    that is followed where it is not, and the engine's strategy."""
+
+    name: str
+    asked: Any
+    is_served: bool
+    instead: str = ""
+    strategy: str = ""
+
+
+#: Settings that nothing would follow.
+OVERRIDES = (
+    Refusal(
+        "prefixtree_recompute",
+        lambda given: given.name == RECOMPUTE and not given.is_served and given._asdict(),
+        "override_config.{name}={asked!r} is for FSDP engines with attn_implementation=prefixtree: "
+        "take it out here; {instead} says what is recomputed",
+    ),
+    Refusal(
+        "prefixtree_compile",
+        lambda given: given.name == COMPILE and not given.is_served,
+        "override_config.{name}=True is for FSDP2 actors and references with "
+        "attn_implementation=prefixtree: take it out here",
+    ),
+    Refusal(
+        "prefixtree_compile under FSDP1",
+        lambda given: given.name == COMPILE and given.strategy != "fsdp2" and given._asdict(),
+        "override_config.prefixtree_compile=True is verified with strategy=fsdp2: set it, not "
+        "{strategy}",
+    ),
+)
+#: Of an FSDP engine whose batches have pictures.
+PICTURES = (
+    Refusal(
+        "strategy",
+        is_set("strategy", "fsdp2"),
+        "{name}={value} is not verified with pictures (the batch has multi_modal_inputs); set "
+        "strategy=fsdp2",
+    ),
+)
+
+
+def _is_padded(batch: Batch) -> bool:
+    mode = batch.flag("pad_mode", DatasetPadMode.NO_PADDING)
+    return mode != DatasetPadMode.NO_PADDING or not batch.data["input_ids"].is_nested
+
+
+def _restarts(batch: Batch) -> bool:
+    """Whether a token's position is not its index in its sequence, as in a forest it is.
+
+    Both jagged [B, n]; where the model takes pictures, the first of four rows may say it."""
+    offsets = batch.data["input_ids"].offsets()
+    starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
+    indices = torch.arange(len(starts), device=offsets.device) - starts
+    positions = batch.data["position_ids"].values()
+    if batch.sees and len(positions) == 4 and positions.ndim == 2:
+        positions = positions[0]
+    return positions.shape != indices.shape or not torch.equal(positions, indices.to(positions))
+
+
+#: Of a batch, before it is split.
+BATCHES = (
+    Refusal("use_fused_kernels", lambda batch: batch.flag("use_fused_kernels"), _FUSED),
+    Refusal(
+        "distillation_use_topk",
+        lambda batch: (
+            (batch.flag("distillation_use_topk") or batch.flag("distillation_only"))
+            and not batch.serves_topk
+        ),
+        "distillation from the teacher's top-k needs a rank's whole logits of a language model, "
+        "which the actors of the FSDP engines have: take one, or an estimator (loss_mode=k3)",
+    ),
+    Refusal(
+        "calculate_sum_pi_squared",
+        lambda batch: batch.flag("calculate_sum_pi_squared"),
+        "calculate_sum_pi_squared=True needs whole logits, which are never made here; set it to "
+        "False",
+    ),
+    Refusal(
+        "force_group_size",
+        lambda batch: batch.flag("force_group_size", 1) != 1,
+        "force_group_size (pairs of a reward model) is not supported",
+    ),
+    Refusal(
+        "pad_mode",
+        _is_padded,
+        "batches must be without padding (pad_mode=no_padding, jagged input_ids)",
+    ),
+    Refusal(
+        "routed_experts",
+        lambda batch: batch.data.get("routed_experts", None) is not None and not batch.replays,
+        "the batch has routed_experts, which verl's FSDP engine ignores (its Megatron and VeOmni "
+        "engines replay them): set actor_rollout_ref.rollout.enable_rollout_routing_replay=False; "
+        "to replay routes on packed forests, call PrefixForest.from_sequences(..., routes=) and "
+        "sequence_logprobs in a loop of your own",
+    ),
+    Refusal(
+        "multi_modal_inputs",
+        lambda batch: not batch.sees and any(shown_of(batch.data)),
+        "the batch has pictures (multi_modal_inputs), and the engine's model takes none: train on "
+        "text alone, or with a vision checkpoint and the FSDP engines",
+    ),
+    Refusal(
+        "position_ids",
+        _restarts,
+        "position_ids must count 0, 1, 2, ... along every sequence (multi-dimensional and shifted "
+        "positions are not supported)",
+    ),
+)
+
+
+class Loss(NamedTuple):
+    """The configuration of a loss of verl's, and whether micro-batches differ in size."""
+
+    config: Any
+    dynamic: bool
+
+    @property
+    def policy(self) -> Any:
+        return getattr(self.config, "policy_loss", None) or {}
+
+    @property
+    def mode(self) -> str:
+        return self.policy.get("loss_mode", "vanilla")
+
+
+def _divides_by_longest(loss: Loss) -> bool:
+    mode = getattr(loss.config, "loss_agg_mode", None)
+    return mode == "seq-mean-token-sum-norm" and loss.config.loss_scale_factor is None
+
+
+def _normalises_weights(loss: Loss) -> bool:
+    correction = loss.policy.get("rollout_correction", None)
+    return (
+        loss.mode == "bypass_mode"
+        and correction is not None
+        and correction.get("loss_type", "ppo_clip") == "reinforce"
+        and correction.get("rollout_is", None) is not None
+        and correction.get("rollout_is_batch_normalize", False)
+    )
+
+
+#: Losses of verl whose gradients depend on the cut into micro-batches.
+LOSSES = (
+    Refusal(
+        "loss_agg_mode",
+        _divides_by_longest,
+        f"loss_agg_mode=seq-mean-token-sum-norm {_CUT}: it divides by the longest response of a "
+        "micro-batch; set loss_scale_factor (data.max_response_length, for example)",
+    ),
+    Refusal(
+        "clip_cov, kl_cov",
+        lambda loss: loss.mode in ("clip_cov", "kl_cov") and {"mode": loss.mode},
+        f"policy_loss.loss_mode={{mode}} {_CUT}: clip_cov and kl_cov choose tokens within a "
+        "micro-batch; take another loss_mode",
+    ),
+    Refusal(
+        "geo_mean",
+        # a mean over micro-batches of one size is the same mean however they are filled
+        lambda loss: loss.mode == "geo_mean" and loss.dynamic,
+        f"policy_loss.loss_mode=geo_mean {_CUT}: it is a mean over a micro-batch, summed over "
+        "however many there are; set use_dynamic_bsz=False, or another loss_mode",
+    ),
+    Refusal(
+        "rollout_is_batch_normalize",
+        _normalises_weights,
+        f"rollout_correction.rollout_is_batch_normalize=True with bypass_mode {_CUT}: weights are "
+        "divided by their mean over a micro-batch; set it to False",
+    ),
+)
 
 
 def check_settings(model_config: Any, engine_config: Any, model_output: str) -> None:
@@ -44,50 +375,11 @@ def check_settings(model_config: Any, engine_config: Any, model_output: str) -> 
     Raises:
         UnsupportedError: with the setting to change.
     """
-    hf_config = model_config.hf_config
-    sees = getattr(hf_config, "vision_config", None) is not None
-    for refused, why in (
-        (
-            model_config.use_fused_kernels,
-            "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; "
-            "set it to False (log-probabilities are computed in chunks here anyway)",
-        ),
-        (
-            model_config.use_liger and hf_config.model_type not in LIGER_LAYERS,
-            f"use_liger=True is not verified on packed forests of {hf_config.model_type}, only of "
-            f"{', '.join(LIGER_LAYERS)}; set it to False",
-        ),
-        (
-            model_config.enable_activation_offload,
-            "enable_activation_offload=True is not verified on packed forests; set it to False and "
-            "keep enable_gradient_checkpointing",
-        ),
-        (
-            model_config.mtp.enable,
-            "model.mtp.enable=True: extra prediction heads are not scored on packed forests; set "
-            "it to False",
-        ),
-        (
-            getattr(getattr(engine_config, "qat", None), "enable", False),
-            "qat.enable=True is not verified on packed forests; set it to False",
-        ),
-        (
-            sees and hf_config.model_type not in _SEEING,
-            f"{hf_config.model_type} takes images, and of such models only "
-            f"{', '.join(_SEEING)} are verified with verl; use one of them, or a text-only model",
-        ),
-        (
-            sees and model_output == "values",
-            f"a critic is a token classifier, and transformers has none of {hf_config.model_type}, "
-            "which takes images; give the critic a text-only model, or use an advantage estimator "
-            "without a critic",
-        ),
-    ):
-        if refused:
-            raise UnsupportedError(f"{_PREFIX}{why}")
-    training = not engine_config.forward_only
+    asked = Asked(model_config, engine_config, model_output)
+    refuse((*EVERY_ENGINE, *FSDP), asked, _PREFIX)
+    hf_config, training = model_config.hf_config, not engine_config.forward_only
     check_config(hf_config, training)
-    if sees:
+    if asked.sees:
         check_config(hf_config.get_text_config(), training)
 
 
@@ -100,59 +392,7 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
     Raises:
         UnsupportedError: with the setting to change.
     """
-    size, replay = engine_config.context_parallel_size, engine_config.router_replay.mode
-    for refused, why in (
-        (
-            engine_config.vanilla_mbridge,
-            "vanilla_mbridge=True has no layer spec to change; set it to False, which uses "
-            "Megatron-Bridge",
-        ),
-        (
-            size > 1 or engine_config.dynamic_context_parallel,
-            f"context_parallel_size={size} (dynamic_context_parallel="
-            f"{engine_config.dynamic_context_parallel}): not verified in verl; set them to 1 and "
-            "False",
-        ),
-        (
-            engine_config.use_fused_kernels or model_config.use_fused_kernels,
-            "use_fused_kernels=True replaces the model's forward; set it to False "
-            "(log-probabilities are computed in chunks here anyway)",
-        ),
-        (
-            engine_config.use_megatron_fsdp,
-            "use_megatron_fsdp=True is not verified on packed forests; set it to False",
-        ),
-        (
-            replay != "disabled" and model_config.model_type != "language_model",
-            f"router_replay.mode={replay} of a critic, for which verl records no routes; set it to "
-            "disabled",
-        ),
-        (
-            replay == "R2" and (engine_config.virtual_pipeline_model_parallel_size or 1) > 1,
-            "router_replay.mode=R2 with virtual_pipeline_model_parallel_size="
-            f"{engine_config.virtual_pipeline_model_parallel_size}: what virtual stages record was "
-            "not compared; set it to null, or router_replay.mode to R3",
-        ),
-        (
-            model_config.mtp.enable,
-            "model.mtp.enable=True: extra prediction heads are not scored on packed forests; set "
-            "it to False",
-        ),
-        (
-            getattr(getattr(engine_config, "qat", None), "enable", False),
-            "qat.enable=True is not verified on packed forests; set it to False",
-        ),
-        (
-            (model_config.lora or {}).get("rank", 0) > 0,
-            "lora.rank above 0 is not verified on packed forests with Megatron; set it to 0",
-        ),
-        (
-            getattr(model_config.hf_config, "vision_config", None) is not None,
-            f"{model_config.hf_config.model_type} takes images; use a text-only model",
-        ),
-    ):
-        if refused:
-            raise UnsupportedError(f"{_PREFIX}{why}")
+    refuse((*EVERY_ENGINE, *MEGATRON), Asked(model_config, engine_config), _PREFIX)
 
 
 def check_recompute(
@@ -173,10 +413,9 @@ def check_recompute(
     """
     if recompute is None:
         return
-    setting = f"override_config.{RECOMPUTE}={recompute!r}"
-    if not is_served:
-        raise _not_served(setting, "FSDP engines", f"; {instead} says what is recomputed")
+    refuse(OVERRIDES, Override(RECOMPUTE, recompute, is_served, instead))
     if recompute not in (values := ("auto", *MODES)):
+        setting = f"override_config.{RECOMPUTE}={recompute!r}"
         raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
 
 
@@ -194,20 +433,9 @@ def check_compile(compiles: Any, is_served: bool, strategy: str) -> bool:
     """
     if compiles not in (None, True, False):
         raise ValueError(f"override_config.{COMPILE}={compiles!r}: expected True or False")
-    if not compiles:
-        return False
-    setting = f"override_config.{COMPILE}=True"
-    if not is_served:
-        raise _not_served(setting, "FSDP2 actors and references")
-    if strategy != "fsdp2":
-        raise UnsupportedError(f"{setting} is verified with strategy=fsdp2: set it, not {strategy}")
-    return True
-
-
-def _not_served(setting: str, engines: str, more: str = "") -> UnsupportedError:
-    return UnsupportedError(
-        f"{setting} is for {engines} with attn_implementation=prefixtree: take it out here{more}"
-    )
+    if compiles:
+        refuse(OVERRIDES, Override(COMPILE, compiles, is_served, strategy=strategy))
+    return bool(compiles)
 
 
 def check_pictures(engine_config: Any) -> None:
@@ -219,11 +447,7 @@ def check_pictures(engine_config: Any) -> None:
     Raises:
         UnsupportedError: with the setting to change.
     """
-    if (strategy := engine_config.strategy) != "fsdp2":
-        raise UnsupportedError(
-            f"{_PREFIX}the batch has pictures (multi_modal_inputs). strategy={strategy} is not "
-            "verified; set strategy=fsdp2"
-        )
+    refuse(PICTURES, engine_config, _PREFIX)
 
 
 def check_batch(
@@ -240,50 +464,7 @@ def check_batch(
     Raises:
         UnsupportedError: with the setting to change.
     """
-
-    def flag(key: str, default: Any = False) -> Any:
-        return tu.get_non_tensor_data(data=data, key=key, default=default)
-
-    for refused, why in (
-        (
-            flag("use_fused_kernels"),
-            "use_fused_kernels=True drops the tree mask; set it to False",
-        ),
-        (
-            (flag("distillation_use_topk") or flag("distillation_only")) and not serves_topk,
-            "distillation from the teacher's top-k needs a rank's whole logits of a language "
-            "model, which the actors of the FSDP engines have: take one, or an estimator "
-            "(loss_mode=k3)",
-        ),
-        (
-            flag("calculate_sum_pi_squared"),
-            "calculate_sum_pi_squared=True needs whole logits, which are never made here",
-        ),
-        (
-            flag("force_group_size", 1) != 1,
-            "force_group_size (pairs of a reward model) is not supported",
-        ),
-        (
-            flag("pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING
-            or not data["input_ids"].is_nested,
-            "batches must be without padding (pad_mode=no_padding, jagged input_ids)",
-        ),
-        (
-            data.get("routed_experts", None) is not None and not replays,
-            "the batch has routed_experts, which verl's FSDP engine ignores (its Megatron and "
-            "VeOmni engines replay them): set actor_rollout_ref.rollout."
-            "enable_rollout_routing_replay=False; to replay routes on packed forests, call "
-            "PrefixForest.from_sequences(..., routes=) and sequence_logprobs in a loop of your own",
-        ),
-        (
-            not sees and any(shown_of(data)),
-            "the batch has pictures (multi_modal_inputs), and the engine's model takes none: "
-            "train on text alone, or with a vision checkpoint and the FSDP engines",
-        ),
-    ):
-        if refused:
-            raise UnsupportedError(f"{_PREFIX}{why}")
-    _check_positions_are_indices(data["input_ids"], data["position_ids"], sees)
+    refuse(BATCHES, Batch(data, sees, serves_topk, replays), _PREFIX)
 
 
 def check_step(
@@ -312,50 +493,5 @@ def check_loss(loss_function: Any, dynamic: bool) -> None:
     Raises:
         UnsupportedError: with the setting to change.
     """
-    config: Any = getattr(loss_function, "keywords", {}).get("config")
-    aggregation = getattr(config, "loss_agg_mode", None)
-    if aggregation == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
-        raise UnsupportedError(
-            f"{_PREFIX}loss_agg_mode={aggregation} {_CUT}: it divides by the longest response of a "
-            "micro-batch; set loss_scale_factor (data.max_response_length, for example)"
-        )
-    policy = getattr(config, "policy_loss", None)
-    if policy is None:
-        return
-    mode = policy.get("loss_mode", "vanilla")
-    # a mean over micro-batches of one size is the same mean however they are filled
-    if mode in _CUT_MODES and (dynamic or mode != "geo_mean"):
-        instead = "set use_dynamic_bsz=False, or " if mode == "geo_mean" else "take "
-        raise UnsupportedError(
-            f"{_PREFIX}policy_loss.loss_mode={mode} {_CUT}: it {_CUT_MODES[mode]}; {instead}"
-            "another loss_mode"
-        )
-    correction = policy.get("rollout_correction", None) if mode == "bypass_mode" else None
-    if correction is not None and all(
-        (
-            correction.get("loss_type", "ppo_clip") == "reinforce",
-            correction.get("rollout_is", None) is not None,
-            correction.get("rollout_is_batch_normalize", False),
-        )
-    ):
-        raise UnsupportedError(
-            f"{_PREFIX}rollout_correction.rollout_is_batch_normalize=True with bypass_mode {_CUT}: "
-            "weights are divided by their mean over a micro-batch; set it to False"
-        )
-
-
-def _check_positions_are_indices(input_ids: Any, position_ids: Any, sees: bool) -> None:
-    """In a forest a token's position is its index in its sequence, so it must be so here.
-
-    Both jagged [B, n]; where the model takes pictures, the first of four rows may say it."""
-    offsets = input_ids.offsets()
-    starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
-    indices = torch.arange(len(starts), device=offsets.device) - starts
-    positions = position_ids.values()
-    if sees and len(positions) == 4 and positions.ndim == 2:
-        positions = positions[0]
-    if positions.shape != indices.shape or not torch.equal(positions, indices.to(positions)):
-        raise UnsupportedError(
-            f"{_PREFIX}position_ids must count 0, 1, 2, ... along every "
-            "sequence (multi-dimensional and shifted positions are not supported)"
-        )
+    config = getattr(loss_function, "keywords", {}).get("config")
+    refuse(LOSSES, Loss(config, dynamic), _PREFIX)

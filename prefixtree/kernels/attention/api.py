@@ -12,11 +12,10 @@ import torch
 from prefixtree._numbers import number
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import operator
-from prefixtree.kernels.attention.backends import REFERENCE, TRITON
-from prefixtree.kernels.attention.choice import check_name, choose, passed_over
+from prefixtree.kernels.attention.choice import REFERENCE, TRITON, check_name, choose, passed_over
 from prefixtree.kernels.attention.protocol import AttentionCall, Options
-from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.chosen import words
+from prefixtree.kernels.operators import note_call
 from prefixtree.packing.mask import TreeMask, check_mask, check_window
 
 

@@ -1,4 +1,6 @@
-"""Chooses the backend of a call and gives the reason, for `tree_attention` and `explain`."""
+"""The backends as objects, and which of them runs a call, with the reason, for `tree_attention` and
+`explain`. Each backend imports its kernels when a call first needs them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,44 @@ import numpy as np
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels import device_info
-from prefixtree.kernels.attention.backends import BACKENDS, FLASH, SDPA, TRITON
+from prefixtree.kernels import runtime
 from prefixtree.kernels.attention.protocol import AttentionCall, Kernels
-from prefixtree.kernels.backend import Backend
+from prefixtree.kernels.runtime import Backend
 from prefixtree.packing.block_tables import TileShape, chain_tile_costs
 from prefixtree.packing.host_mask import HostMask
+
+
+def _flash() -> Kernels:
+    from prefixtree.kernels.attention.flash import launch
+
+    return launch
+
+
+def _triton() -> Kernels:
+    from prefixtree.kernels.attention.triton import launch
+
+    return launch
+
+
+def _sdpa() -> Kernels:
+    from prefixtree.kernels.attention import sdpa
+
+    return sdpa
+
+
+def _reference() -> Kernels:
+    from prefixtree.kernels.attention import reference
+
+    return reference
+
+
+FLASH = Backend("flash", _flash)
+TRITON = Backend("triton", _triton, package="triton")
+SDPA = Backend("sdpa", _sdpa)
+REFERENCE = Backend("reference", _reference)
+# "auto" prefers the earlier ones, if they serve and were measured to be faster
+BACKENDS: tuple[Backend[Kernels], ...] = (FLASH, TRITON, SDPA, REFERENCE)
+
 
 _NAMED = {backend.name: backend for backend in BACKENDS}
 NAMES = ("auto", *reversed(_NAMED))
@@ -121,7 +155,7 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     q, mask, window = call.q, call.mask, call.window
     work = flash_work(mask, window)
     share = longest_key_tile_share(mask, window)
-    work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
+    work = with_tail(work, share, q.shape[1], runtime.processors(q.device))
     most = most_work(q.shape[2], q.shape[1] // call.k.shape[1])
     is_faster = work <= most
     no_branch = mask.chain_starts is not None

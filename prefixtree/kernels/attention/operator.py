@@ -12,9 +12,14 @@ import torch
 
 from prefixtree.kernels.attention.choice import choose
 from prefixtree.kernels.attention.protocol import AttentionCall, Options
-from prefixtree.kernels.call_counter import note_call
-from prefixtree.kernels.first_calls import first_call
-from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
+from prefixtree.kernels.operators import (
+    as_given,
+    first_call,
+    new_library,
+    note_call,
+    register,
+    uncompiled,
+)
 from prefixtree.packing.host_mask import host_of
 
 # One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has

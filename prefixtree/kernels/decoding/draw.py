@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 
 # logits of a step of a program, and programs that fill a GPU
 _BLOCK, _PROGRAMS = 1024, 1024
@@ -96,7 +96,7 @@ def draw(
     value, chosen, top, total = torch.empty(4, rows, parts, device=logits.device)
     index = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     gamma, first, second = constants
-    with device_info.current(logits.device):
+    with runtime.current(logits.device):
         draw_kernel[(rows, parts)](
             logits,
             state,

@@ -11,12 +11,12 @@ from functools import cache
 import torch
 import triton
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.configs import padded
 from prefixtree.kernels.attention.triton.launch import INTERPRETED, LOG2E
-from prefixtree.kernels.decoding.eager import DecodeCall
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
+from prefixtree.kernels.decoding.work import DecodeCall
 
 # Slots that a program of the merge loads at once, and its warps: it waits for memory, and more
 # small programs wait at the same time (H200, agent rollouts: 88 us less of 1,023 than 4 warps)
@@ -30,7 +30,7 @@ def refusal(call: DecodeCall) -> str | None:
         return f"it runs on GPUs, and q is on {q.device}"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it computes in float16, bfloat16 and float32, and q is {q.dtype}"
-    if q.is_cuda and torch.version.hip is None and device_info.capability(q.device) < (8, 0):
+    if q.is_cuda and torch.version.hip is None and runtime.capability(q.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], d_v) > 256:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {d_v}"
@@ -49,14 +49,14 @@ def forward(call: DecodeCall) -> torch.Tensor:
     lse = part.new_empty(len(tables.slots), heads)
     dims = {"D": d, "DV": d_v, "D_PADDED": padded(d), "DV_PADDED": padded(d_v)}
     rest = tables.tails, tables.written, tables.live.view(torch.uint8)
-    with device_info.current(q.device):
+    with runtime.current(q.device):
         key, value = kv_heads * d, kv_heads * d_v
         widths = {"KEY": key, "KEY_PADDED": triton.next_power_of_2(key)}
         widths |= {"VALUE": value, "VALUE_PADDED": triton.next_power_of_2(value)}
         write_kernel[(rows,)](call.k.contiguous(), call.v.contiguous(), *pools, *rest, **widths)
         group = heads // kv_heads
         chosen = configs.choose_decode(
-            device_info.capability(q.device), dims["D_PADDED"], dims["DV_PADDED"], q.dtype.itemsize
+            runtime.capability(q.device), dims["D_PADDED"], dims["DV_PADDED"], q.dtype.itemsize
         )
         kinds = (tables.wide, tables.narrow), (call.block, call.narrow_block), chosen
         # in a graph, narrow items fill what wide ones leave idle; launched one by one, kernels are

@@ -3,7 +3,8 @@
 What a step reads depends on tensors of fixed size alone, so one CUDA graph serves all steps, and
 all forests that fit.
 
-Legend: B rows (query tokens of a forward), N runs, H query heads, Hk kv heads.
+Legend: B rows (query tokens of a forward), N runs, H query heads, Hk kv heads, D and Dv head dims,
+C keys of the pools.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.transfers import lasting, move
+from prefixtree.packing.copies import lasting, move
 
 # a run of keys is read once for all rows below it if that saves more than so many reads of a key
 # per head; otherwise every row reads it with its tail. From 64 to 1,024 times are alike (H200)
@@ -84,6 +85,35 @@ class DecodeTables(NamedTuple):
     tails: torch.Tensor
     written: torch.Tensor
     live: torch.Tensor
+
+
+class DecodeCall(NamedTuple):
+    """One call of the operator.
+
+    Attributes:
+        q: [B, H, D].
+        k, v: [B, Hk, D] and [B, Hk, Dv], the keys and values that rows write.
+        key_pool, value_pool: [C, Hk, D] and [C, Hk, Dv].
+        sinks: [H] or None.
+        tables: of the work list.
+        scale: the factor on q k^T.
+        window: 0 for none.
+        softcap: 0 for none.
+        block, narrow_block: most rows of a wide item and of a narrow one.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    key_pool: torch.Tensor
+    value_pool: torch.Tensor
+    sinks: torch.Tensor | None
+    tables: DecodeTables
+    scale: float
+    window: int
+    softcap: float
+    block: int
+    narrow_block: int
 
 
 class DecodeWork:
@@ -357,7 +387,7 @@ def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
     shared = np.zeros(rows + 2, np.int64)
     np.add.at(shared, first[is_wide] + 1, keys[is_wide])
     np.subtract.at(shared, stop[is_wide], keys[is_wide])
-    cuts = loops.row_blocks.cheapest_cuts(shared.cumsum()[:-1], most, STEP)
+    cuts = loops.tile_costs.cheapest_cuts(shared.cumsum()[:-1], most, STEP)
     begin = np.searchsorted(cuts, first, "right") - 1
     end = np.searchsorted(cuts, stop)
     which, number = _counted(np.where(is_wide, end - begin, 1))

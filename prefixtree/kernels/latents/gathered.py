@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels.latents.protocol import Chunk, Kernels, sums_of
-from prefixtree.kernels.packages import installed
-from prefixtree.kernels.torch_library import as_given, uncompiled
+from prefixtree.kernels.latents.definition import Chunk, Kernels, sums_of
+from prefixtree.kernels.operators import as_given, uncompiled
+from prefixtree.kernels.runtime import installed
 from prefixtree.packing.host_mask import HostMask
 
 # numbers of a chunk's absorbed queries: 128 MiB in half precision; of lists of keys, made for

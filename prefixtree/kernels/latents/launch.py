@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import triton
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
+from prefixtree.kernels.latents.definition import Chunk
 from prefixtree.kernels.latents.kernels import (
     backward_kernel,
     forward_kernel,
     index_kernel,
 )
-from prefixtree.kernels.latents.protocol import Chunk
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.host_mask import HostMask
 
@@ -42,7 +42,7 @@ def runs_on(device: torch.device) -> bool:
     """Whether the kernels are verified on a device: Hopper alone has their shared memory."""
     if device.type != "cuda":
         return INTERPRETED
-    return torch.version.hip is None and device_info.capability(device) == (9, 0)
+    return torch.version.hip is None and runtime.capability(device) == (9, 0)
 
 
 def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
@@ -63,7 +63,7 @@ def indices(
     tables = mask.tables(LISTED, 0, device)
     index = chosen.new_empty(n, most)
     count = chosen.new_empty(n)
-    with device_info.current(device):
+    with runtime.current(device):
         index_kernel[(end - tile,)](
             chosen.contiguous(),
             index,
@@ -88,7 +88,7 @@ def indices(
 def _launch(kernel: Any, chunk: Chunk, tensors: Any, strides: Any, size: Any, **more: int) -> None:
     heads, n, rank = chunk.absorbed.shape
     rope = chunk.rope.shape[2]
-    with device_info.current(chunk.latents.device):
+    with runtime.current(chunk.latents.device):
         kernel[(n * triton.cdiv(heads, ROWS),)](
             chunk.absorbed,
             chunk.rope,

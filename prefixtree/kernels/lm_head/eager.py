@@ -1,13 +1,27 @@
-"""From an lm_head's output to log-probabilities and entropies, and back, by torch's operations.
+"""From an lm_head's output to log-probabilities, entropies and statistics, and back, by torch's
+operations; also where its rows are spread over ranks.
 
-Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
+Statistics are for logs and weights: no gradients. They are computed from a chunk's logits before
+these are scored. A call that asks for none pays nothing.
+
+Where rows are spread over ranks, no rank sees a whole row of logits. The ranks tell each other, per
+row, the largest logit, the sum of exponentials, and the target's logit, which one of them has.
+
+Legend: R rows, V vocabulary, W vocabulary entries of this rank, d hidden size, C columns of the
+result: log p, or log p and the entropy; K statistics.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 #: Below it a log-probability is that of 0 in float64 too: a logit of -inf, put here, has no part in
 #: an entropy and its gradient, where 0 times -inf would be NaN.
@@ -104,3 +118,157 @@ def gradient_of_logprobs(
     dz.scatter_add_(1, column, hit)
     dz *= rule.grad(logits) / temperature[:, None]
     into.copy_(dz)
+
+
+# float32 logits held at once beside the chunk's
+_BLOCK = 1 << 25
+
+#: Name -> the statistic [R] of logits / temperature, float32 [R, V], and targets, int64 [R, 1].
+_STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean_logits": lambda z, target: z.mean(-1),
+    # argmax takes the first of equal logits
+    "is_top1": lambda z, target: z.argmax(-1, keepdim=True).eq(target)[:, 0],
+    # sum p^2 = sum e^(2 log p)
+    "log_sum_sq_probs": lambda z, target: torch.logsumexp(2 * torch.log_softmax(z, -1), -1),
+}
+
+
+def check_statistics(names: Sequence[str]) -> tuple[str, ...]:
+    """The names as a tuple.
+
+    Raises:
+        ValueError: a name that is not a statistic, or one string in place of several.
+    """
+    if isinstance(names, str) or (unknown := [n for n in names if n not in _STATISTICS]):
+        given = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
+        raise ValueError(
+            f"return_statistics takes a sequence of names among {', '.join(_STATISTICS)}; "
+            f"got {given}"
+        )
+    return tuple(names)
+
+
+@torch.no_grad()
+def write_statistics(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    names: Sequence[str],
+    out: torch.Tensor,
+) -> None:
+    """Writes out, float32 [R, K], of rule(x) / temperature.
+
+    Args:
+        x: [R, V], not changed.
+        target: int64 [R], the tokens that are scored.
+        temperature: float32 [R].
+        rule: the family's change to the logits.
+        names: K names of statistics.
+        out: float32 [R, K].
+    """
+    if not names:
+        return
+    rows = max(1, _BLOCK // x.shape[1])
+    for at in range(0, x.shape[0], rows):
+        part = slice(at, at + rows)
+        z = rule.apply(x[part].float()) / temperature[part, None]
+        for column, name in enumerate(names):
+            out[part, column] = _STATISTICS[name](z, target[part, None])
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """The part of the vocabulary that this rank scores.
+
+    Every method is a collective: all ranks of the group call it with the same rows. Its functions
+    `score` and `gradient` stand for those of `kernels.lm_head.eager`.
+
+    Attributes:
+        group: the ranks that together have the whole vocabulary.
+        first: the token id of this rank's first row of the weight.
+        widest: the number of rows of the largest slice; every rank has at least one.
+    """
+
+    group: ProcessGroup
+    first: int
+    widest: int
+
+    def score(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        temperature: torch.Tensor,
+        rule: LogitRule,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes out [R, C], in whose dtype it computes: log softmax(rule(x) / temperature) at the
+        targets; the entropy.
+
+        Args:
+            x: [R, W], this rank's columns, overwritten.
+            target: int64 [R], ids of the whole vocabulary.
+            temperature: float32 [R].
+            rule: the family's change to the logits.
+            out: float32 or float64, the same on every rank.
+        """
+        z = self._shifted(rule.apply(x.to(out.dtype)) / temperature[:, None])
+        column, is_mine = self._columns(target, z.shape[1])
+        p = z.exp()
+        sums = [torch.where(is_mine, z.gather(1, column), 0), p.sum(-1, keepdim=True)]
+        if out.shape[1] == 2:
+            sums.append(p.mul_(z.clamp_(min=LEAST)).sum(-1, keepdim=True))
+        total = self.summed(torch.cat(sums, 1))
+        log_sum = total[:, 1].log()
+        out[:, 0] = total[:, 0] - log_sum
+        if out.shape[1] == 2:
+            out[:, 1] = log_sum - total[:, 2] / total[:, 1]
+
+    def gradient(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        temperature: torch.Tensor,
+        rule: LogitRule,
+        out: torch.Tensor,
+        grad: torch.Tensor,
+        into: torch.Tensor,
+    ) -> None:
+        """Writes the gradient of x into [R, W], which may be x.
+
+        Args:
+            x: [R, W], this rank's columns.
+            target: int64 [R], ids of the whole vocabulary.
+            temperature: float32 [R].
+            rule: the family's change to the logits.
+            out: [R, C], what `score` wrote.
+            grad: [R, C], the gradient of `out`, the same on every rank.
+            into: [R, W].
+        """
+        logits = rule.apply(x.to(out.dtype))
+        z = self._shifted(logits / temperature[:, None])
+        z -= self.summed(z.exp().sum(-1, keepdim=True)).log()
+        column, is_mine = self._columns(target, z.shape[1])
+        hit = torch.where(is_mine, grad[:, :1], 0)
+        gradient_of_logprobs(logits, z, column, hit, temperature, rule, out, grad, into)
+
+    def summed(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        from torch.distributed import ReduceOp, all_reduce
+
+        all_reduce(partial, ReduceOp.SUM, group=self.group)
+        return partial
+
+    def _shifted(self, z: torch.Tensor) -> torch.Tensor:
+        """z [R, W] less the largest of its row over all ranks, in place."""
+        from torch.distributed import ReduceOp, all_reduce
+
+        largest = z.amax(-1, keepdim=True)
+        all_reduce(largest, ReduceOp.MAX, group=self.group)
+        return z.sub_(largest)
+
+    def _columns(self, target: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The column of each target, int64 [R, 1], and whether it is this rank's, bool [R, 1]; some
+        column where it is not."""
+        column = target[:, None] - self.first
+        return column.clamp(0, width - 1), (column >= 0) & (column < width)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.measures import NUM_KEPT, TeacherRows
 from prefixtree.kernels.triton_primitives import squash
@@ -309,7 +309,7 @@ def _launch(
         of_teacher = teacher.output, teacher.kept, teacher.value
         beta, teacher_rule = float(teacher.beta), teacher.rule
         divergence = {0.0: "forward", 1.0: "reverse"}.get(beta, "between")
-    with device_info.current(logits.device):
+    with runtime.current(logits.device):
         kernel[(rows,)](
             *arrays,
             *of_teacher,

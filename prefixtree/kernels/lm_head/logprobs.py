@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies of a linear lm_head, chunk by chunk of rows x vocabulary.
+"""Log-probabilities and entropies of a linear lm_head, chunk by chunk of rows x vocabulary;
+`ScoreOptions`: how these rows are scored.
 
 Legend: E rows to score, V vocabulary, d hidden size.
 """
@@ -6,7 +7,8 @@ Legend: E rows to score, V vocabulary, d hidden size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,14 +18,65 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from prefixtree._numbers import integer
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.lm_head import eager
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logit_statistics import write_statistics
-from prefixtree.kernels.lm_head.measures import BoundMeasure, MeasuredEdges
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import (
+    LogitRule,
+    VocabularySlice,
+    check_statistics,
+    write_statistics,
+)
+from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredEdges
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How rows of logits are scored: the columns are log p, the entropy, the statistics and
+    those of a measure.
+
+    Attributes:
+        with_entropy: whether the entropy is computed too.
+        statistics: names of `lm_head.eager`, which have no gradients.
+        chunk_size: rows whose logits are in memory at once. Default: with the Triton kernels, as
+            many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26 (2^22
+            on a CPU).
+        rule: the family's change to the logits.
+        measure: a function of the logits. Default: none.
+
+    Raises:
+        TypeError: a measure that is no function.
+        ValueError: a statistic that is not known; a chunk_size that is no integer >= 1.
+    """
+
+    with_entropy: bool = False
+    statistics: Sequence[str] = ()
+    chunk_size: int | None = None
+    rule: LogitRule = field(default_factory=LogitRule)
+    measure: Measure | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "statistics", check_statistics(self.statistics))
+        if self.chunk_size is not None:
+            rows = integer("chunk_size", self.chunk_size, 1, or_none=True)
+            object.__setattr__(self, "chunk_size", rows)
+        if self.measure is not None and not callable(self.measure):
+            raise TypeError(
+                "measure must be a function of logits [r, V] and edges that returns [r, C], got "
+                f"{type(self.measure).__name__}"
+            )
+
+    @property
+    def with_gradients(self) -> int:
+        """The number of columns before the statistics."""
+        return 1 + self.with_entropy
+
+    @property
+    def columns(self) -> int:
+        """The number of columns before those of a measure."""
+        return self.with_gradients + len(self.statistics)
+
 
 # The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
 # 16 MiB, which malloc reuses. Larger blocks come fresh from the operating system for every
@@ -311,7 +364,7 @@ def _kernels_for(hidden: torch.Tensor) -> ModuleType:
 @cache
 def _compiled_for(device: torch.device) -> ModuleType:
     """The Triton kernels if they compile here; warns if they should compile and do not."""
-    is_served = torch.version.hip is None and device_info.capability(device) >= (8, 0)
+    is_served = torch.version.hip is None and runtime.capability(device) >= (8, 0)
     if not is_served or find_spec("triton") is None:
         return eager
     try:

@@ -20,7 +20,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.kernels.operators import uncompiled
 
 # logits in float32 that a measure gets at once; under autograd it holds some eight times as many
 _BLOCK = 1 << 25
@@ -46,7 +46,7 @@ class MeasuredEdges:
             one temperature serves all.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
-        source: all edges of the call in their forest (`scoring.edge_source.ForestEdges`), by which
+        source: all edges of the call in their forest (`scoring.edges.ForestEdges`), by which
             they are found in others. None of edges that were made by hand.
     """
 

@@ -1,4 +1,5 @@
-"""The backends as objects, and which of them runs a call. Each imports its code when first asked.
+"""The backends as objects, which of them runs a call, and why (`explain_recurrence`). Each imports
+its code when first asked.
 
 Order of preference of "auto": a GPU's kernels, else torch's operations in chunks.
 """
@@ -8,9 +9,13 @@ from __future__ import annotations
 import warnings
 from functools import cache
 
+import torch
+
+from prefixtree._numbers import integer
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.backend import Backend
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall, Kernels
+from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, Kernels, SsdCall
+from prefixtree.kernels.runtime import Backend
+from prefixtree.packing.mask import TreeMask, check_mask
 
 
 def _triton() -> Kernels:
@@ -106,3 +111,82 @@ def _warn(reason: str) -> None:
         f"recurrent layers run through torch's operations on this GPU, which is slow: {reason}",
         stacklevel=2,
     )
+
+
+OPERATORS = ("tree_conv", "tree_delta_rule", "tree_ssd")
+
+
+def explain_recurrence(
+    mask: TreeMask,
+    operator: str = "tree_delta_rule",
+    *,
+    dtype: torch.dtype | None = None,
+    key_dim: int = 128,
+    value_dim: int | None = None,
+    gate_per_channel: bool = False,
+    taps: int = 4,
+    backend: str | None = None,
+) -> str:
+    """Says which backend a recurrent layer would run for these sizes, and why.
+
+    The choice depends on the operator, the device, the dtype and these sizes, and on the packages
+    that are installed.
+
+    Args:
+        mask: the packed forest's TreeMask; its device is that of the tensors.
+        operator: "tree_conv", "tree_delta_rule" or "tree_ssd".
+        dtype: of the tensors. Default: bfloat16 on CUDA and float32 elsewhere.
+        key_dim: head dim of query and key; of `tree_ssd` the state's (N).
+        value_dim: head dim of value; of `tree_ssd` the head's (P). Default: 64 for `tree_ssd`, 128
+            for `tree_delta_rule`.
+        gate_per_channel: whether `tree_delta_rule` has one gate per channel of the key (Kimi).
+        taps: of `tree_conv`.
+        backend: as in the operator. Default: "auto".
+
+    Returns:
+        One sentence. It starts with the operator's name and "would refuse" and gives the reason
+        where the operator would raise an UnsupportedError.
+
+    Raises:
+        TypeError: a mask that is no TreeMask.
+        ValueError: an operator that does not exist; sizes that are no integers >= 1.
+    """
+    check_mask(mask)
+    if operator not in OPERATORS:
+        raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
+    if value_dim is None:
+        value_dim = 64 if operator == "tree_ssd" else 128
+    key_dim, value_dim = integer("key_dim", key_dim, 1), integer("value_dim", value_dim, 1)
+    taps = integer("taps", taps, 1)
+    if dtype is None:
+        dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float32
+    tokens = mask.num_tokens
+    # one number, seen as all of them
+    number = torch.empty((), dtype=dtype, device=mask.device)
+    key, value = number.expand(tokens, 1, key_dim), number.expand(tokens, 1, value_dim)
+    gate = number.expand(tokens, 1)
+    call: Call
+    if operator == "tree_conv":
+        channels = number.expand(tokens, key_dim)
+        call = ConvCall(channels, number.expand(key_dim, taps), None, None, True)
+    elif operator == "tree_ssd":
+        call = SsdCall(value, gate, number.expand(1), key, key, None, None)
+    else:
+        gates = key if gate_per_channel else gate
+        call = DeltaCall(key, key, value, gates, gate, None, None, 1.0, True)
+    return explanation(operator, call, "auto" if backend is None else backend)
+
+
+def explanation(operator: str, call: Call, backend: str) -> str:
+    """The sentence about a call."""
+    try:
+        chosen = choose(backend, call)
+    except UnsupportedError as error:
+        return f"{operator} would refuse: {error}."
+    if backend != "auto":
+        reason = "it was asked for by name"
+    elif not call[0].is_cuda:
+        reason = f"the mask is on {call[0].device}, and the other backends need a GPU"
+    else:
+        reason = why_slow(call) if chosen is CHUNKED else "it serves this call"
+    return f"{operator} would run {chosen.name!r}: {reason}."

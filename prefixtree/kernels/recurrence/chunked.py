@@ -1,4 +1,5 @@
-"""The recurrent layers by torch's operations on any device: chunks of tokens, level by level.
+"""The recurrent layers by torch's operations on any device: chunks of tokens, level by level; the
+convolution by channels.
 
 Chunks of one length run together, so nothing is padded. A piece of a level's segments runs at a
 time: its states are gathered for it alone, and only the states that segments with children end in
@@ -6,23 +7,214 @@ are kept from a level to the next. The backward makes these again, and those bef
 its piece; a chunk's gradients come from autograd. Where one segment alone has too many of those,
 the heads are taken in parts.
 
-Legend: T packed tokens, B segments with children, n segments of a piece, H heads, K and V head
-dims (N and P of Mamba-2).
+Legend: T packed tokens, B segments with children, n segments (chunks of c tokens) of a piece, Hk
+key heads, H value heads, K and V head dims (N and P of Mamba-2), D channels, W taps, M entries of
+`Taps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from prefixtree.kernels.recurrence import chunk_rules, conv
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
+from prefixtree.packing.copies import move
 from prefixtree.packing.host_mask import HostMask
-from prefixtree.packing.segments import Segments
-from prefixtree.packing.transfers import move
+from prefixtree.packing.segments import Segments, Taps
+
+# (state [n, H, K, V], inputs [n, c, ...]..) -> out [n, c, H, V], state behind the chunk
+Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def delta_rule(scale: float, qk_l2norm: bool) -> Rule:
+    """The gated delta rule; inputs query, key, value, g, beta as in `DeltaCall`."""
+
+    def rule(
+        state: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = state.dtype
+        query, key = query.to(wide), key.to(wide)
+        if qk_l2norm:
+            query, key = (
+                x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key)
+            )
+        query, key = (_by_head(x, value.shape[2]) for x in (query * scale, key))
+        value, beta = value.to(wide).transpose(1, 2), beta.to(wide).transpose(1, 2)[..., None]
+        decays = _Decays(g.to(wide).transpose(1, 2))
+        # every token's change of the state is what its key does not find there yet; the changes of
+        # a chunk depend on one another through a unit triangular system
+        system = decays.products(key * beta, key).tril(-1)
+        found = (key * decays.from_start) @ state
+        change = torch.linalg.solve_triangular(
+            system, beta * (value - found), upper=False, unitriangular=True
+        )
+        return _outputs(state, query, key, change, decays)
+
+    return rule
+
+
+def ssd(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    log_decay: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba-2; inputs as in `SsdCall`, with log_decay [n, c, H] = dt A in place of A."""
+    wide = state.dtype
+    key, query = (_by_head(part.to(wide), x.shape[2]) for part in (B, C))
+    change = (x.to(wide) * dt[..., None].to(wide)).transpose(1, 2)
+    return _outputs(state, query, key, change, _Decays(log_decay.to(wide).transpose(1, 2)))
+
+
+class _Decays:
+    """The decays within chunks.
+
+    Args:
+        g: [n, H, c] log of the decay of each token, or [n, H, c, K], one per channel.
+
+    Attributes:
+        from_start: [n, H, c, 1 or K], of the state before the chunk until each token, its own
+            decay included.
+        to_end: [n, H, c, 1 or K], from behind each token until the chunk's end.
+        whole: [n, H, 1 or K, 1], of the state before the chunk over all of it.
+    """
+
+    def __init__(self, g: torch.Tensor) -> None:
+        self._per_channel = g.ndim == 4
+        tokens = g.shape[2]
+        # summed from j + 1 to i for every pair: a difference of running sums loses digits where a
+        # decay is strong, and is not a number where one is 0
+        behind = torch.ones(tokens, tokens, dtype=torch.bool, device=g.device).tril(-1)
+        if self._per_channel:
+            behind = behind[..., None]
+        between = g.unsqueeze(3).masked_fill(~behind, 0).cumsum(2)
+        later = behind.transpose(0, 1)
+        self._between = between.masked_fill(later, -torch.inf).exp()
+        from_start, to_end = g.cumsum(2).exp(), self._between[:, :, -1]
+        if not self._per_channel:
+            from_start, to_end = from_start[..., None], to_end[..., None]
+        self.from_start, self.to_end = from_start, to_end
+        self.whole = from_start[:, :, -1:].transpose(2, 3)
+
+    def products(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """[n, H, c, c]: rows_i . columns_j with the decay from behind j until i; 0 for j > i."""
+        if self._per_channel:
+            return torch.einsum("nhik,nhjk,nhijk->nhij", rows, columns, self._between)
+        return (rows @ columns.transpose(2, 3)) * self._between
+
+
+def _outputs(
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    change: torch.Tensor,
+    decays: _Decays,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of the chunk's queries, and the state behind the chunk."""
+    out = (query * decays.from_start) @ state + decays.products(query, key) @ change
+    behind = decays.whole * state + (key * decays.to_end).transpose(2, 3) @ change
+    return out.transpose(1, 2), behind
+
+
+def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[n, c, Hk, K] -> [n, H, c, K], a key head for each value head."""
+    return x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2)
+
+
+# a slab of channels has at most so many numbers in an intermediate
+_SLAB_NUMBERS = 1 << 24
+
+
+def conv_forward(call: ConvCall) -> torch.Tensor:
+    """-> out [T, D] in x's dtype."""
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    for channels in _slabs(call):
+        total = _sums(call, channels)
+        out[:, channels] = (F.silu(total) if call.silu else total).to(out.dtype)
+    return out
+
+
+def conv_backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
+    """-> gradients of x, weight and, if there is one, bias."""
+    taps, width = _taps(call), call.weight.shape[1]
+    wide = torch.promote_types(call.x.dtype, torch.float32)
+    dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    dweight = call.weight.new_empty(call.weight.shape, dtype=wide)
+    dbias = None if call.bias is None else call.bias.new_empty(call.bias.shape, dtype=wide)
+    rows = taps.branch_tokens
+    counts = taps.start.diff()
+    for channels in _slabs(call):
+        dtotal = dout[:, channels].to(wide)
+        if call.silu:
+            dtotal = _silu_backward(dtotal, _sums(call, channels))
+        weight = call.weight[channels].to(wide)
+        x = call.x[:, channels].to(wide)
+        # the taps of the token itself; then those of tokens next in packed order
+        dpart = dtotal * weight[:, width - 1]
+        dweight[channels, width - 1] = (dtotal * x).sum(0)
+        for j in range(1, width):
+            reads = (taps.ancestors[j] >= 0)[:, None]
+            read = x.index_select(0, taps.ancestors[j].clamp(min=0)) * reads
+            dweight[channels, width - 1 - j] = (dtotal * read).sum(0)
+            if j < len(dpart):
+                near = taps.ancestors[j, j:] == torch.arange(len(dpart) - j, device=dpart.device)
+                dpart[:-j] += dtotal[j:] * weight[:, width - 1 - j] * near[:, None]
+        if len(rows):
+            # those over a branch: one after another, never atomics
+            terms = dtotal.index_select(0, taps.token)
+            terms *= weight.t().index_select(0, width - 1 - taps.tap)
+            dpart[rows] += torch.segment_reduce(
+                terms, "sum", lengths=counts[rows], axis=0, unsafe=True, initial=0
+            )
+        dx[:, channels] = dpart.to(dx.dtype)
+        if dbias is not None:
+            dbias[channels] = dtotal.sum(0)
+    grads = [dx, dweight.to(call.weight.dtype)]
+    return grads if call.bias is None or dbias is None else [*grads, dbias.to(call.bias.dtype)]
+
+
+def _taps(call: ConvCall) -> Taps[torch.Tensor]:
+    assert call.mask is not None
+    return call.mask.segment_tables(call.x.device).taps(call.weight.shape[1])
+
+
+def _slabs(call: ConvCall) -> list[slice]:
+    """Channels that are done together."""
+    rows, channels = max(len(call.x), len(_taps(call).token), 1), call.x.shape[1]
+    step = max(1, _SLAB_NUMBERS // rows)
+    return [slice(first, min(first + step, channels)) for first in range(0, channels, step)]
+
+
+def _sums(call: ConvCall, channels: slice) -> torch.Tensor:
+    """[T, channels], before the activation."""
+    taps, width = _taps(call), call.weight.shape[1]
+    wide = torch.promote_types(call.x.dtype, torch.float32)
+    x, weight = call.x[:, channels].to(wide), call.weight[channels].to(wide)
+    total = x * weight[:, width - 1]
+    if call.bias is not None:
+        total += call.bias[channels].to(wide)
+    for j in range(1, width):
+        reads = (taps.ancestors[j] >= 0)[:, None]
+        read = x.index_select(0, taps.ancestors[j].clamp(min=0))
+        total += read * (weight[:, width - 1 - j] * reads)
+    return total
+
+
+def _silu_backward(dout: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    sigmoid = x.sigmoid()
+    return dout * sigmoid * (1 + x * (1 - sigmoid))
+
 
 # tokens of a chunk; gates per channel take a product per pair of tokens and channel
 _CHUNK = 64
@@ -45,7 +237,7 @@ class _Scan(NamedTuple):
         initial: [I, H, K, V] the states that enter, or None.
     """
 
-    rule: chunk_rules.Rule
+    rule: Rule
     inputs: tuple[torch.Tensor, ...]
     state_shape: tuple[int, int, int]
     mask: HostMask
@@ -98,7 +290,7 @@ def forward(call: Call) -> Computed:
     """-> out, contiguous, in the dtype of x or value, and the states that leave; nothing is
     saved."""
     if isinstance(call, ConvCall):
-        return Computed(conv.forward(call), [])
+        return Computed(conv_forward(call), [])
     scan = _scan(call)
     like = call.value if isinstance(call, DeltaCall) else call.x
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -119,7 +311,7 @@ def backward(
 ) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call, contiguous."""
     if isinstance(call, ConvCall):
-        return conv.backward(call, dout)
+        return conv_backward(call, dout)
     scan = _scan(call)
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in scan.inputs]
     dinitial = None if call.initial is None else torch.zeros_like(call.initial)
@@ -142,14 +334,14 @@ def _scan(call: DeltaCall | SsdCall) -> _Scan:
     assert call.mask is not None
     shape, mask, initial = call.state_shape, call.mask, call.initial
     if isinstance(call, DeltaCall):
-        rule = chunk_rules.delta_rule(call.scale, call.qk_l2norm)
+        rule = delta_rule(call.scale, call.qk_l2norm)
         if call.g.ndim == 3:
             return _Scan(rule, call[:5], shape, mask, _CHUNK_PER_CHANNEL, shape[1], initial)
         return _Scan(rule, call[:5], shape, mask, _CHUNK, 1, initial)
     wide = torch.promote_types(call.x.dtype, torch.float32)
     log_decay = call.dt.to(wide) * call.A.to(wide)
     inputs = (call.x, call.dt, log_decay, call.B, call.C)
-    return _Scan(chunk_rules.ssd, inputs, shape, mask, _CHUNK, 1, initial)
+    return _Scan(ssd, inputs, shape, mask, _CHUNK, 1, initial)
 
 
 def _part(x: torch.Tensor, number: int, parts: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence.conv_kernels import (
     conv_backward,
     conv_backward_branches,
@@ -54,7 +54,7 @@ def refusal(call: Call) -> str | None:
         return "there are no tokens or no channels"
     if call.weight.shape[1] > _MOST_TAPS:
         return f"it takes at most {_MOST_TAPS} taps, and there are {call.weight.shape[1]}"
-    if x.is_cuda and device_info.capability(x.device) < (8, 0):
+    if x.is_cuda and runtime.capability(x.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     return None
 
@@ -71,7 +71,7 @@ def forward(call: Call) -> Computed:
     out = torch.empty_like(x)
     runs, per_program, programs = _shares(taps)
     blocks = triton.cdiv(x.shape[1], FORWARD.columns)
-    with device_info.current(x.device):
+    with runtime.current(x.device):
         conv_forward[(blocks, programs)](
             *(x, weight, bias, out, taps.ancestors, taps.run_start),
             *(*x.shape, runs, per_program),
@@ -94,7 +94,7 @@ def backward(
     runs, per_program, programs = _shares(taps)
     dweight = x.new_empty(programs, width, channels, dtype=torch.float32)
     dbias = None if bias is None else x.new_empty(programs, channels, dtype=torch.float32)
-    with device_info.current(x.device):
+    with runtime.current(x.device):
         conv_backward[(triton.cdiv(channels, BACKWARD.columns), programs)](
             *(x, weight, bias, dout, dx, dweight, dbias, taps.ancestors, taps.run_start),
             *(*x.shape, runs, per_program),

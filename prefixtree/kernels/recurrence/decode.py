@@ -18,9 +18,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from prefixtree.kernels.packages import installed
 from prefixtree.kernels.recurrence.api import step_sizes, with_skip
 from prefixtree.kernels.recurrence.protocol import ConvStep, RowSlots, StateStep
+from prefixtree.kernels.runtime import installed
 
 
 def conv_step(

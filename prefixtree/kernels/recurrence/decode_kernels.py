@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence.protocol import ConvStep, StateStep
 
 # numbers of a state that a program holds, in 4 warps, and channels of a convolution's program
@@ -108,7 +108,7 @@ def conv(call: ConvStep) -> torch.Tensor:
     """-> [B, D] in x's dtype."""
     x = _inner_contiguous(call.x)
     out = x.new_empty(x.shape)
-    with device_info.current(x.device):
+    with runtime.current(x.device):
         conv_step_kernel[(len(x), triton.cdiv(x.shape[1], COLUMNS))](
             *(x, call.weight.contiguous(), call.bias, call.tails, *_slots(call), out),
             *(x.stride(0), x.shape[1]),
@@ -126,7 +126,7 @@ def rule(call: StateStep) -> torch.Tensor:
     (rows, heads, d_v), (_, key_heads, d_k) = call.value.shape, call.key.shape
     out = call.value.new_empty(call.value.shape)
     sizes = rule_sizes(d_k, d_v)
-    with device_info.current(out.device):
+    with runtime.current(out.device):
         rule_step_kernel[(rows * heads, triton.cdiv(d_v, sizes["BLOCK_V"]))](
             *(*tensors, call.states, *_slots(call), out),
             *(*(x.stride(0) for x in tensors), call.scale),

@@ -1,20 +1,84 @@
 """The backend "fla": which calls it serves, and what it makes of them for `fla_rules`.
 
-Legend: T packed tokens, Hk key heads, Hv value heads, K and V head dims, H heads, P head dim.
+fla-core norms queries and keys too, but tries 25 configurations anew for every 65,536 rows more
+(2,048 tokens of 32 heads): a trainer whose micro-batches differ in length would compile for half a
+minute in many of its first steps. So these norms have Triton kernels here.
+
+Legend: T packed tokens, Hk key heads, Hv value heads, K and V head dims, H heads, P head dim; of
+norms R rows, D head dim.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
-from prefixtree.kernels import device_info
-from prefixtree.kernels.recurrence import l2norm
+from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
-from prefixtree.packing.state_schedule import StateSchedule
+from prefixtree.packing.segments import StateSchedule
+
+# numbers that a program holds
+_SIZE = 4096
+
+
+@triton.jit
+def _l2norm_forward(
+    x_ptr, y_ptr, factor_ptr, R, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLS)
+    at = row[:, None] * D + column[None, :]
+    inside = (row < R)[:, None] & (column < D)[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    # as fla and transformers have it
+    factor = 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
+    tl.store(y_ptr + at, x * factor[:, None], mask=inside)
+    tl.store(factor_ptr + row, factor, mask=row < R)
+
+
+@triton.jit
+def _l2norm_backward(
+    y_ptr, factor_ptr, dy_ptr, dx_ptr, R, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLS)
+    at = row[:, None] * D + column[None, :]
+    inside = (row < R)[:, None] & (column < D)[None, :]
+    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + row, mask=row < R, other=0.0)
+    dx = (dy - y * tl.sum(dy * y, 1)[:, None]) * factor[:, None]
+    tl.store(dx_ptr + at, dx, mask=inside)
+
+
+def l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [.., D] -> x / sqrt(sum of squares + 1e-6) in its dtype, and the factors, fp32 [..]."""
+    x = x.contiguous()
+    y, factors = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    _launch(_l2norm_forward, x, y, factors)
+    return y, factors
+
+
+def through_l2norm(y: torch.Tensor, factors: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of what `normed` was given, in the dtype of y: y, dy [.., D]; factors [..]."""
+    dx = torch.empty_like(y)
+    _launch(_l2norm_backward, y, factors, dy.contiguous(), dx)
+    return dx
+
+
+def _launch(kernel: Any, x: torch.Tensor, *others: torch.Tensor) -> None:
+    """Over the rows of x [.., D]."""
+    dim = x.shape[-1]
+    rows, columns = x.numel() // dim, triton.next_power_of_2(dim)
+    size = max(1, _SIZE // columns)
+    kernel[(triton.cdiv(rows, size),)](x, *others, rows, dim, ROWS=size, COLS=columns)
+
 
 # releases whose inner functions are those that `fla_rules` calls
 VERSIONS = ("0.6.0",)
@@ -36,7 +100,7 @@ def refusal(call: Call) -> str | None:
     value = call.x if isinstance(call, SsdCall) else call.value
     if max(key.shape[2], value.shape[2]) > 256 or min(key.shape[2], value.shape[2]) < 16:
         return f"head dims must be 16 to 256, and are {key.shape[2]} and {value.shape[2]}"
-    if x.is_cuda and device_info.capability(x.device) < (8, 0):
+    if x.is_cuda and runtime.capability(x.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if (reason := _package_refusal()) is not None:
         return reason
@@ -89,7 +153,7 @@ def forward(call: Call) -> Computed:
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule = _schedule(call)
-    with device_info.current(call[0].device):
+    with runtime.current(call[0].device):
         if isinstance(call, SsdCall):
             value, g = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
@@ -112,7 +176,7 @@ def backward(
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule, dout = _schedule(call), dout.contiguous()
-    with device_info.current(call[0].device):
+    with runtime.current(call[0].device):
         if isinstance(call, SsdCall):
             value, _ = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
@@ -149,7 +213,7 @@ def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
     """
     if not call.qk_l2norm:
         return call.query.contiguous(), call.key.contiguous()
-    (query, of_query), (key, of_key) = l2norm.normed(call.query), l2norm.normed(call.key)
+    (query, of_query), (key, of_key) = l2norm(call.query), l2norm(call.key)
     return query, key, of_query, of_key
 
 
@@ -158,8 +222,8 @@ def through_norms(
 ) -> None:
     """Makes the first two gradients those of what `normed` was given; it returned the rest."""
     if norms:
-        grads[0] = l2norm.through(query, norms[0], grads[0])
-        grads[1] = l2norm.through(key, norms[1], grads[1])
+        grads[0] = through_l2norm(query, norms[0], grads[0])
+        grads[1] = through_l2norm(key, norms[1], grads[1])
 
 
 def in_dtypes(call: Call, grads: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,28 +3,162 @@
 FlashQLA walks sequences from given start states to given gradients of their ends, and can tell what
 a sequence makes of its start. Segments of a forest are such sequences. So its kernels run once for
 all segments, and what a segment hands to its children is one product per segment with children
-(`handover`). Without branches its own functions serve the forest, which cut long sequences as well.
-Forests of short segments run through the backend "fla", which saves tensors of the same shapes.
+(`states.starts_of`). Without branches its own functions serve the forest, which cut long sequences
+as well. Forests of short segments run through the backend "fla", which saves tensors of the same
+shapes.
+
+FlashQLA compiles each kernel where it first calls it, up to nine, one after another. Here they are
+compiled side by side: what a call will ask for is found by running `flash_qla_rules` over tensors
+without memory while calls of TileLang are noted instead of made. TileLang then compiles in threads,
+as its `par_compile` does. If anything of this fails, FlashQLA compiles as it does without it.
 
 Legend: T packed tokens, N segments, H key heads, HV value heads, K and V head dims.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import torch
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
+from prefixtree.kernels.operators import first_call
 from prefixtree.kernels.recurrence import fla
-from prefixtree.kernels.recurrence.flash_qla_ahead import compile_ahead
-from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
 from prefixtree.kernels.recurrence.protocol import Call, Computed, DeltaCall
-from prefixtree.kernels.recurrence.states import CHUNK
-from prefixtree.packing.segments import SegmentTables
-from prefixtree.packing.state_schedule import StateSchedule
+from prefixtree.kernels.recurrence.states import CHUNK, gradients_of_ends, starts_of
+from prefixtree.packing.segments import SegmentTables, StateSchedule
+
+_log = logging.getLogger("prefixtree")
+_lock = threading.Lock()
+# kinds of calls whose kernels were asked for
+_known: set[tuple[Any, ...]] = set()
+
+
+class _Asked(NamedTuple):
+    """A call of one of TileLang's factories of kernels."""
+
+    factory: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def compile_ahead(call: DeltaCall, branches: bool, backward: bool) -> None:
+    """Compiles what the first call of a kind needs; later ones cost a look-up.
+
+    Args:
+        call: of a backward, or of a forward. With a forward whose inputs require gradients, the
+            kernels of its backward are compiled too.
+        branches: whether states are handed on.
+        backward: which it is.
+    """
+    kind = (*call.key.shape[1:], *call.value.shape[1:], call.value.dtype, call.beta.dtype, branches)
+    inputs = (call.query, call.key, call.value, call.g, call.beta, call.initial)
+    needs = {"backward"} if backward else {"forward"}
+    if any(x is not None and x.requires_grad for x in inputs):
+        needs.add("backward")
+    if all((kind, need) in _known for need in needs):
+        return
+    with _lock:
+        needs = {need for need in needs if (kind, need) not in _known}
+        _known.update((kind, need) for need in needs)
+        try:
+            asked = _asked_for(call, branches, needs)
+            sizes = "{}x{} and {}x{}".format(*kind)
+            what = f"{len(asked)} kernels of flash-qla side by side,"
+            with first_call(what, call.value.dtype, f"sizes {sizes}"):
+                _compile(asked)
+        except Exception as error:
+            # FlashQLA's own call says what is wrong, or does not need it
+            _log.info("flash-qla compiles its kernels one after another: %r", error)
+
+
+def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]:
+    """The calls that `flash_qla` makes of TileLang, in its order, each once."""
+    from prefixtree.kernels.recurrence import flash_qla_rules as rules
+
+    assert call.mask is not None
+    tables = call.mask.segment_tables(torch.device("cpu"))
+    query, key, value, g, beta = (
+        torch.empty(x.shape, dtype=x.dtype, device="meta")
+        for x in (call.query, call.key, call.value, call.g, call.beta)
+    )
+    g = g.float()
+    solved = value.new_empty(*value.shape[:2], CHUNK)
+    starts = g.new_empty(tables.host.num_segments, *call.state_shape)
+    inputs = (query, key, value, g, beta)
+    rest = (tables, call.scale)
+    with _noted() as asked:
+        if "forward" in needs and branches:
+            rules.solve(key, g, beta, tables)
+            rules.ends(key, value, g, beta, solved, tables)
+            rules.outputs(*inputs, solved, starts, *rest)
+        elif "forward" in needs:
+            rules.sequences_forward(*inputs, *rest)
+        if "backward" in needs and branches:
+            rules.ends(key, value, g, beta, solved, tables)
+            rules.gradients_of_starts(query, key, g, beta, solved, value, *rest)
+            before = rules.states(key, value, g, beta, solved, starts, tables)
+            rules.gradients(*inputs, solved, value, before, starts, *rest)
+        elif "backward" in needs:
+            rules.sequences_gradients(*inputs, solved, value, *rest)
+    return asked
+
+
+@contextmanager
+def _noted() -> Iterator[list[_Asked]]:
+    """This thread's calls of TileLang's factories are noted, and their kernels do nothing. Those of
+    other threads are made."""
+    from tilelang.jit import JITImpl
+
+    asked: list[_Asked] = []
+    made: Callable[..., Any] = JITImpl.__call__
+    thread = threading.get_ident()
+
+    def note(factory: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() != thread:
+            return made(factory, *arguments, **options)
+        one = _Asked(factory, arguments, options)
+        if one not in asked:
+            asked.append(one)
+        return lambda *_: None
+
+    JITImpl.__call__ = note
+    try:
+        yield asked
+    finally:
+        JITImpl.__call__ = made
+
+
+def _compile(asked: list[_Asked]) -> None:
+    """Afterwards TileLang has them."""
+    # Python traces a kernel, which threads cannot share; a factory keeps what it traced
+    for factory, arguments, options in asked:
+        factory.get_tir(*arguments, **options)
+    # Not `factory(...)`: its memory of the last call is written without a lock, and could hand one
+    # thread the kernel of another.
+    with ThreadPoolExecutor(min(len(asked), len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(lambda one: one.factory.compile(*one.arguments, **one.options), asked))
+    # TileLang's hint that there is a decorator, once per kernel
+    hints = logging.getLogger("tilelang.cache.kernel_cache")
+    hints.addFilter(_no_hints)
+    try:
+        for factory, arguments, options in asked:
+            factory(*arguments, **options)
+    finally:
+        hints.removeFilter(_no_hints)
+
+
+def _no_hints(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
+
 
 # releases whose inner functions are those that `flash_qla_rules` calls
 VERSIONS = ("0.1.3",)
@@ -45,7 +179,7 @@ def refusal(call: Call) -> str | None:
         return reason
     if (dims := (call.key.shape[2], call.value.shape[2])) != (HEAD_DIM, HEAD_DIM):
         return f"head dims must be {HEAD_DIM} and {HEAD_DIM}, and are {dims[0]} and {dims[1]}"
-    if device_info.capability(call.key.device)[0] != 9:
+    if runtime.capability(call.key.device)[0] != 9:
         return "it was verified on Hopper (compute capability 9.0) alone"
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 switches it off"
@@ -82,7 +216,7 @@ def forward(call: Call) -> Computed:
     if _is_short(tables):
         return fla.forward(call)
     compile_ahead(call, schedule.num_states > 0, backward=False)
-    with device_info.current(call.value.device):
+    with runtime.current(call.value.device):
         query, key = fla.normed(call)[:2]
         value, beta = call.value.contiguous(), call.beta.contiguous()
         g = call.g.float().contiguous()
@@ -110,7 +244,7 @@ def backward(
         return fla.backward(call, dout, saved, dfinal)
     compile_ahead(call, schedule.num_states > 0, backward=True)
     g, solved = saved
-    with device_info.current(call.value.device):
+    with runtime.current(call.value.device):
         query, key, *norms = fla.normed(call)
         value, beta, dout = call.value.contiguous(), call.beta.contiguous(), dout.contiguous()
         inputs = (query, key, value, g, beta, solved, dout)

@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from prefixtree.kernels.backend import Backend
-from prefixtree.kernels.call_counter import note_call
-from prefixtree.kernels.first_calls import first_call
+from prefixtree.kernels.operators import (
+    as_given,
+    first_call,
+    new_library,
+    note_call,
+    register,
+    uncompiled,
+)
 from prefixtree.kernels.recurrence.backends import choose, warn_if_slow
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, Kernels, SsdCall
-from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
+from prefixtree.kernels.runtime import Backend
 from prefixtree.packing.host_mask import host_of
 
 _library = new_library("_recurrence_library")

@@ -26,7 +26,6 @@ from prefixtree import PrefixForest, pack
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs
 from prefixtree.packing.layout import PackedForest
-from prefixtree.parallel import state_heads
 from prefixtree.parallel.ranks import RankExchange
 from prefixtree.parallel.state_heads import StatesOfRanks
 from tests.integrations.megatron import context_stages, router_runs, state_runs
@@ -47,6 +46,7 @@ from tests.integrations.megatron.runs import (
 )
 from tests.integrations.megatron.state_runs import DELTA, MAMBA
 from tests.integrations.megatron.test_one_process import FULL
+from tests.support.hooks import place
 from tests.support.megatron_cpu import DEVICE, in_float64
 from tests.support.megatron_states import stand_in_for_kernels
 
@@ -210,7 +210,7 @@ def tails_without_gradient() -> Any:
     def kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
         return self.own(gradient)
 
-    return patch.object(state_heads._Tails, "part", kept)
+    return patch.object(*place("gradients of tails"), kept)
 
 
 def decay_without_gradient() -> Any:

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.megatron import parameters, tree_logprobs
+from prefixtree.integrations.megatron import context_parallel, tree_logprobs
 from tests.integrations.megatron import router_runs
 from tests.integrations.megatron.pipeline_ranks import (
     ALONE,
@@ -50,14 +50,14 @@ _SIZES = {"pipeline_model_parallel_size": 2}
 
 def other_positions() -> Any:
     """The second stage takes the order of its tokens for their depths."""
-    at_depths = parameters.ForestParams.at_depths
+    at_depths = context_parallel.ForestParams.at_depths
 
     def in_order(self: Any, table: Any) -> Any:
         if not parallel_state.get_pipeline_model_parallel_rank():
             return at_depths(self, table)
         return table[torch.arange(len(self.local.position_ids)).clamp(max=len(table) - 1)]
 
-    return patch.object(parameters.ForestParams, "at_depths", in_order)
+    return patch.object(context_parallel.ForestParams, "at_depths", in_order)
 
 
 def _run(case: Case, virtual: int | None, plain: bool) -> dict[str, torch.Tensor]:

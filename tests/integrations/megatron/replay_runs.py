@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from prefixtree import PrefixForest, pack
-from prefixtree.integrations.megatron import replay, routers, tree_logprobs
+from prefixtree.integrations.megatron import routers, tree_logprobs
 from tests.integrations.megatron import runs
 from tests.integrations.megatron.runs import TEMPERATURE, Case, Result, Weights, make_sequences
 from tests.support.megatron_cpu import DEVICE, in_float64
@@ -111,7 +111,7 @@ def recorded(case: Case) -> dict[str, Any]:
             expected.append(experts[: len(sequence)])
         model = runs.build(case)
         packed = runs.packed_of(sequences, multiple)
-        with replay.recording(model) as chosen:
+        with routers.recording(model) as chosen:
             tree_logprobs(model, packed)
         got = packed.unpack(chosen())
     assert all(vars(r)["router_replay"] is None for r in routers.routers_of(model).values())

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from prefixtree.integrations.megatron import checks, routers
 from tests.integrations.megatron import runs
 from tests.integrations.megatron.runs import Case, Result, Weights, moe
+from tests.support.hooks import inner, place
 from tests.support.megatron_cpu import DEVICE, in_float64
 
 BIAS = {
@@ -162,12 +163,12 @@ def every_token_once() -> Any:
 
 
 def losses_without_gradient() -> Any:
-    weighed = routers.ForestRouter._weighed
+    weighed = inner("scores of a router")
 
     def cut(self: Any, scores: torch.Tensor, routes: Any, kwargs: Any) -> Any:
         return weighed(self, scores.detach(), routes, kwargs)
 
-    return patch.object(routers.ForestRouter, "_weighed", cut)
+    return patch.object(*place("scores of a router"), cut)
 
 
 #: A mistake -> a case that shows it, and the smallest error of the gradients.

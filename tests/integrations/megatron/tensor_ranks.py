@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state
 from packaging.version import Version
 
-from prefixtree.integrations.megatron import batch_packing, parameters, scoring
+from prefixtree.integrations.megatron import batch_packing, context_parallel, scoring
 from prefixtree.integrations.megatron.version import installed
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import VocabularySlice
 from tests.integrations.megatron import replay_runs, router_runs, state_runs
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import Case, build, compared, latent, moe
@@ -83,7 +83,7 @@ def packed_positions() -> Iterator[None]:
     def in_order(self: Any, table: Any) -> Any:
         return table[torch.arange(self.local.packed.num_tokens).clamp(max=len(table) - 1)]
 
-    with patch.object(parameters.ForestParams, "at_depths", in_order):
+    with patch.object(context_parallel.ForestParams, "at_depths", in_order):
         yield
 
 

@@ -38,10 +38,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from packaging.version import Version
 
 from prefixtree import UnsupportedError
-from prefixtree.integrations.megatron import layers, tree_logprobs, tree_spec, version
-from prefixtree.integrations.megatron.context_parallel import LocalForest
-from prefixtree.integrations.megatron.latent_attention import is_served_latent
-from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron import tree_logprobs, tree_spec, version
+from prefixtree.integrations.megatron.context_parallel import ForestParams, LocalForest
+from prefixtree.integrations.megatron.layers import is_served_latent
 from prefixtree.integrations.megatron.refusals import REFUSALS
 from tests.integrations.megatron.runs import (
     Case,
@@ -53,6 +52,7 @@ from tests.integrations.megatron.runs import (
     run_forest,
     run_replicated,
 )
+from tests.support.hooks import put
 
 CORE = Path(megatron.core.__file__).parent
 
@@ -255,7 +255,7 @@ def _with_core(spec: Any) -> Any:
 
 
 def test_a_model_with_transformer_engines_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_transformer_engine_core", lambda: TransformerEnginesAttention)
+    put(monkeypatch, "core of TransformerEngine", lambda: TransformerEnginesAttention)
     case, sequences = Case({"num_layers": 2, "softmax_scale": 0.2}), make_sequences()
     weights = Weights.of(sequences)
     expected = run_replicated(build(case, _with_core), sequences, weights)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention, _AtDepths
+from prefixtree.integrations.megatron.layers import ForestLatentAttention
 from tests.integrations.megatron import router_runs
 from tests.integrations.megatron.router_runs import BIAS, losses
 from tests.integrations.megatron.runs import (
@@ -21,6 +21,7 @@ from tests.integrations.megatron.runs import (
     packed_of,
 )
 from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
+from tests.support.hooks import inner, place
 
 YARN = {
     "rope_type": "yarn",
@@ -59,7 +60,7 @@ def test_router_losses_as_deepseek_has_them() -> None:
 
 
 def test_packed_positions_are_seen() -> None:
-    with patch.object(_AtDepths, "__call__", lambda self, length, **_: self._rotary(256)):
+    with patch.object(*place("rotary table"), lambda self, length, **_: self._rotary(256)):
         found = compared(Case(latent()))
     assert found.gradients > 1e-2, found
 
@@ -70,14 +71,14 @@ def test_layers_share_one_table_and_keep_their_own_embedding() -> None:
     model = build(Case(latent()))
     attentions = [layer.self_attention for layer in model.decoder.layers]
     tables: list[Any] = []
-    call = _AtDepths.__call__
+    call = inner("rotary table")
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         tables.append(call(self, *args, **kwargs))
         return tables[-1]
 
     packed = packed_of(make_sequences())
-    with patch.object(_AtDepths, "__call__", noted):
+    with patch.object(*place("rotary table"), noted):
         tree_logprobs(model, packed)
     assert len(tables) == 3 and all(t is tables[0] for t in tables)
     assert tables[0].shape == (packed.num_tokens, 1, 1, 8)

@@ -29,8 +29,7 @@ from prefixtree.integrations.megatron import (
     tree_outputs,
     tree_spec,
 )
-from prefixtree.integrations.megatron.context_parallel import LocalForest
-from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.context_parallel import ForestParams, LocalForest
 from prefixtree.integrations.megatron.refusals import REFUSALS, counts_tokens
 from tests.integrations.megatron.runs import (
     VOCABULARY,

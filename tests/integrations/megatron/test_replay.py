@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from prefixtree import PrefixForest, UnsupportedError, pack
-from prefixtree.integrations.megatron import pack_batches, replay, tree_logprobs
-from prefixtree.integrations.megatron.replay import ordinals_of
+from prefixtree.integrations.megatron import pack_batches, routers, tree_logprobs
+from prefixtree.integrations.megatron.routers import ordinals_of
 from tests.integrations.megatron import replay_runs
 from tests.integrations.megatron.replay_runs import compared, routes_of
 from tests.integrations.megatron.router_runs import losses
@@ -52,7 +52,7 @@ def test_what_a_forest_records(config: dict[str, Any]) -> None:
 
 def test_a_router_that_chooses_unseen_is_not_recorded() -> None:
     model = build(Case(moe()))
-    with replay.recording(model) as chosen, pytest.raises(UnsupportedError, match="cannot be rec"):
+    with routers.recording(model) as chosen, pytest.raises(UnsupportedError, match="cannot be rec"):
         chosen()
 
 

@@ -26,12 +26,13 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from packaging.version import Version
 
-from prefixtree.integrations.megatron import layers, tree_spec
+from prefixtree.integrations.megatron import tree_spec
 from prefixtree.integrations.megatron.layers import is_served_attention
 from prefixtree.integrations.megatron.version import installed
 from tests.integrations.megatron import runs
 from tests.integrations.megatron.runs import Case, Weights, build, latent, make_sequences, moe
 from tests.integrations.megatron.test_contract import TransformerEnginesAttention, names
+from tests.support.hooks import put
 from tests.support.megatron_cpu import Norm, in_float64
 
 
@@ -196,7 +197,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     # it asks which linear layers it is given
     for stand_in in LINEARS:
         monkeypatch.setattr(multi_latent_attention, stand_in.__name__, stand_in, raising=False)
-    monkeypatch.setattr(layers, "_transformer_engine_core", lambda: TransformerEnginesAttention)
+    put(monkeypatch, "core of TransformerEngine", lambda: TransformerEnginesAttention)
 
 
 def spec_of(config: Any) -> ModuleSpec:

@@ -18,7 +18,7 @@ from prefixtree.integrations.trl.distillation import (
     PrefixTreeGKDTrainer,
     PrefixTreeGOLDTrainer,
 )
-from prefixtree.integrations.trl.neighbours import KeepsNeighbours
+from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
 from tests.integrations.trl.runs import tiny_config
 from tests.integrations.trl.sample_runs import SMALL, SYSTEM, Maker, letters, turns
 

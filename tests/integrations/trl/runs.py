@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
-from prefixtree.models.router_loss import router_loss
+from prefixtree.models.routers import router_loss
 from prefixtree.scoring import logprobs as scoring
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.family_configs import FAMILIES, TINY

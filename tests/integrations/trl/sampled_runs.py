@@ -13,8 +13,8 @@ from trl import GRPOTrainer
 
 from prefixtree import PrefixForest, pack, sequence_logprobs
 from prefixtree.integrations.trl import tree_rollouts
-from prefixtree.integrations.trl.rollouts import _evaluated
 from tests.integrations.trl.runs import parameters, plain_name
+from tests.support.hooks import inner
 
 
 class Watch:
@@ -51,7 +51,7 @@ class Watch:
             state[plain_name(name)].data.copy_(p)
         self._note("logprobs", got, self._alone(rows, found, trainer.temperature))
         packed = pack(PrefixForest.from_sequences(rows))
-        with torch.no_grad(), _evaluated(trainer) as copied:
+        with torch.no_grad(), inner("evaluated copy of a policy")(trainer) as copied:
             trained, whole = (
                 sequence_logprobs(model, packed, temperature=trainer.temperature).logprobs
                 for model in (trainer.model, copied)

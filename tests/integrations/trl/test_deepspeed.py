@@ -11,8 +11,8 @@ from accelerate import DeepSpeedPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl.deepspeed import check_deepspeed
+from prefixtree.errors import UnsupportedError, refuse
+from prefixtree.integrations.trl.refusals import DEEPSPEED_CONFIG
 from tests.integrations.trl.distillation_runs import teacher
 from tests.integrations.trl.launch import ROOT, launch
 from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid, tiny_mixture
@@ -168,11 +168,11 @@ def test_accelerates_configurations(stage: int, monkeypatch: pytest.MonkeyPatch)
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == stage
     assert plugin.zero3_init_flag is plugin.zero3_save_16bit_model is (stage == 3)
-    check_deepspeed(plugin.deepspeed_config)
+    refuse(DEEPSPEED_CONFIG, plugin.deepspeed_config)
     # the comments are right
     with monkeypatch.context() as changed:
         changed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
-        check_deepspeed(DeepSpeedPlugin().deepspeed_config)
+        refuse(DEEPSPEED_CONFIG, DeepSpeedPlugin().deepspeed_config)
         changed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
         with pytest.raises(UnsupportedError, match="offload_optimizer to 'nvme'"):
-            check_deepspeed(DeepSpeedPlugin().deepspeed_config)
+            refuse(DEEPSPEED_CONFIG, DeepSpeedPlugin().deepspeed_config)

@@ -180,5 +180,5 @@ def test_the_page_names_what_is_tested_and_refused() -> None:
     page = " ".join((ROOT / "docs" / "trl.md").read_text().split())
     assert f"**TRL {TESTED[1]}**" in page
     refused = (ROOT / "docs" / "refusals.md").read_text()
-    for name, _, _ in refusals._ARGUMENTS:
-        assert f"{name}=" in refused, name
+    for row in (*refusals.ARGUMENTS, *refusals.ALONE):
+        assert f"{row.name}=" in refused, row.name

@@ -17,12 +17,10 @@ from prefixtree.integrations.trl import (
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
     kept_windows,
-    packed_model,
 )
 from prefixtree.integrations.trl import grpo as adapter
-from prefixtree.integrations.trl.images import check_images
-from prefixtree.models import vision as tower
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.integrations.trl.refusals import check_images
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.forward import tower_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import (
@@ -33,7 +31,7 @@ from tests.integrations.trl.runs import (
     worst_parameter,
 )
 from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
-from tests.support.lost_gradients import lose_keys
+from tests.support.hooks import lose_keys, lose_pictures, wrap
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 3}
 
@@ -185,7 +183,7 @@ def test_a_window_that_does_not_fit_is_not_opened(
 
     monkeypatch.setattr(Accelerator, "reduce", reduced)
     if whose == "own":
-        monkeypatch.setattr("prefixtree.scoring.kept_modes.plan_kept", too_large)
+        monkeypatch.setattr("prefixtree.recompute.kept_modes.plan_kept", too_large)
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
     ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
     # windows without gradients plan nothing
@@ -236,13 +234,16 @@ def test_placeholders_that_were_sampled_are_text(vision: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def _first_turned(images_of: Any, inputs: Any) -> list[torch.Tensor]:
+    """The rows of an update get one another's images."""
+    return [x if i else x.flip(0) for i, x in enumerate(images_of(inputs))]
+
+
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "red"])
 def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And red where the rows get one another's images."""
     if wrong:
-        of = packed_model._images_of
-        turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(packed_model, "_images_of", turned)
+        wrap(monkeypatch, "images of rows", _first_turned)
 
     def run(kind: type[SFTTrainer]) -> SFTTrainer:
         trainer = make_sft(
@@ -272,12 +273,9 @@ def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPa
 def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its reference's; red where rows get one another's images, or the tower no gradient."""
     if wrong == "images of other rows":
-        of = packed_model._images_of
-        turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
-        monkeypatch.setattr(packed_model, "_images_of", turned)
+        wrap(monkeypatch, "images of rows", _first_turned)
     elif wrong:
-        repeated = tower.Encoding._repeated
-        monkeypatch.setattr(tower.Encoding, "_repeated", lambda *args: repeated(*args).detach())
+        lose_pictures(monkeypatch)
 
     def run(kind: type[DPOTrainer]) -> DPOTrainer:
         trainer = make_dpo(
@@ -312,7 +310,7 @@ def test_what_is_refused(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("is_deepspeed_enabled", "is_fsdp_enabled"):
         with monkeypatch.context() as patch:
             patch.setattr(ours, name, True)
-            with pytest.raises(pt.UnsupportedError, match="DeepSpeed and FSDP are not verified wi"):
+            with pytest.raises(pt.UnsupportedError, match="DeepSpeed or FSDP is not verified wi"):
                 check_images(ours)
     batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
     with pytest.raises(pt.UnsupportedError, match="has pixel_attention_mask: only images with a g"):

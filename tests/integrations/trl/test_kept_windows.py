@@ -12,7 +12,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
-from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.scoring import logprobs as scoring
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -26,7 +26,7 @@ from tests.integrations.trl.runs import (
     train,
     worst_parameter,
 )
-from tests.support.lost_gradients import lose_keys, lose_states
+from tests.support.hooks import lose_keys, lose_states
 from tests.support.tight_memory import tighten
 
 # of micro-batches that cut groups

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, neighbours
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, micro_batches
 from prefixtree.integrations.trl import grpo as adapter
 from tests.integrations.trl.runs import VOCABULARY, make, parameters, rollouts, save_model
 
@@ -256,7 +256,7 @@ def shuffled(count: int, chunks: int, seed: int) -> list[dict[str, Any]]:
         "row": rows,
         "num_items_in_batch": torch.tensor(7),
         "ref_per_token_logps": None,
-        neighbours._ROW: rows,
+        micro_batches.ROW: rows,
     }
     return split_tensor_dict(shuffle_sequence_dict(generation), chunks)
 
@@ -264,9 +264,9 @@ def shuffled(count: int, chunks: int, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("count", "chunks"), [(24, 6), (24, 2), (24, 24), (8, 1)])
 def test_neighbours_meet_in_a_micro_batch(count: int, chunks: int) -> None:
     before = shuffled(count, chunks, seed=1)
-    after = neighbours.reunite(before)[0]
+    after = micro_batches.reunite(before)[0]
     size = count // chunks
-    assert [b.keys() for b in after] == [b.keys() - {neighbours._ROW} for b in before]
+    assert [b.keys() for b in after] == [b.keys() - {micro_batches.ROW} for b in before]
     for b in after:
         start = int(b["row"][0])
         assert start % size == 0 and b["row"].tolist() == list(range(start, start + size))
@@ -280,7 +280,7 @@ def test_neighbours_meet_in_a_micro_batch(count: int, chunks: int) -> None:
 
 def test_every_order_of_micro_batches_comes_up() -> None:
     seen = {
-        tuple(int(b["row"][0]) // 2 for b in neighbours.reunite(shuffled(6, 3, seed))[0])
+        tuple(int(b["row"][0]) // 2 for b in micro_batches.reunite(shuffled(6, 3, seed))[0])
         for seed in range(60)
     }
     assert seen == set(itertools.permutations(range(3)))
@@ -298,7 +298,7 @@ def test_an_unknown_batch_entry_is_refused(entry: Any, message: str) -> None:
     for b in batches:
         b["extra"] = entry
     with pytest.raises(UnsupportedError, match=message):
-        neighbours.reunite(batches)
+        micro_batches.reunite(batches)
 
 
 # of micro-batches that cut groups, and share trunks
@@ -362,7 +362,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     compute = GRPOTrainer._compute_loss
 
     def spy(self: GRPOTrainer, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        assert neighbours._ROW not in inputs
+        assert micro_batches.ROW not in inputs
         keys = [tuple(ids.tolist()) for ids in inputs["prompt_ids"]]
         seen.append([sorted(set(keys)).index(key) for key in keys])
         return compute(self, model, inputs)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.integrations.trl.packed_model import PackedModel
+from prefixtree.integrations.trl.data_set_trainers import PackedModel
 from tests.integrations.trl.runs import sharing_report
 
 OUTPUTS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")

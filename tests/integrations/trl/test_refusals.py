@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,27 @@ import torch
 import trl
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
-from transformers import AutoConfig, AutoModelForCausalLM, Dots1Config, StableLmConfig
+from transformers import AutoModelForCausalLM, Dots1Config, StableLmConfig
 from trl import GRPOTrainer
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, refusals
+from prefixtree.errors import UnsupportedError, refuse
+from prefixtree.integrations.trl import (
+    PrefixTreeGRPOTrainer,
+    PrefixTreeSFTTrainer,
+    refusals,
+    tree_rollouts,
+)
 from prefixtree.integrations.trl.contract import IMAGE_PARAMETERS, check_grpo
-from prefixtree.integrations.trl.fsdp import keep_outputs
+from prefixtree.integrations.trl.distillation import (
+    PrefixTreeDistillationTrainer,
+    PrefixTreeGKDTrainer,
+    PrefixTreeGOLDTrainer,
+)
+from prefixtree.integrations.trl.sharding import keep_outputs
+from tests.integrations.trl.distillation_runs import make_distillation, make_gkd, make_gold
 from tests.integrations.trl.runs import VOCABULARY, make, rollouts, tiny_config, tiny_mixture
+from tests.integrations.trl.sample_runs import make_sft
+from tests.support.refusals import check_cases, pattern, rows_of
 
 
 def refused(folder: Path, message: str, **arguments: Any) -> None:
@@ -36,90 +50,278 @@ def model_of(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"use_liger_kernel": True}, "use_liger_kernel=True: not verified with this trainer"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: a shared token would draw one"),
-        ({"torch_compile": True}, "torch_compile=True: not verified with this trainer"),
-        ({"use_transformers_continuous_batching": True}, "it needs a paged attention"),
-        ({"cache_implementation": "static"}, "'static': only the dynamic cache is verified"),
-        (
-            {"cast_lm_head_to_fp32": True},
-            "cast_lm_head_to_fp32=True: under autocast the lm_head",
+# ---- every row of the tables -------------------------------------------------------------------
+
+
+class Run:
+    """TRL's own trainer, of which a case changes what is refused, until its test ends."""
+
+    def __init__(self, folder: Path, stock: GRPOTrainer, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.stock, self._patch = folder, stock, patch
+
+    def set(self, **values: Any) -> Any:
+        """The trainer, with these attributes."""
+        for name, value in values.items():
+            assert hasattr(self.stock, name)
+            self._patch.setattr(self.stock, name, value)
+        return self.stock
+
+    def set_arguments(self, **values: Any) -> Any:
+        """The trainer, with these arguments, which TRL knows."""
+        for name, value in values.items():
+            assert hasattr(self.stock.args, name)
+            self._patch.setattr(self.stock.args, name, value)
+        return self.stock
+
+    def set_type(self, model_type: str) -> Any:
+        self._patch.setattr(self.stock.model.config, "model_type", model_type)
+        return self.stock
+
+    def with_deepspeed(self, config: dict[str, Any]) -> Any:
+        """Its plugin; test_deepspeed.py has real ones."""
+        plugin = SimpleNamespace(deepspeed_config=config)
+        self._patch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
+        return self.set(is_deepspeed_enabled=True)
+
+    def with_fsdp(self, **settings: Any) -> Any:
+        """accelerate's plugin; test_distributed.py has the runs with what is served."""
+        plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **settings})
+        self._patch.setattr(self.stock.accelerator.state, "fsdp_plugin", plugin, raising=False)
+        return self.set(is_fsdp_enabled=True)
+
+
+@pytest.fixture(scope="module")
+def trls(folder: Path) -> GRPOTrainer:
+    return make(GRPOTrainer, folder, beta=0.0)
+
+
+@pytest.fixture
+def run(folder: Path, trls: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(folder, trls, monkeypatch)
+
+
+Case = Callable[[Run], Any]
+
+
+def with_argument(**given: Any) -> Case:
+    return lambda run: refusals.check_arguments(run.set_arguments(**given).args)
+
+
+def with_deepspeed(**config: Any) -> Case:
+    return lambda run: refusals.check_distribution(run.with_deepspeed(config), deepspeed=True)
+
+
+def with_fsdp(**settings: Any) -> Case:
+    return lambda run: refusals.check_distribution(run.with_fsdp(**settings))
+
+
+def sft(**arguments: Any) -> Case:
+    return lambda run: make_sft(PrefixTreeSFTTrainer, run.folder, **arguments)
+
+
+def sampling(**changes: Any) -> Case:
+    return lambda run: tree_rollouts([], run.set_arguments(**changes))
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "ARGUMENTS: neftune_noise_alpha": (with_argument(neftune_noise_alpha=5.0),),
+    "ARGUMENTS: use_transformers_continuous_batching": (
+        with_argument(use_transformers_continuous_batching=True),
+    ),
+    "ARGUMENTS: cache_implementation": (with_argument(cache_implementation="static"),),
+    "ARGUMENTS: cast_lm_head_to_fp32": (with_argument(cast_lm_head_to_fp32=True),),
+    "ARGUMENTS: activation_offloading": (
+        lambda run: refusals.check_arguments(SimpleNamespace(activation_offloading=True)),
+    ),
+    **{
+        f"ALONE: {name}": (
+            with_argument(**{name: True}),
+            lambda run, name=name: refusals.check_distribution(
+                run.set_arguments(**{name: True}) and run.with_deepspeed({}), deepspeed=True
+            ),
+            lambda run, name=name: refusals.check_distribution(
+                run.set_arguments(**{name: True}) and run.with_fsdp()
+            ),
+        )
+        for name in ("use_liger_kernel", "torch_compile", "fp16")
+    },
+    "DISTRIBUTIONS: parallelism_config": (
+        lambda run: refusals.check_distribution(
+            run.set(accelerator=SimpleNamespace(parallelism_config=ParallelismConfig(tp_size=2)))
         ),
-        ({"fp16": True}, "fp16=True: not verified with this trainer: use bf16"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ),
+    "DEEPSPEED: DeepSpeed": (
+        lambda run: refusals.check_distribution(run.set(is_deepspeed_enabled=True)),
+    ),
+    "DEEPSPEED_CONFIG: another section": (
+        with_deepspeed(hybrid_engine={"enabled": True}),
+        with_deepspeed(tensor_parallel={"autotp_size": 2}),
+        with_deepspeed(sequence_parallel_size=2),
+        with_deepspeed(torch_autocast={"enabled": True}),
+        with_deepspeed(compile={"deepcompile": True}),
+        with_deepspeed(fp16={"enabled": True}),
+        with_deepspeed(data_types={"param_dtype": "fp16"}),
+        with_deepspeed(what_is_new=1),
+    ),
+    "DEEPSPEED_CONFIG: zero_quantized, zenflow": (
+        with_deepspeed(zero_optimization={"zero_quantized_weights": True}),
+        with_deepspeed(zero_optimization={"zero_quantized_nontrainable_weights": True}),
+        with_deepspeed(zero_optimization={"zero_quantized_gradients": True}),
+        with_deepspeed(zero_optimization={"zenflow": {"topk_ratio": 0.1}}),
+    ),
+    "DEEPSPEED_CONFIG: offload_param, offload_optimizer": (
+        with_deepspeed(zero_optimization={"offload_param": {"device": "nvme"}}),
+        with_deepspeed(zero_optimization={"offload_optimizer": {"device": "nvme"}}),
+    ),
+    "FSDP: fsdp_version": (with_fsdp(fsdp_version=1),),
+    "FSDP: fsdp_offload_params": (with_fsdp(cpu_offload=True),),
+    "FSDP: fsdp_activation_checkpointing_offload": (
+        with_fsdp(activation_checkpointing=True, activation_checkpointing_offload=True),
+    ),
+    "IMAGES: images of other families": (lambda run: refusals.check_images(run.set_type("glm4v")),),
+    "IMAGES: images under DeepSpeed or FSDP": (
+        lambda run: refusals.check_images(
+            run.set_type("qwen3_vl") and run.set(is_deepspeed_enabled=True)
+        ),
+        lambda run: refusals.check_images(
+            run.set_type("qwen3_vl") and run.set(is_fsdp_enabled=True)
+        ),
+    ),
+    "FAMILIES: use_liger_kernel": (
+        lambda run: refuse(
+            refusals.FAMILIES, run.set_arguments(use_liger_kernel=True) and run.set_type("gpt2")
+        ),
+    ),
+    "FAMILIES: router_aux_loss_coef": (lambda run: without_aux_loss(run.folder),),
+    "ATTENTION: attn_implementation": (lambda run: refusals.check_attention(run.stock.model),),
+    "DROPOUT: dropout": (lambda run: refusals.check_model(dropping()),),
+    "RECOMPUTED: recompute under DeepSpeed": (
+        lambda run: refusals.check_recompute(run.set(is_deepspeed_enabled=True), "auto"),
+    ),
+    "RECOMPUTED: recompute with torch_compile": (
+        lambda run: refusals.check_recompute(run.set_arguments(torch_compile=True), "all"),
+    ),
+    "JOINED: packing": (
+        sft(packing=True, gradient_checkpointing=False),
+        sft(packing=True, packing_strategy="wrapped"),
+        sft(eval_packing=True),
+        sft(padding_free=True, max_length=None),
+    ),
+    "SFT: compute_loss_func": (
+        sft(options={"compute_loss_func": lambda *args, **kwargs: torch.zeros(())}),
+    ),
+    "SFT: label_smoothing_factor": (sft(label_smoothing_factor=0.1),),
+    "ANSWERS: use_uld_loss": (
+        lambda run: make_gold(
+            PrefixTreeGOLDTrainer,
+            run.folder,
+            use_uld_loss=True,
+            teacher_tokenizer_name_or_path=str(run.folder),
+        ),
+    ),
+    "ANSWERS: compute_metrics": (
+        lambda run: make_gkd(
+            PrefixTreeGKDTrainer, run.folder, options={"compute_metrics": lambda prediction: {}}
+        ),
+    ),
+    "DISTILLATION: images": (
+        lambda run: refuse(refusals.DISTILLATION, SimpleNamespace(_is_vlm=True)),
+    ),
+    "DISTILLATION: teacher_model": (
+        lambda run: make_distillation(
+            PrefixTreeDistillationTrainer, run.folder, options={"teacher_model": None}
+        ),
+    ),
+    "ROLLOUTS: vision model": (lambda run: sees_under_fsdp(run),),
+    "ROLLOUTS: repetition_penalty": (sampling(repetition_penalty=1.1),),
+    "ROLLOUTS: generation_kwargs": (sampling(generation_kwargs={"num_beams": 2}),),
+    "ROLLOUTS: tools": (lambda run: tree_rollouts([], run.set(tools=[print])),),
+    # test_async.py has the trainer itself, of the versions of TRL that have it
+    "ASYNC_GRPO: FSDP": (
+        lambda run: refuse(refusals.ASYNC_GRPO, SimpleNamespace(is_fsdp_enabled=True)),
+    ),
+    "ASYNC_GRPO: router_aux_loss_coef": (
+        lambda run: refuse(refusals.ASYNC_GRPO, SimpleNamespace(aux_loss_enabled=True)),
+    ),
+}
+ROWS = rows_of(refusals)
+
+
+def without_aux_loss(folder: Path) -> None:
+    """Refused where transformers computes none, whatever TRL multiplies it by."""
+    sizes = tiny_mixture().to_dict()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "moe_intermediate_size")
+    config = Dots1Config(
+        **{name: sizes[name] for name in names}, n_routed_experts=4, n_shared_experts=1
+    )
+    model = model_of(config)
+    make(PrefixTreeGRPOTrainer, folder, model=model, beta=0.0, router_aux_loss_coef=0.1)
+
+
+def dropping() -> Any:
+    model = model_of(tiny_config())
+    model.model.layers[0].mlp.dropout = torch.nn.Dropout(0.1)
+    return model.eval()
+
+
+def sees_under_fsdp(run: Run) -> None:
+    trainer = run.with_fsdp()
+    run._patch.setattr(trainer.model.config, "vision_config", object(), raising=False)
+    tree_rollouts([], trainer)
+
+
+def test_every_row_has_a_case() -> None:
+    check_cases(ROWS, CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name in ROWS for case in CASES.get(name, (None,))]
 )
-def test_arguments(folder: Path, arguments: dict[str, Any], message: str) -> None:
-    values = SimpleNamespace(**arguments)
-    with pytest.raises(UnsupportedError, match=message):
-        refusals.check_arguments(values)
-    # TRL knows the argument, and not under a value that would be let through
-    default = make(GRPOTrainer, folder, beta=0.0).args
-    assert hasattr(default, next(iter(arguments)))
-    refusals.check_arguments(default)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows(name: str, case: Case, run: Run) -> None:
+    with pytest.raises(UnsupportedError, match=pattern(ROWS[name])):
+        case(run)
+
+
+def test_what_is_served(run: Run) -> None:
+    trainer = run.stock
+    refusals.check_arguments(trainer.args)
+    refusals.check_distribution(trainer)
+    refusals.check_distribution(run.with_fsdp())
+    assert refusals.check_recompute(trainer, "auto") == "auto"
+    fine = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": True},
+        "hybrid_engine": {"enabled": False},
+        "compile": {},
+        "gradient_clipping": "auto",
+    }
+    run.set(is_fsdp_enabled=False)
+    refusals.check_distribution(run.with_deepspeed(fine), deepspeed=True)
+    run.set_arguments(torch_compile=True)
+    assert refusals.check_recompute(trainer, None) is None
 
 
 def test_the_trainer_asks(folder: Path) -> None:
     refused(folder, "cache_implementation='static'", cache_implementation="static")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("is_deepspeed_enabled", True, "DeepSpeed is not verified with this trainer"),
-        (
-            "accelerator",
-            SimpleNamespace(parallelism_config=ParallelismConfig(tp_size=2)),
-            "a parallelism_config with tensor, .*dp_shard_size may be any",
-        ),
-    ],
-)
-def test_ways_to_spread_a_model(folder: Path, name: str, value: Any, message: str) -> None:
-    trainer = make(GRPOTrainer, folder, beta=0.0)
-    refusals.check_distribution(trainer)
-    assert hasattr(trainer, name)
-    assert hasattr(trainer.accelerator, "parallelism_config")
-    setattr(trainer, name, value)
-    with pytest.raises(UnsupportedError, match=message):
-        refusals.check_distribution(trainer)
-
-
 FSDP = FullyShardedDataParallelPlugin
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fsdp_version": 1}, r"FSDP1 \(fsdp_version: 1\) .* set fsdp_version: 2"),
-        ({"cpu_offload": True}, "set fsdp_offload_params: false"),
-        (
-            {"activation_checkpointing": True, "activation_checkpointing_offload": True},
-            "fsdp_activation_checkpointing_offload: true is not verified",
-        ),
-    ],
-    ids=["FSDP1", "offload", "offloaded checkpoints"],
-)
-def test_ways_of_fsdp(
-    folder: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_the_trainer_asks_for_its_distribution(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """accelerate's plugin; test_distributed.py has the runs with what is served."""
-    refusals.check_fsdp(FSDP(fsdp_version=2))
-    plugin = FSDP(**{"fsdp_version": 2, **settings})
-    with pytest.raises(UnsupportedError, match=message):
-        refusals.check_fsdp(plugin)
-    # the trainer asks
     init = GRPOTrainer.__init__
 
     def sharded(self: GRPOTrainer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.is_fsdp_enabled = True
-        self.accelerator.state.fsdp_plugin = plugin
+        self.accelerator.state.fsdp_plugin = FSDP(fsdp_version=1)
 
     monkeypatch.setattr(GRPOTrainer, "__init__", sharded)
-    refused(folder, message, beta=0.0)
+    refused(folder, r"FSDP1 \(fsdp_version: 1\) .* set fsdp_version: 2", beta=0.0)
 
 
 def test_what_mixed_precision_casts() -> None:
@@ -135,87 +337,6 @@ def test_what_mixed_precision_casts() -> None:
     old = FSDP(fsdp_version=1)
     old.set_mixed_precision("bf16")
     keep_outputs(old)  # is refused later, with a reason
-
-
-def with_deepspeed(
-    trainer: GRPOTrainer, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> SimpleNamespace:
-    """Its plugin; test_deepspeed.py has real ones."""
-    plugin = SimpleNamespace(deepspeed_config=config)
-    monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
-    trainer.is_deepspeed_enabled = True
-    return plugin
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"hybrid_engine": {"enabled": True}}, "'hybrid_engine' of the DeepSpeed config"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "'tensor_parallel' of the DeepSpeed config"),
-        ({"sequence_parallel_size": 2}, "'sequence_parallel_size' of the DeepSpeed config"),
-        ({"torch_autocast": {"enabled": True}}, "'torch_autocast' of the DeepSpeed config"),
-        ({"compile": {"deepcompile": True}}, "'compile' of the DeepSpeed config"),
-        ({"fp16": {"enabled": True}}, "'fp16' of the DeepSpeed config"),
-        ({"data_types": {"param_dtype": "fp16"}}, "'data_types' of the DeepSpeed config"),
-        ({"what is new": 1}, "'what is new' of the DeepSpeed config is not verified"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights=True"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow={'topk_ratio': 0.1}"),
-        (
-            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
-            "offload_param to 'nvme' is not verified under TRL, expected 'cpu' or 'none'",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_deepspeed_configurations(
-    folder: Path, config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fine = {
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-        "fp16": {"enabled": "auto"},
-        "bf16": {"enabled": True},
-        "hybrid_engine": {"enabled": False},
-        "compile": {},
-        "gradient_clipping": "auto",
-    }
-    trainer = make(GRPOTrainer, folder, beta=0.0)
-    plugin = with_deepspeed(trainer, fine, monkeypatch)
-    refusals.check_distribution(trainer, deepspeed=True)
-    plugin.deepspeed_config = {**fine, **config}
-    with pytest.raises(UnsupportedError, match=message):
-        refusals.check_distribution(trainer, deepspeed=True)
-
-
-@pytest.mark.parametrize("name", ["use_liger_kernel", "torch_compile", "fp16"])
-def test_what_is_not_verified_under_deepspeed(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make(GRPOTrainer, folder, beta=0.0)
-    with_deepspeed(trainer, {}, monkeypatch)
-    setattr(trainer.args, name, True)
-    with pytest.raises(UnsupportedError, match=f"{name}=True is not verified under DeepSpeed"):
-        refusals.check_distribution(trainer, deepspeed=True)
-
-
-def test_recomputation_beside_deepspeed_and_compiled_models(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make(GRPOTrainer, folder, beta=0.0)
-    assert refusals.check_recompute(trainer, "auto") == "auto"
-    trainer.args.torch_compile = True
-    assert refusals.check_recompute(trainer, None) is None
-    with pytest.raises(UnsupportedError, match=r"recompute='all' with torch_compile .*anew"):
-        refusals.check_recompute(trainer, "all")
-    with_deepspeed(trainer, {}, monkeypatch)
-    with pytest.raises(UnsupportedError, match="recompute='auto' is not verified under DeepSpeed"):
-        refusals.check_recompute(trainer, "auto")
-
-
-def test_ligers_layers_of_another_family(folder: Path) -> None:
-    """Of gpt2, which is on the list of models."""
-    model = model_of(AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=260))
-    message = "use_liger_kernel=True: Liger's layers were not compared in gpt2, only in deepseek_v2"
-    refused(folder, message, model=model, beta=0.0, use_liger_kernel=True, disable_dropout=True)
 
 
 def test_model_types_outside_the_allow_list(folder: Path) -> None:
@@ -240,17 +361,6 @@ def test_model_types_outside_the_allow_list(folder: Path) -> None:
 )
 def test_configurations(folder: Path, changes: dict[str, Any], message: str) -> None:
     refused(folder, message, model=model_of(tiny_config(**changes)), beta=0.0)
-
-
-def test_experts_and_their_loss(folder: Path) -> None:
-    """Refused where transformers computes none, whatever TRL multiplies it by."""
-    sizes = tiny_mixture().to_dict()
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "moe_intermediate_size")
-    config = Dots1Config(
-        **{name: sizes[name] for name in names}, n_routed_experts=4, n_shared_experts=1
-    )
-    message = r"Dots1ForCausalLM .* no load-balancing loss.*set router_aux_loss_coef=0\.0"
-    refused(folder, message, model=model_of(config), beta=0.0, router_aux_loss_coef=0.1)
 
 
 @pytest.mark.parametrize("name", IMAGE_PARAMETERS)

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTTrainer
 
-from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeSFTTrainer
 from tests.integrations.trl.runs import assert_equal_runs, moved, parameters, worst_parameter
 from tests.integrations.trl.sample_runs import (
@@ -150,29 +148,3 @@ def test_an_adapter(folder: Path) -> None:
     b = max(float(p.abs().max()) for n, p in parameters(runs[1].model).items() if "lora_B" in n)
     assert b > 1e-3
     assert_equal_runs(*runs)
-
-
-# ---- refused ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"packing": True, "gradient_checkpointing": False}, "join samples to rows"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "join samples to rows"),
-        ({"eval_packing": True}, "join samples to rows"),
-        ({"padding_free": True, "max_length": None}, "join samples to rows"),
-        ({"label_smoothing_factor": 0.1}, "with label_smoothing_factor TRL computes the loss"),
-        (
-            {"options": {"compute_loss_func": lambda *args, **kwargs: torch.zeros(())}},
-            "with compute_loss_func TRL computes the loss",
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_losses_of_logits_and_joined_rows(
-    folder: Path, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        make_sft(PrefixTreeSFTTrainer, folder, **arguments)

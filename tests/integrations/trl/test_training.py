@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOTrainer
 
@@ -226,6 +226,28 @@ def test_adapters_with_their_reference(folder: Path, method: str, settings: dict
     assert ours.ref_model is None
     assert max(log.get("kl", 0) for log in ours.state.log_history) > 1e-5
     assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_adapter_beside_weights_of_4_bits(folder: Path) -> None:
+    """QLoRA."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    runs = []
+    for trainer in (PrefixTreeGRPOTrainer, SameOrder):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map="cpu"
+        )
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+        run = make(trainer, folder, model=model, options={"peft_config": adapter}, **SGD)
+        # TRL makes it bfloat16, whose rounding is larger than what is compared
+        for parameter in filter(lambda p: p.requires_grad, run.model.parameters()):
+            parameter.data = parameter.data.float()
+        run.train()
+        assert "4bit" in type(model.model.layers[0].mlp.down_proj).__name__
+        runs.append(run)
+    assert_equal_runs(*runs)
 
 
 @pytest.mark.usefixtures("unprobed")

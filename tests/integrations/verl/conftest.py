@@ -26,8 +26,8 @@ import torch.distributed as dist
 from tests.integrations.verl.cpu_platform import register_engines
 from tests.integrations.verl.picture_runs import VISION
 from tests.integrations.verl.runs import save_model
-from tests.support.full import add_option, skip_without_it, tell_ranks
-from tests.support.probe import unprobed as unprobed
+from tests.support.full import add_option, set_up
+from tests.support.hooks import unprobed as unprobed
 
 pytest.register_assert_rewrite("tests.integrations.verl.compare")
 
@@ -38,11 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tell_ranks(config)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    skip_without_it(item)
+    set_up(config)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import DistillationLossConfig
 
-from prefixtree.parallel import ranks
 from tests.integrations.verl.cases import CASES, Settings
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.picture_runs import VISION, patches_taken_back, shown
@@ -34,6 +33,7 @@ from tests.integrations.verl.runs import (
     parameters,
     rollouts,
 )
+from tests.support.hooks import inner, place
 
 K = 5
 ONE_MICRO_BATCH = CASES["grpo, one micro-batch"]
@@ -177,7 +177,7 @@ def _run(vendor: str, models: Path, case: Distillation, rank: int, world: int) -
 @contextmanager
 def share_left_out() -> Iterator[None]:
     """The second rank's edges get no gradient from what is measured; the values are exact."""
-    gather_rows = ranks._GatherRows.backward
+    gather_rows = inner("backward of gathered rows")
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         own, *others = gather_rows(ctx, gradient)
@@ -186,7 +186,7 @@ def share_left_out() -> Iterator[None]:
             own[:, 2:] = 0
         return own, *others
 
-    with patch.object(ranks._GatherRows, "backward", staticmethod(backward)):
+    with patch.object(*place("backward of gathered rows"), staticmethod(backward)):
         yield
 
 

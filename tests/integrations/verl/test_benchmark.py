@@ -16,9 +16,9 @@ from benchmarks.cases import verl_update
 from benchmarks.lib import verl_check, verl_worker
 from benchmarks.lib.policy import Ranks
 from prefixtree import PrefixForest
-from prefixtree.integrations.verl import PackedActorEngine
 from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts
+from tests.support.hooks import wrap
 
 TINY = ["--device", "cpu", "--scale", "0.4", "--repeats", "1"]
 # the benchmark with a platform for the CPU in its place
@@ -114,17 +114,16 @@ def test_a_gradient_that_is_too_large_is_red(
 ) -> None:
     """By a hundredth, with the right log-probabilities; there is no time then."""
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "")
-    right = PackedActorEngine._model_output
 
-    def wrong(self: Any, *given: Any) -> dict[str, Any]:
-        outputs = right(self, *given)
+    def wrong(right: Any, *given: Any) -> dict[str, Any]:
+        outputs = right(*given)
         logprobs = outputs["log_probs"]
         values = logprobs.values()
         values = values + 0.01 * (values - values.detach())
         outputs["log_probs"] = torch.nested.nested_tensor_from_jagged(values, logprobs.offsets())
         return outputs
 
-    monkeypatch.setattr(PackedActorEngine, "_model_output", wrong)
+    wrap(monkeypatch, "output of verl's engine", wrong)
     out = tmp_path / "verl.json"
     assert verl_update.main([*TINY, "--rollouts", str(rollouts), "--out", str(out)]) == 1
     rows = {row["side"]: row for row in result(out)["rows"]}

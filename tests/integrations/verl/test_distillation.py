@@ -13,7 +13,6 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import distillation, engine
 from prefixtree.integrations.verl.refusals import check_batch
-from prefixtree.scoring import kept_runs
 from tests.integrations.verl.cases import CASES
 from tests.integrations.verl.distillation_runs import (
     BESIDE_REWARDS,
@@ -26,7 +25,7 @@ from tests.integrations.verl.distillation_runs import (
 )
 from tests.integrations.verl.runs import batch_of, rollouts, run_ranks
 from tests.integrations.verl.vision_cases import VISION_CASES
-from tests.support.lost_gradients import lose_copies
+from tests.support.hooks import lose_copies, lose_kept
 
 
 def check(models: Path, case: Distillation) -> None:
@@ -56,14 +55,8 @@ def test_top_k_beside_rewards_in_kept_trunks(models: Path, monkeypatch: pytest.M
         found = differences(expected, run_distillation("prefixtree", models, case), case.settings)
     print(found)
     assert kept.call_count == 4 and max(found) < 1e-5
-    backward = kept_runs._backward
-
-    def lost(scores: torch.Tensor, gradient: Any) -> None:
-        # behind log p and the entropy
-        columns = torch.arange(2, scores.shape[1])
-        backward(scores, gradient if gradient is None else gradient.index_fill(1, columns, 0))
-
-    monkeypatch.setattr(kept_runs, "_backward", lost)
+    # behind log p and the entropy
+    lose_kept(monkeypatch, behind=2)
     wrong = differences(expected, run_distillation("prefixtree", models, case), case.settings)
     print("RED", wrong)
     assert wrong[1] > 1e-3

@@ -24,7 +24,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import prefixtree as pt
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine, metered
+from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine, metrics
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.metrics import Work, work_metrics
 from prefixtree.models.compiled import compile_layers
@@ -490,15 +490,15 @@ def test_seconds_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
         infer_batch = train_batch
 
-    class Engine(metered.MeteredEngine, Verls):  # type: ignore[misc]
+    class Engine(metrics.MeteredEngine, Verls):  # type: ignore[misc]
         packs, _has_trained, _work, _flops_counter = True, True, None, None
 
-    monkeypatch.setattr(metered, "work_metrics", lambda *given: {"given": given[2:]})
+    monkeypatch.setattr(metrics, "work_metrics", lambda *given: {"given": given[2:]})
     for call, forward_only in (("train_batch", False), ("infer_batch", True)):
-        monkeypatch.setattr(metered.time, "perf_counter", iter([10.0, 14.0]).__next__)
+        monkeypatch.setattr(metrics.time, "perf_counter", iter([10.0, 14.0]).__next__)
         found = getattr(Engine.__new__(Engine), call)(None, None)["metrics"]["given"]
         monkeypatch.undo()
-        monkeypatch.setattr(metered, "work_metrics", lambda *given: {"given": given[2:]})
+        monkeypatch.setattr(metrics, "work_metrics", lambda *given: {"given": given[2:]})
         assert found == (4.0, forward_only)
 
 

@@ -22,9 +22,7 @@ from prefixtree.integrations.verl import batches as batches_module
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.batches import split
 from prefixtree.integrations.verl.metrics import Work
-from prefixtree.planning import trunks as trunks_module
-from prefixtree.planning.borrow_cost import BorrowCost
-from prefixtree.scoring import kept_runs
+from prefixtree.planning.costs import BorrowCost
 from tests.integrations.verl.cases import CASES, TRUNK_CASES
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.runs import (
@@ -38,7 +36,7 @@ from tests.integrations.verl.runs import (
     run,
     run_ranks,
 )
-from tests.support.lost_gradients import lose_keys
+from tests.support.hooks import lose_kept, lose_keys, place
 from tests.support.tight_memory import tighten
 
 SETTINGS = replace(CASES["grpo"], algorithm="ppo")
@@ -145,9 +143,8 @@ def test_the_comparison_turns_red_where_a_trunk_loses_its_gradient(
         return found
 
     actor, critic = ends("language_model"), ends("value_model")
-    backward = kept_runs._backward
     with monkeypatch.context() as patched:
-        patched.setattr(kept_runs, "_backward", lambda values, _: backward(values, None))
+        lose_kept(patched)
         assert difference(critic, ends("value_model")) > 1e-3
     lose_keys(monkeypatch)
     assert difference(actor, ends("language_model")) > 1e-3
@@ -196,7 +193,7 @@ def test_trunks_are_kept_where_that_computes_less() -> None:
     ):
         assert not hasattr(split(other, None, borrow_cost=LIGHT), "trunks")
     # small trunks leave a GPU idle, and a second forward of trunks may cost more than cut trees
-    with patch.object(trunks_module, "_LEAST", 10.0):
+    with patch.object(*place("budget of a small trunk"), 10.0):
         assert not hasattr(split(data, None, borrow_cost=LIGHT), "trunks")
     heavy = replace(LIGHT, graph_bytes=1e10)
     assert split(data, None, borrow_cost=heavy, has_backward=False).trunks.stats.again

@@ -38,7 +38,7 @@ from tests.integrations.verl.runs import (
 )
 from tests.integrations.verl.vision_cases import VISION_CASES
 from tests.support.full import asked_for, mostly
-from tests.support.lost_gradients import lose_keys
+from tests.support.hooks import lose_keys, wrap
 from tests.support.spawn import ROOT
 
 ONE = (
@@ -183,10 +183,9 @@ def test_a_gradient_left_out_is_seen(
     stock: Any, sees: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first picture of each forward, 8 features; or of keys that trunks lend."""
-    repeated = vision.Encoding._repeated
 
-    def without(self: Any, features: torch.Tensor) -> torch.Tensor:
-        return repeated(self, torch.cat([features[:8].detach(), features[8:]]))
+    def without(repeated: Any, encoding: Any, features: torch.Tensor) -> torch.Tensor:
+        return repeated(encoding, torch.cat([features[:8].detach(), features[8:]]))
 
     with patch.object(engine_module, "kept_trunks", wraps=engine_module.kept_trunks) as kept:
         right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
@@ -194,7 +193,7 @@ def test_a_gradient_left_out_is_seen(
     # old log-probabilities, reference and four updates
     assert [len(call.kwargs["pictures"]) > 0 for call in kept.call_args_list] == [True] * 6
     for lose, least in (
-        (lambda patched: patched.setattr(vision.Encoding, "_repeated", without), 1e-3),
+        (lambda patched: wrap(patched, "features of placements", without), 1e-3),
         (lose_keys, 2e-4),
     ):
         with monkeypatch.context() as patched:

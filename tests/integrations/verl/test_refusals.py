@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,36 +15,175 @@ import peft
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import MtpConfig, QATEngineConfig
+from verl.workers.config import McoreEngineConfig, MtpConfig, QATEngineConfig
 from verl.workers.engine.fsdp import transformer_impl
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.verl import refusals
 from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.integrations.verl.pictures import pictures_of
 from prefixtree.integrations.verl.version import check_version
 from tests.integrations.verl.cases import CASES, Settings
 from tests.integrations.verl.picture_runs import patches_taken_back, shown
-from tests.integrations.verl.runs import batch_of, jagged, make_worker, rollouts
+from tests.integrations.verl.runs import batch_of, jagged, make_worker, rollouts, worker_config
+from tests.support.refusals import check_cases, pattern, rows_of
 
 SETTINGS = CASES["grpo"]
 VISION = Settings(model="qwen3_vl", tokens=120)
 COMMON = {"temperature": 1.0, "global_token_num": None, "compute_loss": False}
 
 
+# ---- every row of the tables -------------------------------------------------------------------
+
+
+def _set(config: Any, settings: dict[str, Any]) -> Any:
+    """The configuration with other settings; verl freezes its own."""
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        owner = config
+        for part in path:
+            owner = getattr(owner, part)
+        object.__setattr__(owner, last, value)
+    return config
+
+
+Case = Callable[[Path], Any]
+
+
+def of_fsdp(model: dict[str, Any], output: str = "log_probs", **engine: Any) -> Case:
+    def case(models: Path) -> None:
+        config = worker_config("prefixtree", models / "qwen3", SETTINGS)
+        settings = _set(config.model_config, model), _set(config.engine_config, engine)
+        refusals.check_settings(*settings, output)
+
+    return case
+
+
+def of_megatron(model: dict[str, Any], engine: dict[str, Any]) -> Case:
+    """test_megatron.py has the engine itself."""
+
+    def case(models: Path) -> None:
+        config = worker_config("prefixtree", models / "qwen3", SETTINGS).model_config
+        settings = _set(config, model), _set(McoreEngineConfig(), engine)
+        refusals.check_megatron_settings(*settings)
+
+    return case
+
+
+def of_batch(**extra: Any) -> Case:
+    def case(models: Path) -> None:
+        data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
+        for name, value in extra.items():
+            if isinstance(value, (torch.Tensor, list)):
+                data[name] = tu.get_tensordict({"x": value})["x"]
+            else:
+                tu.assign_non_tensor(data, **{name: value})
+        refusals.check_batch(data)
+
+    return case
+
+
+def of_loss(dynamic: bool = True, **config: Any) -> Case:
+    """test_losses.py has verl's losses, and their gradients."""
+    loss = partial(lambda config: None, config=SimpleNamespace(**config))
+    return lambda models: refusals.check_loss(loss, dynamic)
+
+
+IMAGES = {"hf_config.vision_config": object()}
+NORMALISES = {
+    "loss_type": "reinforce",
+    "rollout_is": "token",
+    "rollout_is_batch_normalize": True,
+}
+CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
+    "EVERY_ENGINE: use_fused_kernels": (
+        of_fsdp({"use_fused_kernels": True}),
+        of_megatron({"use_fused_kernels": True}, {}),
+    ),
+    "EVERY_ENGINE: model.mtp.enable": (
+        of_fsdp({"mtp": MtpConfig(enable=True)}),
+        of_megatron({"mtp": MtpConfig(enable=True)}, {}),
+    ),
+    "EVERY_ENGINE: qat.enable": (of_fsdp({}, qat=QATEngineConfig(enable=True)),),
+    "FSDP: use_liger": (of_fsdp({"use_liger": True, "hf_config.model_type": "olmoe"}),),
+    "FSDP: enable_activation_offload": (of_fsdp({"enable_activation_offload": True}),),
+    "FSDP: model with images": (of_fsdp(IMAGES),),
+    "FSDP: critic with images": (
+        of_fsdp({**IMAGES, "hf_config.model_type": "qwen3_vl"}, "values"),
+    ),
+    "MEGATRON: engine.use_fused_kernels": (of_megatron({}, {"use_fused_kernels": True}),),
+    "MEGATRON: vanilla_mbridge": (of_megatron({}, {"vanilla_mbridge": True}),),
+    "MEGATRON: context_parallel_size": (
+        of_megatron({}, {"context_parallel_size": 2}),
+        of_megatron({}, {"dynamic_context_parallel": True}),
+    ),
+    "MEGATRON: use_megatron_fsdp": (of_megatron({}, {"use_megatron_fsdp": True}),),
+    "MEGATRON: router_replay of a critic": (
+        of_megatron({"model_type": "value_model"}, {"router_replay.mode": "R2"}),
+    ),
+    "MEGATRON: router_replay of virtual stages": (
+        of_megatron({}, {"router_replay.mode": "R2", "virtual_pipeline_model_parallel_size": 2}),
+    ),
+    "MEGATRON: lora.rank": (of_megatron({"lora": {"rank": 8}}, {}),),
+    "MEGATRON: model with images": (of_megatron(IMAGES, {}),),
+    "PROVIDER: calculate_per_token_loss": (
+        lambda models: refuse(refusals.PROVIDER, SimpleNamespace(calculate_per_token_loss=True)),
+    ),
+    "OVERRIDES: prefixtree_recompute": (lambda models: refusals.check_recompute("auto", False),),
+    "OVERRIDES: prefixtree_compile": (lambda models: refusals.check_compile(True, False, "fsdp2"),),
+    "OVERRIDES: prefixtree_compile under FSDP1": (
+        lambda models: refusals.check_compile(True, True, "fsdp"),
+    ),
+    "PICTURES: strategy": (
+        lambda models: refusals.check_pictures(SimpleNamespace(strategy="fsdp")),
+    ),
+    "BATCHES: use_fused_kernels": (of_batch(use_fused_kernels=True),),
+    "BATCHES: distillation_use_topk": (
+        of_batch(distillation_use_topk=True),
+        of_batch(distillation_only=True),
+    ),
+    "BATCHES: calculate_sum_pi_squared": (of_batch(calculate_sum_pi_squared=True),),
+    "BATCHES: force_group_size": (of_batch(force_group_size=2),),
+    "BATCHES: pad_mode": (of_batch(pad_mode="left_right"),),
+    "BATCHES: routed_experts": (of_batch(routed_experts=torch.zeros(2, 2)),),
+    "BATCHES: multi_modal_inputs": (
+        of_batch(multi_modal_inputs=[{"pixel_values": torch.zeros(1, 3)}, {}]),
+    ),
+    "BATCHES: position_ids": (
+        of_batch(position_ids=jagged([torch.arange(3) + 1, torch.arange(4)])),
+    ),
+    "LOSSES: loss_agg_mode": (
+        of_loss(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=None),
+    ),
+    "LOSSES: clip_cov, kl_cov": (
+        of_loss(policy_loss={"loss_mode": "clip_cov"}),
+        of_loss(False, policy_loss={"loss_mode": "kl_cov"}),
+    ),
+    "LOSSES: geo_mean": (of_loss(policy_loss={"loss_mode": "geo_mean"}),),
+    "LOSSES: rollout_is_batch_normalize": (
+        of_loss(policy_loss={"loss_mode": "bypass_mode", "rollout_correction": NORMALISES}),
+    ),
+}
+ROWS = rows_of(refusals)
+
+
+def test_every_row_has_a_case() -> None:
+    check_cases(ROWS, CASES_OF_ROWS)
+
+
 @pytest.mark.parametrize(
-    ("part", "option", "message"),
-    [
-        ("model_options", {"use_fused_kernels": True}, "use_fused_kernels=True"),
-        ("model_options", {"enable_activation_offload": True}, "enable_activation_offload=True"),
-        ("model_options", {"mtp": MtpConfig(enable=True)}, "mtp.enable=True"),
-        ("engine", {"qat": QATEngineConfig(enable=True)}, "qat.enable=True"),
-    ],
+    ("name", "case"), [(name, case) for name in ROWS for case in CASES_OF_ROWS.get(name, ())]
 )
-def test_settings(part: str, option: dict[str, Any], message: str, models: Path) -> None:
-    settings = replace(SETTINGS, **{part: option})
-    with pytest.raises(UnsupportedError, match=message):
-        make_worker("prefixtree", models / "qwen3", settings)
+def test_rows(name: str, case: Case, models: Path) -> None:
+    with pytest.raises(UnsupportedError, match=pattern(ROWS[name])):
+        case(models)
+
+
+def test_what_is_served(models: Path) -> None:
+    of_fsdp({})(models)
+    of_megatron({}, {})(models)
+    of_batch()(models)
+    of_loss(False, policy_loss={"loss_mode": "geo_mean"})(models)
 
 
 def test_other_vision_checkpoints_and_unknown_families(models: Path) -> None:
@@ -75,21 +216,6 @@ def test_attention_dropout_is_refused_for_training_alone(models: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"attention_dropout is 0\.1"):
         make_worker("prefixtree", models / "qwen3", settings)
     make_worker("prefixtree", models / "qwen3", settings, forward_only=True)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"use_fused_kernels": True}, "use_fused_kernels=True"),
-        ({"calculate_sum_pi_squared": True}, "calculate_sum_pi_squared=True"),
-        ({"force_group_size": 2}, "force_group_size"),
-        ({"pad_mode": "left_right"}, "pad_mode"),
-    ],
-)
-def test_batches(extra: dict[str, Any], message: str, models: Path) -> None:
-    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
-    with pytest.raises(UnsupportedError, match=message):
-        worker.infer_batch(batch_of(rollouts(1, groups=1, size=2), **COMMON, **extra))
 
 
 def test_pictures_for_a_model_of_text(models: Path) -> None:
@@ -193,12 +319,6 @@ def test_what_follows_from_tokens_and_grids_is_left_out(sees: Path, seeing: Any)
     pictures = pictures_of(data, seeing.model_config.hf_config, None)
     assert len(pictures) == 3
     assert pictures.num_given == 14
-
-
-def test_settings_with_pictures(seeing: Any) -> None:
-    refusals.check_pictures(seeing.engine_config)
-    with pytest.raises(UnsupportedError, match="set strategy=fsdp2"):
-        refusals.check_pictures(SimpleNamespace(strategy="fsdp"))
 
 
 def test_classes_that_verl_patched(sees: Path, seeing: Any) -> None:

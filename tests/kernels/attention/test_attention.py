@@ -25,6 +25,7 @@ from prefixtree.kernels.attention.protocol import reach
 from tests.conftest import Poison
 from tests.support.attention_checks import Case, eager, ours, run
 from tests.support.forest_examples import CATERPILLAR
+from tests.support.pairs import pairwise
 from tests.support.strategies import (
     ancestors_or_self,
     forests,
@@ -71,14 +72,13 @@ def test_reference_equals_every_sequence_alone_through_torch(seed: int) -> None:
         assert_close(a, b, 1e-11)
 
 
-FEATURES = list(itertools.product([None, 1, 7, 10_000], [None, 5.0], [False, True], [False, True]))
+_HEADS = [((4, 2), (8, 8)), ((3, 3), (8, 4)), ((6, 1), (4, 6))]
+_FEATURES = [None, 1, 7, 10_000], [None, 5.0], [False, True], [False, True]
 
 
-@pytest.mark.parametrize("heads, dims", [((4, 2), (8, 8)), ((3, 3), (8, 4)), ((6, 1), (4, 6))])
-@pytest.mark.parametrize("window, softcap, sinks, dlse", FEATURES)
+@pytest.mark.parametrize("sizes, window, softcap, sinks, dlse", pairwise(_HEADS, *_FEATURES))
 def test_every_feature_agrees_between_backends(
-    heads: tuple[int, int],
-    dims: tuple[int, int],
+    sizes: tuple[tuple[int, int], tuple[int, int]],
     window: int | None,
     softcap: float | None,
     sinks: bool,
@@ -93,7 +93,7 @@ def test_every_feature_agrees_between_backends(
             mask = mask.for_queries(
                 [(0, 1), (middle, min(middle + 9, mask.num_tokens))][middle == 0 :]
             )
-        case = Case.random(mask, heads, dims, torch.float64, trial, sinks, dlse, **options)
+        case = Case.random(mask, *sizes, torch.float64, trial, sinks, dlse, **options)
         want = run(case, ours(mask, backend="reference"))
         for name, value in run(case, ours(mask, backend="sdpa")).items():
             assert_close(value, want[name], 1e-11, name)

@@ -9,6 +9,7 @@ import torch
 from prefixtree import PrefixForest, TreeMask
 from tests.support.attention_checks import Case, assert_numerics, ours
 from tests.support.forest_examples import CATERPILLAR
+from tests.support.pairs import pairwise
 from tests.support.strategies import mask_of, random_forest
 
 # ---- numerics -----------------------------------------------------------------------------------
@@ -33,18 +34,19 @@ def test_numerics(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, i
     assert_numerics(CATERPILLAR, mask, case, ours(mask))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 4.0}, {"scale": 0.4}])
+_EXTRAS = [
+    {},
+    {"sinks": True},
+    {"dlse": True},
+    {"sinks": True, "dlse": True},
+    {"sinks": True, "dlse": True, "sink_level": 12.0},
+    {"spread": 12.0},
+]
+_OPTIONS = [{"window": 20}, {"softcap": 4.0}, {"scale": 0.4}]
+
+
 @pytest.mark.parametrize(
-    "extras",
-    [
-        {},
-        {"sinks": True},
-        {"dlse": True},
-        {"sinks": True, "dlse": True},
-        {"sinks": True, "dlse": True, "sink_level": 12.0},
-        {"spread": 12.0},
-    ],
+    "dtype, options, extras", pairwise([torch.float32, torch.bfloat16], _OPTIONS, _EXTRAS)
 )
 def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -> None:
     rng = np.random.default_rng(3)

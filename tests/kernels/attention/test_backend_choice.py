@@ -19,8 +19,8 @@ import torch
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
-from prefixtree.kernels import device_info
-from prefixtree.kernels.attention import backends, choice
+from prefixtree.kernels import runtime
+from prefixtree.kernels.attention import choice
 from prefixtree.kernels.attention.flash import launch
 from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.kernels.chosen import words
@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that flash would serve, as far as the reasons that come first go."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
-    monkeypatch.setattr(device_info, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(runtime, "capability", lambda device: (9, 0))
     refusal = launch.refusal
     monkeypatch.setattr(
         launch,
@@ -130,7 +130,7 @@ def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) 
     """A GPU of it, with flash-attn-4."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
     monkeypatch.setattr(launch, "import_problem", lambda: None)
-    monkeypatch.setattr(device_info, "capability", lambda device: capability)
+    monkeypatch.setattr(runtime, "capability", lambda device: capability)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_the_longest_key_tile_counts_where_heads_are_few(
         want = pytest.approx(work * (0.3 + 0.7 * tail))
         assert choice.with_tail(work, share, heads, 132) == want
     monkeypatch.setattr(choice, "MOST_WORK", {None: 1.8})
-    monkeypatch.setattr(device_info, "processors", lambda device: 132)
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
     for heads, backend in (((9, 3), "triton"), ((32, 8), "flash")):
         inputs = rows_on_gpu(mask, heads)
         assert auto(mask, inputs) == backend
@@ -311,10 +311,10 @@ def test_auto_without_triton(may_take_flash: None, monkeypatch: pytest.MonkeyPat
     inputs = rows_on_gpu(mask)
     assert auto(mask, inputs) == "triton"
     # better than sdpa, however much work
-    monkeypatch.setattr("prefixtree.kernels.backend.installed", lambda package: False)
+    monkeypatch.setattr("prefixtree.kernels.runtime.installed", lambda package: False)
     # of another mask: choices are kept
     assert choice.choose("auto", call_of(mask_of(SHORT), inputs)) == choice.Choice(
-        backends.FLASH, "backend 'triton': it needs the package triton"
+        choice.FLASH, "backend 'triton': it needs the package triton"
     )
 
 

@@ -22,7 +22,7 @@ from prefixtree.kernels.lm_head import eager as eager_head
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head import logprobs
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.attention_checks import Case, assert_numerics, eager, ours, run
 from tests.support.gpu_cases import (
@@ -36,6 +36,7 @@ from tests.support.gpu_cases import (
     peak_bytes,
 )
 from tests.support.head_checks import exact_columns
+from tests.support.hooks import inner
 from tests.support.models import (
     assert_same,
     build,
@@ -360,7 +361,7 @@ def test_a_head_of_a_real_vocabulary(vocabulary: int, rule: dict) -> None:
     target = torch.randint(vocabulary, (64,), generator=g, device="cuda")
     temperature = torch.linspace(0.5, 1.5, 64, device="cuda").index_fill_(0, target[:9] % 64, 1.0)
     grad = torch.randn(64, 2, generator=g, device="cuda")
-    assert logprobs._kernels_for(x) is fused
+    assert inner("kernels of the head")(x) is fused
     want, dx = exact_columns(x, target, temperature, LogitRule(**rule), grad)
     error = {}
     for kernels in (eager_head, fused):

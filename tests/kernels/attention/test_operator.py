@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -23,7 +21,7 @@ from prefixtree import ForestError, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels.attention import operator, sdpa
 from prefixtree.kernels.attention.flash.block_lists import Tiles, lists_of
 from prefixtree.packing import host_mask as mask_module
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.copies import GatherIndex
 from tests.support.attention_checks import (
     Case,
     assert_as_promised,
@@ -32,6 +30,7 @@ from tests.support.attention_checks import (
     run,
 )
 from tests.support.strategies import mask_of, random_forest
+from tests.support.warm import run_warm
 
 
 def _mask(seed: int) -> TreeMask:
@@ -441,5 +440,5 @@ for name in [name for name in sys.modules if name.startswith("prefixtree")]:
     del sys.modules[name]
 attend()
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = run_warm(code)
     assert run.returncode == 0, run.stderr

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from prefixtree import UnsupportedError
-from prefixtree.kernels.decoding import eager
 from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import Capacity, DecodeWork
 from tests.conftest import Poison
 from tests.support.decode_cases import DecodeCase, assert_exact, exact, random_case
+from tests.support.hooks import limit
+from tests.support.pairs import pairwise
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -29,22 +30,22 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 4e-6), (torch.float64, 1e-13)])
-@pytest.mark.parametrize("heads, dims", [((4, 2), (16, 16)), ((6, 1), (24, 40)), ((1, 1), (8, 8))])
-def test_features(feature: str, dtype: torch.dtype, limit: float, heads: Any, dims: Any) -> None:
+_LIMITS = {torch.float32: 4e-6, torch.float64: 1e-13}
+_HEADS = [((4, 2), (16, 16)), ((6, 1), (24, 40)), ((1, 1), (8, 8))]
+
+
+@pytest.mark.parametrize("feature, dtype, sizes", pairwise(FEATURES, _LIMITS, _HEADS))
+def test_features(feature: str, dtype: torch.dtype, sizes: Any) -> None:
     for tokens in (1, 5):
-        case = random_case(
-            7, 12, heads, dims, dtype, stopped=0.2, tokens=tokens, **FEATURES[feature]
-        )
-        assert_exact(case, limit, case.work(chunk=24))
+        case = random_case(7, 12, *sizes, dtype, stopped=0.2, tokens=tokens, **FEATURES[feature])
+        assert_exact(case, _LIMITS[dtype], case.work(chunk=24))
 
 
 @pytest.mark.parametrize("numbers", [1, 3000])
 def test_gathered_in_parts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An item at a time where one gathers more than the limit, and a few at a time."""
     case = random_case(7, 12, (4, 2), (16, 16), torch.float64, stopped=0.2)
-    monkeypatch.setattr(eager, "_GATHERED", numbers)
+    limit(monkeypatch, "keys gathered in a cascade", numbers)
     assert_exact(case, 1e-13, case.work(chunk=24))
 
 

@@ -117,7 +117,7 @@ def test_blocks_are_cut_where_rows_share_least(data: st.DataObject) -> None:
     def total(cuts: Sequence[int]) -> int:
         return sum(int(shared[cut]) + cost for cut in cuts[1:])
 
-    cuts = loops.row_blocks.cheapest_cuts(shared, most, cost)
+    cuts = loops.tile_costs.cheapest_cuts(shared, most, cost)
     ways = [
         [0, *inner, rows]
         for count in range(rows)

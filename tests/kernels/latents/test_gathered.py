@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels.latents import definition, gathered
+from prefixtree.kernels.latents import definition
 from tests.support.choices import random_choice
+from tests.support.hooks import limit
 from tests.support.latents import LatentCase
 from tests.support.strategies import mask_of, random_forest
 
@@ -26,9 +27,9 @@ def _assert_exact(mask: TreeMask, case: LatentCase, seed: int = 0) -> None:
 @pytest.mark.parametrize("chunk", [1 << 26, 500])
 def test_float64_is_exact(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any chunks: as tiles of expanded keys, which each sequence alone is compared with."""
-    monkeypatch.setattr(gathered, "_CHUNK", chunk)
-    monkeypatch.setattr(definition, "_GATHERED", chunk)
-    monkeypatch.setattr(gathered, "_LISTED", 20 * chunk)
+    limit(monkeypatch, "latents' queries", chunk)
+    limit(monkeypatch, "latents by definition", chunk)
+    limit(monkeypatch, "latents' lists of keys", 20 * chunk)
     mask = mask_of(FOREST)
     _assert_exact(mask, LatentCase.random(mask.num_tokens))
 

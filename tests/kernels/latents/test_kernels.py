@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels.latents import definition, gathered
+from prefixtree.kernels.latents import definition
 from prefixtree.kernels.latents import launch as kernels
-from prefixtree.kernels.latents.protocol import Chunk
+from prefixtree.kernels.latents.definition import Chunk
 from tests.conftest import Poison
 from tests.support.choices import random_choice
+from tests.support.hooks import limit
 from tests.support.latents import LatentCase
 from tests.support.strategies import mask_of, random_forest
 from tests.support.triton_tiles import DEVICE, DTYPES
@@ -53,8 +54,8 @@ def test_shapes_of_models(heads: int, dims: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("seed", range(2 if DEVICE == "cpu" else 30))
 def test_any_forest_in_any_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_CHUNK", 20 * 3 * 7)
-    monkeypatch.setattr(gathered, "_LISTED", 500)
+    limit(monkeypatch, "latents' queries", 20 * 3 * 7)
+    limit(monkeypatch, "latents' lists of keys", 500)
     mask = mask_of(random_forest(np.random.default_rng(seed), 9, 20)).to(DEVICE)
     _check(mask, LatentCase.random(mask.num_tokens, dtype=DTYPES[1], device=DEVICE), seed)
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prefixtree.kernels.lm_head import eager, logprobs, measures
+from prefixtree.kernels.lm_head import eager, measures
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Divergence
-from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.head_checks import columns_of
+from tests.support.hooks import inner, limit, put
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -37,14 +38,14 @@ RULES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(measures, "_BLOCK", 8 * V)
+    limit(monkeypatch, "logits in a measure", 8 * V)
     monkeypatch.setattr(fused, "BLOCK", 16)
 
 
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Triton's, in forward and backward."""
-    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+    put(monkeypatch, "kernels of the head", lambda hidden: fused)
 
 
 def textbook(z: torch.Tensor, y: torch.Tensor, beta: float) -> torch.Tensor:
@@ -84,7 +85,7 @@ class Case:
 
     def scored(self, beta: float, head: str = "linear", chunk: Any = 5, **more: Any) -> Any:
         """[U, 3] on the CPU: log p, entropy and divergence."""
-        where = DEVICE if logprobs._kernels_for(self.of_teacher) is fused else "cpu"
+        where = DEVICE if inner("kernels of the head")(self.of_teacher) is fused else "cpu"
         measure = Divergence(beta, lambda e: self.of_teacher.to(where)[e.edge], self.rules[1])
         options = ScoreOptions(True, (), chunk, self.rules[0], measure)
         hidden, weight, bias = (x.to(where) for x in self.given)
@@ -126,9 +127,9 @@ def test_float64(beta, rules):
     assert value < 1e-13 and gradient < 1e-13
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("head", ["linear", "callable", "fused"])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    "beta, head, rules", pairwise(BETAS, ["linear", "callable", "fused"], RULES)
+)
 def test_every_head(beta, head, rules, request):
     if head == "fused":
         request.getfixturevalue("by_kernels")
@@ -160,7 +161,7 @@ def test_the_backward_may_have_no_kernels(by_kernels, monkeypatch):
     case = Case.of()
     _, expected = case.expected(0.5)
     got = case.scored(0.5, chunk=12)
-    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: eager)
+    put(monkeypatch, "kernels of the head", lambda hidden: eager)
     for found, want in zip(gradients(got, case.given), expected, strict=True):
         assert (found - want).norm() < 2e-6 * want.norm()
 
@@ -169,7 +170,7 @@ def test_the_backward_may_have_no_kernels(by_kernels, monkeypatch):
 @pytest.mark.parametrize("beta", BETAS)
 def test_no_gradient_of_a_part_that_stands_for_it(kernels, beta, monkeypatch):
     """Red: half the gradient, the teacher's rows shifted by one."""
-    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: kernels)
+    put(monkeypatch, "kernels of the head", lambda hidden: kernels)
     case, rows = Case.of(), Divergence.rows
     backward = measures.BoundMeasure.gradient
 
@@ -204,7 +205,7 @@ def test_another_vocabulary(by_kernels):
 
 @pytest.mark.parametrize("kernels", [eager, fused], ids=["torch", "triton"])
 def test_no_edges(kernels, monkeypatch):
-    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: kernels)
+    put(monkeypatch, "kernels of the head", lambda hidden: kernels)
     case = Case.of()
     case.given[0] = case.given[0].detach()[:0].requires_grad_()
     case.target, case.temperature = case.target[:0], case.temperature[:0]

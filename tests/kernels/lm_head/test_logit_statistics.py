@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from prefixtree.kernels.lm_head import kernels as fused
-from prefixtree.kernels.lm_head import logit_statistics, logprobs
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logit_statistics import check_statistics, write_statistics
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.kernels.lm_head.eager import LogitRule, check_statistics, write_statistics
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
+from tests.support.hooks import limit, put
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -38,22 +37,25 @@ def textbook(x: torch.Tensor, target: torch.Tensor, names: tuple[str, ...]) -> t
 
 
 @pytest.mark.parametrize(
-    ("names", "chunk"), [(NAMES, None), (("is_top1",), 10), (NAMES[::-1], 10)], ids=str
+    "asked, head, rule, with_entropy",
+    pairwise(
+        [(NAMES, None), (("is_top1",), 10), (NAMES[::-1], 10)],
+        ["linear", "callable", "fused"],
+        [LogitRule(), LogitRule(scale=1.7, softcap=1.5)],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprob", "entropy"])
-@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=1.7, softcap=1.5)], ids=str)
-@pytest.mark.parametrize("head", ["linear", "callable", "fused"])
 def test_they_stand_beside_the_scores(
+    asked: tuple[tuple[str, ...], int | None],
     head: str,
     rule: LogitRule,
     with_entropy: bool,
-    chunk: int | None,
-    names: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The columns before them, and all gradients, are those of a call without statistics."""
+    names, chunk = asked
     if head == "fused":
-        monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+        put(monkeypatch, "kernels of the head", lambda hidden: fused)
         monkeypatch.setattr(fused, "BLOCK", 16)
     device = DEVICE if head == "fused" else "cpu"
     g = torch.Generator().manual_seed(0)
@@ -98,7 +100,7 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     before = x.clone()
     found = []
     for block in (1, 3 * V, 1 << 25):
-        monkeypatch.setattr(logit_statistics, "_BLOCK", block)
+        limit(monkeypatch, "logits in statistics", block)
         out = torch.full((10, 3), float("nan"))
         write_statistics(x, target, torch.ones(10), LogitRule(), NAMES, out)
         found.append(out)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +12,16 @@ import torch.nn.functional as F
 
 from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
-from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import chunk_rows, linear_logprobs, lm_head_logprobs
-from prefixtree.kernels.lm_head.options import ScoreOptions
-from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import LogitRule, VocabularySlice
+from prefixtree.kernels.lm_head.logprobs import (
+    ScoreOptions,
+    chunk_rows,
+    linear_logprobs,
+    lm_head_logprobs,
+)
 from tests.support.head_checks import columns_of, exact_columns
+from tests.support.hooks import put
+from tests.support.pairs import pairwise
 from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -70,7 +73,7 @@ def kernels(request, monkeypatch):
     """The kernels that a test of the fused head scores with, in its backward too."""
     params = getattr(request.node, "callspec", None)
     if params is not None and params.params.get("head") == "fused":
-        monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+        put(monkeypatch, "kernels of the head", lambda hidden: fused)
         # several steps over a small vocabulary, the last one not full
         monkeypatch.setattr(fused, "BLOCK", 16)
 
@@ -123,18 +126,10 @@ def assert_close(got, expected, tolerance=1e-5):
         assert error <= tolerance, float(error)
 
 
-def _options() -> Iterator[Any]:
-    """(head, rule, bias, entropy, chunk): all of them, of the kernels those in which every pair of
-    options occurs: Triton's interpreter takes a second for each."""
-    for rule, bias, entropy, chunk in itertools.product(range(4), range(2), range(2), range(4)):
-        for head in _HEADS:
-            is_paired = bias == (rule + chunk) % 2 and entropy == (rule // 2 + chunk) % 2
-            if head != "fused" or is_paired or DEVICE != "cpu":
-                chunks = 1, 3, 1000, None
-                yield head, list(_RULES)[rule], bool(bias), bool(entropy), chunks[chunk]
+_OPTIONS = _HEADS, _RULES, (False, True), (False, True), (1, 3, 1000, None)
 
 
-@pytest.mark.parametrize("head, rule, with_bias, with_entropy, chunk", list(_options()))
+@pytest.mark.parametrize("head, rule, with_bias, with_entropy, chunk", pairwise(*_OPTIONS))
 def test_equals_the_textbook_in_float64(head, rule, with_bias, with_entropy, chunk):
     case = make_case(with_bias=with_bias)
     out, grads = run(case, head, _RULES[rule], with_entropy, chunk)
@@ -149,7 +144,7 @@ def test_equals_the_textbook_in_float64(head, rule, with_bias, with_entropy, chu
 @pytest.mark.parametrize("rule", _RULES)
 def test_accumulates_in_float64_where_asked(rule, monkeypatch):
     # Triton's kernels, where there are any, compute in float32 alone
-    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+    put(monkeypatch, "kernels of the head", lambda hidden: fused)
     case = make_case()
     inputs = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
     rest = (case.target, case.temperature, ScoreOptions(True, (), 3, _RULES[rule]))
@@ -555,7 +550,7 @@ def test_who_scores(monkeypatch):
     monkeypatch.setattr(logprobs, "find_spec", lambda name: None)
     assert probe(device) is eager
     monkeypatch.undo()
-    monkeypatch.setattr(logprobs.device_info, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(logprobs.runtime, "capability", lambda device: (7, 5))
     assert probe(device) is eager
     monkeypatch.undo()
     monkeypatch.setattr(fused, "score", lambda *given: 1 // 0)

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 import prefixtree as pt
 from prefixtree.kernels.lm_head import kernels as fused
-from prefixtree.kernels.lm_head import logprobs, measures
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredEdges
-from prefixtree.kernels.lm_head.options import ScoreOptions
+from tests.support.hooks import limit, put
 from tests.support.triton_tiles import DEVICE
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -28,7 +27,7 @@ U, D, V = 29, 12, 41
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks to a chunk, the last one not full."""
-    monkeypatch.setattr(measures, "_BLOCK", 8 * V)
+    limit(monkeypatch, "logits in a measure", 8 * V)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
@@ -106,7 +105,7 @@ def test_float64(rule, teacher):
 def test_every_head(head, chunk, teacher, monkeypatch):
     """The kernels of log p stand beside a measure: Triton's too."""
     if head == "fused":
-        monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+        put(monkeypatch, "kernels of the head", lambda hidden: fused)
         monkeypatch.setattr(fused, "BLOCK", 16)
     rule = LogitRule(softcap=2.5)
     exact, given = inputs(torch.float64), inputs()

@@ -10,6 +10,7 @@ from prefixtree.kernels.recurrence import conv_triton, tree_conv
 from prefixtree.packing import segments
 from tests.conftest import Poison
 from tests.support.full import mostly
+from tests.support.hooks import limit
 from tests.support.recurrence_cases import (
     FORESTS,
     OPERATORS,
@@ -51,7 +52,7 @@ def test_many_runs_and_blocks_of_channels(monkeypatch: pytest.MonkeyPatch) -> No
     small = conv_triton.Config(columns=4, warps=1)
     monkeypatch.setattr(conv_triton, "FORWARD", small)
     monkeypatch.setattr(conv_triton, "BACKWARD", small)
-    monkeypatch.setattr(conv_triton, "_MOST_PARTS", 3)
+    limit(monkeypatch, "most parts of a convolution", 3)
     monkeypatch.setattr(segments, "RUN", 5)
     assert errors(CONVOLUTIONS[0], "duplicates") < 1e-6
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence import backends, conv_triton, explain_recurrence, fla
-from prefixtree.kernels.recurrence.explanation import OPERATORS, explanation
+from prefixtree.kernels.recurrence.backends import OPERATORS, explanation
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
 from tests.support.recurrence_cases import forest_of
 from tests.support.strategies import mask_of
@@ -38,7 +38,7 @@ def call_of(operator: str, dtype: torch.dtype = torch.bfloat16, dim: int = 128) 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU with fla-core, whose gated backward is not refused."""
-    monkeypatch.setattr(device_info, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(runtime, "capability", lambda _: (9, 0))
     for name in ("_package_refusal", "_gate_refusal"):
         monkeypatch.setattr(fla, name, lambda: None)
     return monkeypatch
@@ -91,7 +91,7 @@ def test_without_fla_core_one_warning_names_it(
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(device_info, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(runtime, "capability", lambda _: (9, 0))
     monkeypatch.setattr(fla, "version", missing)
     fla._package_refusal.cache_clear()
     backends._warn.cache_clear()
@@ -114,7 +114,7 @@ def test_without_fla_core_one_warning_names_it(
 
 
 def test_another_version_of_fla_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_info, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(runtime, "capability", lambda _: (9, 0))
     monkeypatch.setattr(fla, "version", lambda _: "0.5.0")
     fla._package_refusal.cache_clear()
     said = explanation("tree_ssd", call_of("tree_ssd"), "auto")

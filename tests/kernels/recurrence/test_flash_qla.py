@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from prefixtree import TreeMask, pack
-from prefixtree.kernels.recurrence import flash_qla, handover
-from prefixtree.kernels.recurrence.chunk_rules import delta_rule
+from prefixtree.kernels.recurrence import flash_qla
+from prefixtree.kernels.recurrence.chunked import delta_rule
 from prefixtree.kernels.recurrence.protocol import DeltaCall
-from prefixtree.kernels.recurrence.states import CHUNK
+from prefixtree.kernels.recurrence.states import CHUNK, gradients_of_ends, starts_of
 from prefixtree.packing.segments import SegmentTables
 from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.steps import Steps
@@ -62,7 +62,7 @@ def test_states_from_parent_to_child_and_back(forest: str, with_states: bool) ->
         finals.append(exact[1][segment] @ start + exact[0][segment])
     exits = torch.from_numpy(segments.exits)
     given = [x.to(DEVICE) for x in (ends, transitions, initial)]
-    found, final = handover.starts_of(schedule, *given)
+    found, final = starts_of(schedule, *given)
     assert relative(found.cpu(), torch.stack(starts)) < 2e-6
     assert relative(final.cpu(), torch.stack(finals)[exits]) < 2e-6
 
@@ -75,7 +75,7 @@ def test_states_from_parent_to_child_and_back(forest: str, with_states: bool) ->
     for given_final in (dfinal, None):
         if given_final is None and with_states:
             continue
-        dends, dinitial = handover.gradients_of_ends(
+        dends, dinitial = gradients_of_ends(
             tables,
             schedule,
             dstarts.to(DEVICE, copy=True),
@@ -338,7 +338,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # where fla could serve a call, head dims, the switch and the release decide
     monkeypatch.setattr(flash_qla.fla, "refusal", lambda _: None)
-    monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash_qla.runtime, "capability", lambda _: (9, 0))
     assert flash_qla.refusal(call) == "head dims must be 128 and 128, and are 16 and 16"
     wide = torch.zeros(150, 1, 128)
     call = call._replace(query=wide, key=wide, value=wide)
@@ -351,5 +351,5 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flash_qla.SWITCH, "0")
     assert flash_qla.refusal(call) == "FLA_FLASH_QLA=0 switches it off"
     monkeypatch.delenv(flash_qla.SWITCH)
-    monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (10, 0))
+    monkeypatch.setattr(flash_qla.runtime, "capability", lambda _: (10, 0))
     assert "verified on Hopper" in str(flash_qla.refusal(call))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.kernels.recurrence import flash_qla, flash_qla_ahead, tree_delta_rule
+from prefixtree.kernels.recurrence import flash_qla, tree_delta_rule
 from tests.kernels.recurrence.test_flash_qla import (
     IN_TORCH,
     NAMES,
@@ -101,7 +101,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     )
     monkeypatch.setattr(flash_qla, "LEAST_TOKENS", 0)
     monkeypatch.setattr(flash_qla, "refusal", lambda _: None)
-    monkeypatch.setattr(flash_qla_ahead, "_known", set())
+    monkeypatch.setattr(flash_qla, "_known", set())
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     before = Factory.__call__
     yield found
@@ -157,7 +157,7 @@ def test_kernels_of_other_threads_run_while_calls_are_noted(rules: Compiled) -> 
         other.traced_by = threading.get_ident()
         ran.append(other(7))
 
-    with flash_qla_ahead._noted() as asked:
+    with flash_qla._noted() as asked:
         rules.factories["ends"](3)()
         thread = threading.Thread(target=call_it)
         thread.start()

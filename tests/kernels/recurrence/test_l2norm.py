@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixtree.kernels.recurrence import l2norm
+from prefixtree.kernels.recurrence import fla
 from tests.support.recurrence_cases import relative
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -24,14 +24,14 @@ def test_beside_its_definition(shape: tuple[int, ...]) -> None:
     (dx,) = torch.autograd.grad(expected, leaf, dy)
     # heads that lie apart, as views of a layer's projection
     given, dgiven = (torch.stack([t, t], 1)[:, 0].float().to(DEVICE) for t in (x, dy))
-    y, factors = l2norm.normed(given)
+    y, factors = fla.l2norm(given)
     assert relative(y.cpu(), expected) < 1e-6
-    assert relative(l2norm.through(y, factors, dgiven).cpu(), dx) < 1e-5
+    assert relative(fla.through_l2norm(y, factors, dgiven).cpu(), dx) < 1e-5
 
 
 def test_half_precision_rounds_once() -> None:
     x = torch.randn(9, 4, 128).half().to(DEVICE)
-    y, factors = l2norm.normed(x)
+    y, factors = fla.l2norm(x)
     assert y.dtype == torch.float16 and factors.dtype == torch.float32
     exact = x.double() * (x.double().square().sum(-1, True) + 1e-6).rsqrt()
     assert (y.double() - exact).abs().max() <= 2.0**-12

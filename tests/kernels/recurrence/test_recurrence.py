@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch.overrides import TorchFunctionMode
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels.recurrence import chunked, conv, tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.kernels.recurrence import chunked, tree_conv, tree_delta_rule, tree_ssd
 from tests.support.full import mostly
 from tests.support.recurrence_cases import (
     FORESTS,
@@ -37,7 +37,7 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "_CHUNK", 4)
     monkeypatch.setattr(chunked, "_CHUNK_PER_CHANNEL", 3)
     monkeypatch.setattr(chunked, "_PIECE_NUMBERS", 700)
-    monkeypatch.setattr(conv, "_SLAB_NUMBERS", 50)
+    monkeypatch.setattr(chunked, "_SLAB_NUMBERS", 50)
 
 
 # ---- float64 ------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from prefixtree import ForestError, TreeMask, UnsupportedError
-from prefixtree.kernels.backend import Backend
 from prefixtree.kernels.recurrence import (
     backends,
     chunked,
@@ -23,6 +22,7 @@ from prefixtree.kernels.recurrence import (
     tree_ssd,
 )
 from prefixtree.kernels.recurrence.protocol import Computed, DeltaCall
+from prefixtree.kernels.runtime import Backend
 from prefixtree.packing import host_mask
 from tests.support.recurrence_cases import OPERATORS, Operator, forest_of, gradients
 from tests.support.strategies import mask_of, random_forest

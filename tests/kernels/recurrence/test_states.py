@@ -12,8 +12,13 @@ from hypothesis import given, settings
 
 from prefixtree import PrefixForest
 from prefixtree.kernels.recurrence import states as launches
-from prefixtree.packing.segments import Segments, SegmentTables, find_segments
-from prefixtree.packing.state_schedule import MOST_SLOTS, StateSchedule
+from prefixtree.packing.segments import (
+    MOST_SLOTS,
+    Segments,
+    SegmentTables,
+    StateSchedule,
+    find_segments,
+)
 from tests.support.strategies import forests, mask_of
 
 CPU = torch.device("cpu")

@@ -1,9 +1,13 @@
-"""Block lists: which tiles a kernel of flash-attn-4 visits, from our `BlockTables`.
+"""A mask as kernels of flash-attn-4 read it: block lists of the tiles that they visit, from our
+`BlockTables`, or, where no tree branches, sequences of variable lengths.
 
-For every query tile (in its backward: every key tile) it reads two counts and two rows of tile
+For every query tile (in the backward: every key tile) lists are two counts and two rows of tile
 numbers: tiles that need the mask, and tiles that do not. A row need only be as long as the longest
 list, so the index arrays are [rows, longest], quadratic only where the forest is. They are expanded
 from runs on the device that reads them: only the runs are built on the host and sent.
+
+Tiles of variable-length kernels begin anew with each sequence. Those of block lists lie on one grid
+over all tokens, so that a tile may hold the end of one sequence and the beginning of the next.
 
 Legend: T packed tokens, R rows (tiles of one kind).
 """
@@ -20,8 +24,8 @@ import torch.nn.functional as F
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.packing.block_tables import BlockTables, TileShape
+from prefixtree.packing.copies import lasting, move, move_all
 from prefixtree.packing.host_mask import HostMask
-from prefixtree.packing.transfers import lasting, move_all
 
 # places in an index array are sent as int32
 MOST_ENTRIES = 2**31 - 1
@@ -287,3 +291,54 @@ def _following(runs: _Runs, device: torch.device) -> torch.Tensor:
     rows = len(runs.count)
     numbers = torch.arange(1, rows + runs.width, dtype=torch.int32, device=device)
     return numbers.as_strided((1, 1, rows, runs.width), (len(numbers), len(numbers), 1, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """The sequences of a forest without branches, on one device.
+
+    Attributes:
+        starts: int32 [sequences + 1], where each begins, then the number of tokens (`cu_seqlens`).
+        longest: tokens of the longest sequence.
+    """
+
+    starts: torch.Tensor
+    longest: int
+
+    def arguments(self, window: int) -> dict[str, Any]:
+        """Arguments of flash-attn-4's forward and backward, by keyword.
+
+        Args:
+            window: the number of tokens a query sees, itself included; 0 for all.
+        """
+        return {
+            "cu_seqlens_q": self.starts,
+            "cu_seqlens_k": self.starts,
+            "max_seqlen_q": self.longest,
+            "max_seqlen_k": self.longest,
+            "causal": True,
+            # of flash-attn-4: the tokens before a query that it sees
+            "window_size_left": window - 1 if window else None,
+        }
+
+
+# chains live as long as their mask
+_chains: weakref.WeakKeyDictionary[HostMask, dict[torch.device, Chains]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def chains_of(mask: HostMask, device: torch.device) -> Chains | None:
+    """The sequences of a mask, made once per device; None if a tree branches. Nothing waits for the
+    device."""
+    if mask.chain_starts is None:
+        return None
+    made = _chains.setdefault(mask, {})
+    if device not in made:
+        made[device] = _chains_from(mask.chain_starts, device)
+    return made[device]
+
+
+@lasting
+def _chains_from(starts: np.ndarray, device: torch.device) -> Chains:
+    return Chains(move(torch.from_numpy(starts), device), int(np.diff(starts).max(initial=0)))

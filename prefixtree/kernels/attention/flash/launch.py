@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels import device_info
-from prefixtree.kernels.attention.flash.block_lists import ForestLists, Lists, Tiles, lists_of
-from prefixtree.kernels.attention.flash.chains import chains_of
+from prefixtree.kernels import runtime
+from prefixtree.kernels.attention.flash.block_lists import (
+    ForestLists,
+    Lists,
+    Tiles,
+    chains_of,
+    lists_of,
+)
 from prefixtree.kernels.attention.flash.disk_cache import keep_on_disk
 from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall
+from prefixtree.packing.copies import RowRuns
 from prefixtree.packing.host_mask import HostMask
-from prefixtree.packing.row_runs import RowRuns
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
 # which a registered operator cannot take apart. So one version; tests/kernels/attention/flash/fa4
@@ -75,7 +80,7 @@ def refusal(call: AttentionCall) -> str | None:
         )
     if not q.is_cuda or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, and q is on {'an AMD GPU' if q.is_cuda else q.device}"
-    if (capability := device_info.capability(q.device))[0] != 9:
+    if (capability := runtime.capability(q.device))[0] != 9:
         return (
             "it was compiled and checked for compute capability 9.x (Hopper), and this is "
             f"{capability[0]}.{capability[1]}"
@@ -149,7 +154,7 @@ def tiles_for(d: int, d_v: int) -> Tiles:
 @cache
 def dense_tiles_for(d: int, d_v: int) -> Tiles | None:
     """Those that it would take without lists, where they are others and were measured to be faster
-    over lists too; their backward is `dense_tiles_backward`'s."""
+    over lists too; their backward is `backwards.in_dense_tiles`."""
     return Tiles(TILE_ROWS, 80, 48) if (d, d_v) == (256, 256) else None
 
 
@@ -182,7 +187,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     inside, around = _sinks_where(call.sinks, call.lse_used)
-    with _TURN, device_info.current(q.device):
+    with _TURN, runtime.current(q.device):
         interface._flash_attn_fwd(
             *given.rows(q, k, v),
             softmax_scale=call.scale,
@@ -224,10 +229,10 @@ def backward(
     spread_dlse = None if dlse is None else queries.spread_columns(dlse)
     dq = spread_q.new_empty(spread_q.shape)
     score, score_gradient = _score_functions(call.softcap)
-    with _TURN, device_info.current(q.device):
+    with _TURN, runtime.current(q.device):
         run = _backward_call(
             given.lists is not None
-            and heads_first(given.lists, q.shape[1], device_info.processors(q.device)),
+            and heads_first(given.lists, q.shape[1], runtime.processors(q.device)),
             given.in_dense_tiles,
             call.wide,
         )
@@ -329,23 +334,16 @@ def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
 
 
 def _backward_call(heads_first: bool, in_dense_tiles: bool, wide: bool) -> Any:
-    if heads_first:
-        from prefixtree.kernels.attention.flash import heads_first_backward
+    from flash_attn.cute import interface
 
-        call = heads_first_backward.flash_attn_bwd
-    else:
-        from flash_attn.cute import interface
+    if not (heads_first or in_dense_tiles or wide):
+        return interface._flash_attn_bwd
+    from prefixtree.kernels.attention.flash import backwards
 
-        call = interface._flash_attn_bwd
+    call = backwards.heads_first if heads_first else interface._flash_attn_bwd
     if in_dense_tiles:
-        from prefixtree.kernels.attention.flash import dense_tiles_backward
-
-        call = dense_tiles_backward.in_dense_tiles(call)
-    if not wide:
-        return call
-    from prefixtree.kernels.attention.flash import wide_backward
-
-    return partial(wide_backward.flash_attn_bwd, call)
+        call = backwards.in_dense_tiles(call)
+    return partial(backwards.in_float32, call) if wide else call
 
 
 # ---- sinks -------------------------------------------------------------------------------------

@@ -13,18 +13,18 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from prefixtree.kernels import device_info
+from prefixtree.kernels import runtime
 from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
+    prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.chosen import lay_out
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, padded
 from prefixtree.kernels.attention.triton.forward import forward_kernel
-from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
 
 LOG2E = 1.4426950408889634
@@ -43,7 +43,7 @@ def refusal(call: AttentionCall) -> str | None:
     dtypes = (torch.float16, torch.bfloat16)
     if q.dtype not in dtypes and not (INTERPRETED and q.dtype == torch.float32):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
-    if q.is_cuda and torch.version.hip is None and device_info.capability(q.device) < (8, 0):
+    if q.is_cuda and torch.version.hip is None and runtime.capability(q.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], v.shape[2]) > 256 or min(q.shape[2], v.shape[2]) < 1:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
@@ -83,7 +83,7 @@ class Problem:
         q, k, v = _readable(call.q), _readable(call.k), _readable(call.v)
         tma = _describable(q) and all(_describable(x) and _side_by_side(x) for x in (k, v))
         choice = configs.choose(
-            device_info.capability(q.device),
+            runtime.capability(q.device),
             padded(q.shape[2]),
             padded(v.shape[2]),
             q.shape[1] // k.shape[1],
@@ -114,7 +114,7 @@ class Problem:
                 self.call.mask.visible_pairs(self.call.window),
                 self.tokens(config) * config.keys,
                 self.k.shape[1],
-                device_info.processors(self.q.device),
+                runtime.processors(self.q.device),
             )
         masked = self.call.chosen is not None
         shape = TileShape(self.tokens(config), config.keys, config.cut, longest, masked)
@@ -264,7 +264,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     problem = Problem.of(call)
     config, _, _ = problem.configs
     tables = problem.tables(config)
-    with device_info.current(q.device):
+    with runtime.current(q.device):
         forward_kernel[(len(tables.q_tiles) * k.shape[1] * problem.blocks,)](
             problem.queries(config),
             problem.keys(problem.k, config, problem.choice.width(k.shape[2])),
@@ -307,7 +307,7 @@ def backward(
         dout = dout.contiguous()
     dout = _readable(dout)
     _, keys, queries = problem.configs
-    with device_info.current(q.device):
+    with runtime.current(q.device):
         rows, rows_a_block, dsinks = _prepare(problem, dout, dlse, sinks, out, lse, keys, queries)
         _keys_gradient(problem, keys, dout, rows, rows_a_block, dk, dv)
         _queries_gradient(problem, queries, dout, rows, rows_a_block, dq)

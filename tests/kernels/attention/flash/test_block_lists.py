@@ -207,7 +207,7 @@ def test_emulated_tilings(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, processors: int, part: bool, keys: int
 ) -> None:
     monkeypatch.setattr(launch, "DENSE_TILES_FROM", 0 if keys == 48 else math.inf)
-    monkeypatch.setattr(launch.device_info, "processors", lambda device: processors)
+    monkeypatch.setattr(launch.runtime, "processors", lambda device: processors)
     mask = mask_of(PrefixForest.from_parents([-1, 0, 0, 1, -1], [100, 30, 130, 90, 61]))
     whole = mask.position_ids.long()
     mask = mask.for_queries([(40, 77), (200, 390)]) if part else mask
@@ -402,7 +402,7 @@ def test_the_emulation_visits_what_the_lists_say(emulated: ModuleType) -> None:
 def test_the_call_is_in_the_order_of_the_rule(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch.device_info, "processors", lambda device: 1)
+    monkeypatch.setattr(launch.runtime, "processors", lambda device: 1)
     # two heads: tails of 3 / 5 / 2 and 3 / 13 / 2
     for parents, order in (([-1, 0, 0], "heads first"), ([-1] * 9 + [0, 0], "tiles first")):
         mask = mask_of(PrefixForest.from_parents(parents, [128] * len(parents)))

@@ -18,7 +18,7 @@ from hypothesis import given
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, explain, tree_attention
 from prefixtree.kernels.attention import choice
-from prefixtree.kernels.attention.flash import chains, launch
+from prefixtree.kernels.attention.flash import block_lists, launch
 from tests.support.attention_checks import Case, assert_as_promised, assert_numerics, ours, run
 from tests.support.flash_emulator import Counts, Sequences, assert_exact
 from tests.support.strategies import forests, mask_of
@@ -137,12 +137,12 @@ def test_expanded_gradients_are_copied(
 
 def test_the_sequences_are_made_once_and_go_with_the_mask(emulated: ModuleType) -> None:
     mask = mask_of(RAGGED)
-    made = chains.chains_of(mask.host, CPU)
+    made = block_lists.chains_of(mask.host, CPU)
     assert made is not None and made.starts.tolist() == [0, 140, 141, 398, 428, 556]
     run(Case.random(mask, (1, 1), (8, 8), torch.float64), ours(mask, backend="flash"))
-    assert chains.chains_of(mask.to("cpu").host, CPU) is made
+    assert block_lists.chains_of(mask.to("cpu").host, CPU) is made
     host = weakref.ref(mask.host)
-    assert host() in chains._made
+    assert host() in block_lists._chains
     del mask
     gc.collect()
     assert host() is None
@@ -150,7 +150,7 @@ def test_the_sequences_are_made_once_and_go_with_the_mask(emulated: ModuleType) 
 
 def test_the_emulation_sees_wrong_sequences(emulated: ModuleType) -> None:
     mask = mask_of(RAGGED)
-    made = chains.chains_of(mask.host, CPU)
+    made = block_lists.chains_of(mask.host, CPU)
     assert made is not None
     # the border of the first two, moved by a token
     made.starts[1] += 1

@@ -13,8 +13,7 @@ import torch
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
 from prefixtree.kernels.attention.flash import launch
-from prefixtree.kernels.attention.flash.block_lists import lists_of
-from prefixtree.kernels.attention.flash.chains import chains_of
+from prefixtree.kernels.attention.flash.block_lists import chains_of, lists_of
 from tests.support.attention_checks import (
     Case,
     assert_as_promised,
@@ -299,7 +298,7 @@ def test_numerics_in_the_order_of_the_rule(forest: PrefixForest, heads_first: bo
     mask = cuda_mask(forest)
     case = Case.random(mask, (32, 8), (128, 128), torch.bfloat16).to("cuda")
     made = lists_of(mask.host, launch.tiles_for(128, 128), 0, case.q.device)
-    assert launch.heads_first(made, 32, launch.device_info.processors(case.q.device)) == heads_first
+    assert launch.heads_first(made, 32, launch.runtime.processors(case.q.device)) == heads_first
     assert_numerics(forest, mask, case, ours(mask, backend="flash"))
 
 
@@ -437,12 +436,12 @@ def test_nothing_waits_for_the_gpu() -> None:
 def test_a_new_forest_compiles_nothing() -> None:
     from flash_attn.cute import interface
 
-    from prefixtree.kernels.attention.flash import heads_first_backward
+    from prefixtree.kernels.attention.flash import backwards
 
     calls = (
         interface._flash_attn_fwd,
         interface._flash_attn_bwd,
-        heads_first_backward.flash_attn_bwd,
+        backwards.heads_first,
     )
     caches = [call.compile_cache for call in calls]
 

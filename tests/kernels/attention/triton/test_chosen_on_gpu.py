@@ -8,7 +8,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree import PrefixForest, tree_attention
-from prefixtree.kernels import chosen, index_scores
+from prefixtree.kernels import chosen, indexer_kernels
 from prefixtree.kernels.chosen import from_bits
 from prefixtree.models import attention
 from tests.support.attention_checks import Case, assert_numerics, ours, run
@@ -108,10 +108,10 @@ def test_scores_of_an_indexer(heads: int, dtype: torch.dtype) -> None:
     for head in range(heads):
         products = q[:, head].double() @ k.double().T
         want += w[:, head, None].double() * (products * 0.5).relu()
-    half = count // 2 // index_scores.tile_tokens(heads) * index_scores.tile_tokens(heads)
+    half = count // 2 // indexer_kernels.tile_tokens(heads) * indexer_kernels.tile_tokens(heads)
     for rows in (slice(0, half), slice(half, count)):
         given = q[rows], k, w[rows].float(), mask.host, rows.start, 0.5
-        got = index_scores.index_scores(*given)
+        got = indexer_kernels.index_scores(*given)
         seen = mask.dense()[rows]
         at = position[None].expand_as(seen).clamp(max=got.shape[1] - 1)
         assert torch.equal(got.gather(1, at)[seen].double(), want[rows][seen])

@@ -347,7 +347,7 @@ def test_inputs_whose_last_stride_is_1_are_read_in_place() -> None:
         problem = launch.Problem.of(AttentionCall(*inputs, None, host, 0.25))
         for given_, read in zip(inputs, (problem.q, problem.k, problem.v), strict=True):
             assert read is given_
-        hopper = launch.device_info.capability(fused.device)[0] == 9
+        hopper = launch.runtime.capability(fused.device)[0] == 9
         assert problem.choice.tma == (tma and hopper)
     inner = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in split]
     problem = launch.Problem.of(AttentionCall(*inner, None, host, 0.25))

@@ -29,9 +29,9 @@ def _first_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     are tuned are among those that compile side by side."""
     from triton.runtime.autotuner import Autotuner
 
-    from prefixtree.kernels.recurrence import fla_rules, fla_tuning
+    from prefixtree.kernels.recurrence import fla_rules
 
-    known = list(fla_tuning.tuners(fla_rules))
+    known = list(fla_rules.tuners(fla_rules))
 
     def bench(self: Any, *_: Any, config: Any, **__: Any) -> list[float]:
         assert any(self is x for x in known), self.base_fn

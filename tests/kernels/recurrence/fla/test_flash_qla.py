@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from prefixtree import pack
-from prefixtree.kernels.recurrence import (
-    explain_recurrence,
-    flash_qla,
-    flash_qla_ahead,
-    tree_delta_rule,
-)
+from prefixtree.kernels.recurrence import explain_recurrence, flash_qla, tree_delta_rule
 from tests.support.recurrence_cases import FORESTS, Operator, forest_of, of_parts, relative, runs
 from tests.support.strategies import mask_of
 
@@ -106,8 +101,8 @@ def test_what_is_compiled_ahead_is_what_is_called(
         return call(factory, *arguments, **options)
 
     monkeypatch.setattr(JITImpl, "__call__", noted)
-    monkeypatch.setattr(flash_qla_ahead, "_known", set())
-    monkeypatch.setattr(flash_qla_ahead, "_compile", ahead.extend)
+    monkeypatch.setattr(flash_qla, "_known", set())
+    monkeypatch.setattr(flash_qla, "_compile", ahead.extend)
     gradients(name, leaves_of(forest_of(name).num_tokens), None, "flash_qla")
     assert len(ahead) > 5 and all(one in ahead for one in called)
     assert all(one in called for one in ahead)

@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 from triton.runtime.errors import PTXASError
 
-from prefixtree.kernels.recurrence import fla_rules, fla_tuning
+from prefixtree.kernels.recurrence import fla_rules
 
 KERNEL = "chunk_local_cumsum_scalar_kernel"
-(TUNER,) = (x for x in fla_tuning.tuners(fla_rules) if x.base_fn.__name__ == KERNEL)
+(TUNER,) = (x for x in fla_rules.tuners(fla_rules) if x.base_fn.__name__ == KERNEL)
 compile_really = triton.compiler.compile
 # both of two configurations
 together = threading.Barrier(2)

@@ -22,9 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.lib.flash import order_of
 from prefixtree import PrefixForest
-from prefixtree.kernels.attention.flash import heads_first_backward, launch, mask_mods
-from prefixtree.kernels.attention.flash.block_lists import ForestLists, Lists, lists_of
-from prefixtree.kernels.attention.flash.chains import Chains, chains_of
+from prefixtree.kernels.attention.flash import backwards, launch, mask_mods
+from prefixtree.kernels.attention.flash.block_lists import (
+    Chains,
+    ForestLists,
+    Lists,
+    chains_of,
+    lists_of,
+)
 from prefixtree.kernels.attention.protocol import AttentionCall
 from tests.support.strategies import mask_of
 
@@ -53,8 +58,8 @@ def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers whatever asks for the device, or for its memory."""
-    monkeypatch.setattr(launch.device_info, "current", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch.device_info, "processors", lambda device: 132)
+    monkeypatch.setattr(launch.runtime, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch.runtime, "processors", lambda device: 132)
     monkeypatch.setattr(
         launch,
         "lists_of",
@@ -296,7 +301,7 @@ def no_forward(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The compiled kernels of either order (tiles first, heads first), none at the start."""
-    orders = (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd)
+    orders = (interface._flash_attn_bwd, backwards.heads_first)
     return tuple(emptied(monkeypatch, call) for call in orders)
 
 
@@ -322,9 +327,9 @@ def test_orders_are_kept_apart(
 ) -> None:
     """Whichever is compiled first; by one key, which says nothing of the order."""
     turned: list[bool] = []
-    create = heads_first_backward.HeadsFirst.create
+    create = backwards.HeadsFirst.create
     monkeypatch.setattr(
-        heads_first_backward.HeadsFirst,
+        backwards.HeadsFirst,
         "create",
         lambda *given, **more: turned.append(True) or create(*given),
     )
@@ -361,7 +366,7 @@ def test_what_fails_to_compile_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(heads_first_backward.HeadsFirst, "create", lambda *given, **more: 1 / 0)
+        patch.setattr(backwards.HeadsFirst, "create", lambda *given, **more: 1 / 0)
         with pytest.raises(Exception, match="division by zero"):
             compile_both(**PLAIN, with_forward=False)
     for forest, counts in ((DOCUMENTS, [1, 0]), (FOREST, [1, 1])):
@@ -375,17 +380,15 @@ def test_a_turned_grid_holds_every_tile_of_every_head(monkeypatch: pytest.Monkey
             return how
 
     tiles, heads, batches = 5, 3, 2
-    launched = heads_first_backward.TurnedLaunch(Kernel()).launch(
+    launched = backwards.TurnedLaunch(Kernel()).launch(
         grid=(tiles, heads, batches), block=[1, 1, 1]
     )
     assert launched == {"grid": (heads, tiles, batches), "block": [1, 1, 1]}
     found = []
     # of the blocks in the order in which they start, the first number runs fastest
     for batch, y, x in itertools.product(*map(range, reversed(launched["grid"]))):
-        monkeypatch.setattr(
-            heads_first_backward.cute.arch, "block_idx", lambda at=(x, y, batch): at
-        )
-        work = heads_first_backward.HeadsFirst.create(None)
+        monkeypatch.setattr(backwards.cute.arch, "block_idx", lambda at=(x, y, batch): at)
+        work = backwards.HeadsFirst.create(None)
         assert type(work) is tile_scheduler.SingleTileScheduler
         found.append(work._blk_coord)
     assert found == [

@@ -20,14 +20,7 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler
 from flash_attn.cute.utils import hash_callable
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefixtree.kernels.attention.flash import (
-    dense_tiles_backward,
-    disk_cache,
-    heads_first_backward,
-    launch,
-    mask_mods,
-    wide_backward,
-)
+from prefixtree.kernels.attention.flash import backwards, disk_cache, launch, mask_mods
 
 
 def test_the_version() -> None:
@@ -113,10 +106,10 @@ def test_what_gradients_in_float32_rest_on() -> None:
     # a head's tiles one after the other
     for shape in ("seqlen_k_rounded * head_dim_rounded", "seqlen_k_rounded * head_dim_v_rounded"):
         assert re.search(rf"num_head_kv,\s+{re.escape(shape)},\s+dtype=torch.float32", source)
-    assert convert.__name__ == wide_backward._CONVERT
-    calls = (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd)
-    for call in (*calls, *map(dense_tiles_backward.in_dense_tiles, calls)):
-        made, conversion = wide_backward._copied(call)
+    assert convert.__name__ == backwards._CONVERT
+    calls = (interface._flash_attn_bwd, backwards.heads_first)
+    for call in (*calls, *map(backwards.in_dense_tiles, calls)):
+        made, conversion = backwards._converting(call)
         assert made.__globals__["_bwd_postprocess_convert"] is conversion
         assert made.__globals__["_flash_attn_bwd"] is made
         assert made.compile_cache is call.compile_cache
@@ -136,7 +129,7 @@ def test_accumulators_are_brought_into_rows() -> None:
         found = tiles.reshape(output.shape[2], -1, dim)[:, : output.shape[1]]
         output.copy_(scale * found.transpose(0, 1)[None])
 
-    conversion = wide_backward._Conversion(convert)
+    conversion = backwards._Conversion(convert)
     accumulated = torch.randn(1, heads, 3 * rows * dim)
     taken, other = torch.empty(2, 1, 19, heads, dim, dtype=torch.bfloat16)
     wide = torch.empty(19, heads, dim)
@@ -252,8 +245,8 @@ def test_the_backward_is_a_function_that_can_be_copied() -> None:
     assert source.count("FlashAttentionBackwardSm90(") == 1
     # filled and read by its own name, and nowhere else in its module
     assert set(re.findall(r"\S*compile_cache\b", source)) == {"_flash_attn_bwd.compile_cache"}
-    assert heads_first_backward.flash_attn_bwd.compile_cache is not call.compile_cache
-    assert heads_first_backward.flash_attn_bwd.__globals__["FlashAttentionBackwardSm90"] is not (
+    assert backwards.heads_first.compile_cache is not call.compile_cache
+    assert backwards.heads_first.__globals__["FlashAttentionBackwardSm90"] is not (
         interface.FlashAttentionBackwardSm90
     )
 
@@ -275,27 +268,27 @@ def test_a_kernel_knows_its_place_from_the_scheduler_that_it_is_given() -> None:
     assert "block_idx, head_idx, batch_idx = self._blk_coord" in scheduler
     assert "blk_coord = cute.arch.block_idx()" in scheduler
     assert list(inspect.signature(SingleTileScheduler.create).parameters) == list(
-        inspect.signature(heads_first_backward.HeadsFirst.create).parameters
+        inspect.signature(backwards.HeadsFirst.create).parameters
     )
 
 
-# ---- what `dense_tiles_backward` changes ---------------------------------------------------------
+# ---- what `in_dense_tiles` changes ---------------------------------------------------------------
 
 
 def test_what_dense_tiles_rest_on() -> None:
     """Tiles come from one function, by name, and are dense ones where it is told of no lists."""
     taken = interface._tile_size_bwd_sm90
     names = ["head_dim", "head_dim_v", "causal", "local", "sparse_block_size_q"]
-    ours = dense_tiles_backward._tile_size_bwd_sm90
+    ours = backwards._tile_size_bwd_sm90
     assert list(inspect.signature(taken).parameters) == names
     assert list(inspect.signature(ours).parameters) == names and ours.__name__ == taken.__name__
     assert ours(256, 256, False, False, sparse_block_size_q=128) == taken(256, 256, False, False)
     assert ours(256, 256, False, False) != taken(256, 256, False, False, sparse_block_size_q=128)
     source = inspect.getsource(interface._flash_attn_bwd)
     assert source.count("_tile_size_bwd_sm90(") == 1
-    for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
-        made = dense_tiles_backward.in_dense_tiles(call)
-        assert made is dense_tiles_backward.in_dense_tiles(call) is not call
+    for call in (interface._flash_attn_bwd, backwards.heads_first):
+        made = backwards.in_dense_tiles(call)
+        assert made is backwards.in_dense_tiles(call) is not call
         assert made.__globals__["_tile_size_bwd_sm90"] is ours
         assert made.__globals__["_flash_attn_bwd"] is made
         assert call.__globals__["_tile_size_bwd_sm90"] is taken
@@ -313,8 +306,8 @@ def test_kernels_of_both_tilings_have_keys_of_their_own() -> None:
     differ = {name for name in names if len({getattr(x, name) for x in made}) == 2}
     assert differ == {"n_block_size", "num_stages_Q", "dKV_swapAB"}
     assert all(re.search(rf"\b{name},", key) for name in differ)
-    for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
-        assert dense_tiles_backward.in_dense_tiles(call).compile_cache is call.compile_cache
+    for call in (interface._flash_attn_bwd, backwards.heads_first):
+        assert backwards.in_dense_tiles(call).compile_cache is call.compile_cache
 
 
 def test_our_kernels_are_kept_apart_on_disk(
@@ -323,7 +316,7 @@ def test_our_kernels_are_kept_apart_on_disk(
     """Beside flash-attn-4's, and apart by the text that makes them others."""
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path))
-    ours, text = heads_first_backward.__file__, tmp_path / "text.py"
+    ours, text = backwards.__file__, tmp_path / "text.py"
     text.write_text("changed")
     made = [disk_cache.cache_of("heads_first", *files) for files in ((ours,), (ours, str(text)))]
     theirs = cache_utils.get_jit_cache("bwd")

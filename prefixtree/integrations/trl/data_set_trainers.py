@@ -1,0 +1,292 @@
+"""`PrefixTreeSFTTrainer` and `PrefixTreeDPOTrainer`: TRL's SFT and DPO with every distinct token of
+a batch computed once.
+
+`DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
+their losses and metrics from the log-probabilities that come back. `PackedModel` answers that call
+from the packed forest of the batch's rows.
+
+Legend: B rows, padded right to L columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from prefixtree.errors import UnsupportedError, refuse
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.trl.contract import check_dpo, check_sft
+from prefixtree.integrations.trl.images import forest_with_images
+from prefixtree.integrations.trl.refusals import (
+    SFT,
+    check_attention,
+    check_recompute,
+    prepare_trainer,
+)
+from prefixtree.integrations.trl.sharding import KeepsOutputs
+from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
+from prefixtree.models.changes import changing
+from prefixtree.models.checks import transformer_of
+from prefixtree.packing.layout import pack
+from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.logprobs import sequence_logprobs
+
+# ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
+
+_NO_LABEL = -100
+
+
+class PackedModel:
+    """A model as TRL calls it, with every distinct token of a batch computed once.
+
+    Args:
+        model: the model, wrapped (DDP, PEFT) or not, with attn_implementation="prefixtree".
+        outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
+            `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
+        sharing: sees every forest that is trained on. Default: none.
+        recompute: as in `sequence_logprobs`. Default: None.
+        images: whether the rows may have images. Default: False.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Sequence[str] = (),
+        sharing: SharingReport | None = None,
+        recompute: Recompute = None,
+        images: bool = False,
+    ) -> None:
+        self._model = model
+        self._images = images
+        self._with_entropy = "entropy" in outputs
+        self._statistics = [name for name in outputs if name != "entropy"]
+        self._sharing = sharing
+        self._recompute = recompute
+
+    def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        """The scores of the labels; without `fused_lm_head`, what the model returns.
+
+        Args:
+            fused_lm_head: TRL's request for scores in place of logits.
+            inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
+                or -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
+                pixel_values, image_grid_thw and mm_token_type_ids; nothing else.
+
+        Returns:
+            FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
+            is no label; aux_loss [], the load-balancing loss of the rows.
+
+        Raises:
+            UnsupportedError: another entry, padding on the left, or labels other than the input
+                ids.
+            ForestError: placeholders that do not match the images.
+        """
+        if not fused_lm_head:
+            return self._model(**inputs)
+        check_attention(self._model)
+        with_aux_loss = bool(inputs.pop("output_router_logits", False))
+        images = _images_of(inputs) if self._images else (None, None)
+        input_ids, attention_mask, labels = _entries(inputs)
+        ids, mask, targets = (x.cpu().numpy() for x in (input_ids, attention_mask, labels))
+        _check_rows(ids, mask, targets)
+        pictures = None
+        if self._images:
+            config = transformer_of(self._model).config
+            forest, pictures = forest_with_images(ids, mask, images, config)
+        else:
+            forest = PrefixForest.from_padded(ids, mask)
+        packed = pack(forest)
+        lengths = packed.forest.sequence_lengths
+        masks = [row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)]
+        if self._sharing is not None and torch.is_grad_enabled():
+            self._sharing.begins(packed.forest, masks)
+        scores = sequence_logprobs(
+            self._model,
+            packed.to(input_ids.device),
+            loss_mask=masks,
+            return_entropy=self._with_entropy,
+            return_statistics=self._statistics,
+            recompute=self._recompute,
+            output_router_logits=with_aux_loss,
+            pictures=pictures,
+        )
+
+        def rows(values: list[torch.Tensor]) -> torch.Tensor:
+            padded = nn.utils.rnn.pad_sequence(values, batch_first=True)
+            return F.pad(padded, (0, labels.shape[1] - 1 - padded.shape[1]))
+
+        entries = {name: rows(values) for name, values in scores.statistics.items()}
+        if "is_top1" in entries:
+            entries["is_top1"] = entries["is_top1"].bool()
+        if scores.entropy is not None:
+            entries["entropy"] = rows(scores.entropy)
+        return FusedCausalLMOutput(
+            log_probs=rows(scores.logprobs),
+            label_mask=labels[:, 1:] != _NO_LABEL,
+            aux_loss=scores.aux_loss,
+            **entries,
+        )
+
+
+def _images_of(inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """Takes a batch's images out of it: pixel_values and image_grid_thw."""
+    # positions are computed anew, from the placeholders
+    inputs.pop("mm_token_type_ids", None)
+    return inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
+
+
+def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input_ids, attention_mask and labels of a batch that has nothing else."""
+    given = {name: value for name, value in inputs.items() if value is not None}
+    given.pop("use_cache", None)
+    needed = ("input_ids", "attention_mask", "labels")
+    if missing := [name for name in needed if name not in given]:
+        raise UnsupportedError(
+            f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], their "
+            "attention_mask and labels, as TRL's collators make them without padding_free"
+        )
+    if others := sorted(given.keys() - set(needed)):
+        raise UnsupportedError(
+            f"the batch has {', '.join(others)}, which is not packed yet; train on text alone, "
+            "with the entries input_ids, attention_mask and labels (or completion_mask)"
+        )
+    return given["input_ids"], given["attention_mask"], given["labels"]
+
+
+def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
+    """Refuses rows whose scores would not be where TRL looks for them, or of other tokens."""
+    for bad in np.flatnonzero(mask[:, 0] == 0)[:1]:
+        raise UnsupportedError(
+            f"row {bad} begins with padding: rows must be padded on the right, as TRL's collators "
+            "for DPO and SFT pad them"
+        )
+    wrong = (labels != _NO_LABEL) & ((labels != ids) | (mask == 0))
+    for row, column in np.argwhere(wrong)[:1]:
+        raise UnsupportedError(
+            f"labels[{row}, {column}] is {labels[row, column]} where input_ids has "
+            f"{ids[row, column]} and attention_mask {mask[row, column]}: a label must be -100 or "
+            "the row's token"
+        )
+
+
+# ---- SFT -----------------------------------------------------------------------------------------
+
+
+class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
+    """`trl.SFTTrainer` on prefix forests.
+
+    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
+    once. It is for samples that begin alike: the turns of an agent's conversation, one sample per
+    turn, or several answers to one prompt. It takes the arguments of `SFTTrainer`. The model gets
+    attn_implementation="prefixtree".
+
+    A token that several samples share is computed once and learnt once per sample in which it has a
+    label, as in the replicated batch. Losses, their masks, the order of the data and logging are
+    TRL's code. The metrics of `SharingReport` are added.
+
+    Args:
+        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.SFTTrainer`. Default:
+            None, what `gradient_checkpointing` of the arguments says.
+
+    Raises:
+        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
+            TRL's trainer. Settings and models are checked when the trainer is made, batches when
+            they come. `docs/refusals.md` has the list.
+    """
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_sft(SFTTrainer)
+        super().__init__(*args, **kwargs)
+        prepare_trainer(self)
+        refuse(SFT, self)
+        self._recompute = check_recompute(self, recompute)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L], and images."""
+        outputs = "entropy", "is_top1"
+        packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
+        return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
+
+
+# ---- DPO -----------------------------------------------------------------------------------------
+
+
+class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
+    """`trl.DPOTrainer` on prefix forests.
+
+    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
+    once, for the policy and for the reference. The two answers of a pair share their prompt, and
+    pairs of one prompt, or of one conversation, share more. It takes the arguments of `DPOTrainer`.
+    The models get attn_implementation="prefixtree".
+
+    Losses, divergences, the order of the data and logging are TRL's code. The metrics of
+    `SharingReport` are added.
+
+    Args:
+        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.DPOTrainer`. Default:
+            None, what `gradient_checkpointing` of the arguments says.
+
+    Raises:
+        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
+            TRL's trainer. Settings and models are checked when the trainer is made, batches when
+            they come. `docs/refusals.md` has the list.
+    """
+
+    # TRL's: whether batches have the log-probabilities of the reference
+    precompute_ref_logps: bool
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_dpo(DPOTrainer)
+        super().__init__(*args, **kwargs)
+        prepare_trainer(self)
+        self._recompute = check_recompute(self, recompute)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        # TRL's constructor calls it
+        prepare_trainer(self)
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference's log-probabilities of the chosen and of the rejected answers.
+
+        Args:
+            model: the reference; with PEFT, the policy, whose adapter TRL switches off.
+            inputs: a batch: input_ids, attention_mask and completion_mask, [2B, L], the chosen
+                answers before the rejected ones; and their images.
+
+        Returns:
+            float32 [B] each.
+        """
+        packed = PackedModel(model, images=self._is_vlm)
+        return super().compute_ref_log_probs(packed, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        outputs = ["entropy", "mean_logits", "is_top1"]
+        if self.use_weighting:
+            outputs.append("log_sum_sq_probs")
+        packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
+        if not self.precompute_ref_logps:
+            reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            names = ("ref_chosen_logps", "ref_rejected_logps")
+            inputs = {**inputs, **dict(zip(names, reference, strict=True))}
+        # the batch has them, so that TRL calls no model but `packed`
+        with changing(self) as changes:
+            changes.set(self, precompute_ref_logps=True)
+            return super()._compute_loss(packed, inputs, return_outputs)

@@ -1,0 +1,303 @@
+"""An indexer in Triton: scores of the keys on each query's path, and the best of them.
+
+Imported where triton is.
+
+    score(query, key) = sum over heads of weight x relu(scale x q . k)
+
+A program has a few neighbouring queries with all their heads, and streams the keys of their paths.
+What is as large as heads x keys stays in its registers.
+
+Of the best keys (`kernels.chosen`) a program has one query. It finds the score of the last key that
+is chosen by bisection: how many scores reach a number says whether that score does. Then it writes
+the query's words. The scores of a path that the largest of SIZES holds are read once, and counted
+in registers.
+
+Legend: T packed tokens, n queries, H index heads, D head dim, K positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from prefixtree.kernels import runtime
+from prefixtree.kernels.triton_primitives import (
+    key_lanes,
+    load_rows,
+    product,
+    rows_of_tile,
+    visible,
+)
+from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.host_mask import HostMask
+
+# keys, and (query, head) pairs, of a program's product
+KEYS, COLUMNS, WARPS = 128, 128, 8
+
+
+@triton.jit(do_not_specialize=("first", "first_tile", "width"))
+def scores_kernel(
+    Q,
+    K,
+    WEIGHTS,
+    SCORES,
+    K_SPANS,
+    POSITION,
+    Q_TILES,
+    Q_PTR,
+    Q_RUNS,
+    first,
+    first_tile,
+    width,
+    scale,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """SCORES [n, width] float32 of the queries from `first` on, the column of a key being its
+    position. What stands behind a query's own position is not written."""
+    tile = first_tile + tl.program_id(0)
+    start = tl.load(Q_TILES + 3 * tile)
+    query = tl.load(Q_TILES + 3 * tile + 1) - first
+    length = tl.load(Q_TILES + 3 * tile + 2)
+    token, head, alive = rows_of_tile(TOKENS * HEADS_PADDED, HEADS_PADDED, length)
+    alive = alive & (head < HEADS)
+    row = (query + token) * HEADS + head
+    q = load_rows(Q, row * D, alive, D, D_PADDED)
+    weight = tl.load(WEIGHTS + row, mask=alive, other=0.0)
+    mine = tl.arange(0, TOKENS)
+    into = SCORES + (query + mine)[None, :] * width
+    for run in range(tl.load(Q_PTR + tile), tl.load(Q_PTR + tile + 1)):
+        for k_tile in range(tl.load(Q_RUNS + 3 * run), tl.load(Q_RUNS + 3 * run + 1)):
+            begin = k_tile * KEYS
+            key, live, span, _ = key_lanes(K_SPANS, POSITION, k_tile, begin, KEYS, False, False)
+            k = load_rows(K, key.to(tl.int64) * D, live, D, D_PADDED)
+            # heads run along the columns, so that a thread holds many of them
+            scores = tl.maximum(product(k, tl.trans(q)) * scale, 0.0) * weight[None, :]
+            total = tl.sum(tl.reshape(scores, [KEYS, TOKENS, HEADS_PADDED]), 2)
+            place = tl.load(POSITION + key, mask=live, other=0)
+            seen = (
+                visible((start + mine)[None, :], key[:, None], span[:, None], 0, 0, 0, False)
+                & (mine < length)[None, :]
+            )
+            tl.store(into + place[:, None], total, mask=seen)
+
+
+INTERPRETED = not isinstance(scores_kernel, triton.JITFunction)
+
+
+def serves_scores(x: torch.Tensor, head_dim: int) -> bool:
+    """Whether the kernel runs where x is, in its dtype, with heads of so many dims."""
+    if head_dim > 128:
+        return False
+    if not x.is_cuda:
+        return INTERPRETED and x.dtype in (torch.float16, torch.float32)
+    is_known = torch.version.hip is None and runtime.capability(x.device) >= (8, 0)
+    return is_known and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def stages(capability: tuple[int, int]) -> int:
+    """Depth of the pipeline over keys: what shared memory holds beside q, in half precision."""
+    return 3 if capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 2
+
+
+def tile_tokens(heads: int) -> int:
+    """Queries of a program, a power of two."""
+    return max(1, COLUMNS // triton.next_power_of_2(heads))
+
+
+def tile_borders(mask: HostMask, heads: int) -> np.ndarray:
+    """The queries at which the tiles of programs begin, then their number, ascending."""
+    tables = mask.tables(TileShape(tile_tokens(heads), KEYS), 0, torch.device("cpu"))
+    return np.append(tables.q_tiles[:, 1].numpy(), mask.num_queries)
+
+
+def index_scores(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    mask: HostMask,
+    first: int,
+    scale: float,
+) -> torch.Tensor:
+    """The scores of the keys on the paths of neighbouring queries.
+
+    Args:
+        q: [n, H, D], those of the mask's queries from `first` on, up to a border of `tile_borders`.
+        keys: [T, D] in q's dtype; those behind the queries are not looked at.
+        weights: float32 [n, H].
+        mask: of the forest.
+        first: row of the first query, one of `tile_borders`.
+        scale: the factor on q . k.
+
+    Returns:
+        float32 [n, K], K one more than the greatest position of a query: column d is of the key at
+        position d of its query's path. What stands behind a query's own position is no number.
+    """
+    n, heads, d = q.shape
+    tokens = tile_tokens(heads)
+    tables = mask.tables(TileShape(tokens, KEYS), 0, torch.device("cpu"))
+    rows = tables.q_tiles[:, 1].numpy()
+    # a view that numpy would copy to search
+    tile, end = (
+        bisect_left(range(len(rows)), row, key=rows.__getitem__) for row in (first, first + n)
+    )
+    assert first == rows[tile]
+    width = int(mask.position[mask.query_tokens[first : first + n]].max()) + 1
+    scores = q.new_empty(n, width, dtype=torch.float32)
+    tables = mask.tables(TileShape(tokens, KEYS), 0, q.device)
+    with runtime.current(q.device):
+        scores_kernel[(end - tile,)](
+            q.contiguous(),
+            keys.contiguous(),
+            weights.contiguous(),
+            scores,
+            tables.k_spans,
+            mask.on(q.device)["position_ids"],
+            tables.q_tiles,
+            tables.q_ptr,
+            tables.q_runs,
+            first,
+            tile,
+            width,
+            scale,
+            HEADS=heads,
+            HEADS_PADDED=triton.next_power_of_2(heads),
+            D=d,
+            D_PADDED=max(16, triton.next_power_of_2(d)),
+            TOKENS=tokens,
+            KEYS=KEYS,
+            num_warps=WARPS,
+            num_stages=stages(runtime.capability(q.device)),
+        )
+    return scores
+
+
+# scores of a program, and its warps: 32 a thread, which leave room for 16 warps side by side
+SIZES = {2048: 2, 4096: 4, 8192: 8, 16384: 16}
+REGISTERS = 128
+# places of -inf and inf among the float32, see `_at`
+_LOWEST, _HIGHEST = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _scores(ROW, start, length, SIZE: tl.constexpr):
+    """Scores from column `start` on; behind the query nan, which reaches no number."""
+    column = start + tl.arange(0, SIZE)
+    return tl.load(ROW + column, mask=column < length, other=float("nan"))
+
+
+@triton.jit
+def _at(place):
+    """The float32 at a place in their order, -0.0 at -1 and 0.0 at 0; above that of inf, nan."""
+    place = place.to(tl.int32)
+    return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _count(ROW, scores, length, number, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """How many scores reach a number: of those in registers, where these are all."""
+    if IS_WHOLE:
+        count = tl.sum((scores >= number).to(tl.int32), 0)
+    else:
+        count = 0
+        for start in range(0, length, SIZE):
+            these = _scores(ROW, start, length, SIZE)
+            count += tl.sum((these >= number).to(tl.int32), 0)
+    return count
+
+
+@triton.jit(do_not_specialize=("POSITION", "width", "num_words", "most", "shortest"))
+def best_keys_kernel(
+    SCORES,
+    POSITION,
+    BITS,
+    width,
+    num_words,
+    most,
+    shortest,
+    SIZE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """BITS [n, num_words], which were 0, of queries that see more than `shortest` columns and,
+    where IS_WHOLE, at most SIZE."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.minimum(tl.load(POSITION + row) + 1, width).to(tl.int32)
+    if (length > shortest) & (length <= SIZE if IS_WHOLE else True):
+        SCORES += row * width
+        scores = _scores(SCORES, 0, length, SIZE)
+        # `low` is reached by at least `most` scores, if so many are there, `high` by fewer
+        low = tl.full([], _LOWEST, tl.int64)
+        high = tl.full([], _HIGHEST + 1, tl.int64)
+        reach_low = _count(SCORES, scores, length, _at(low), SIZE, IS_WHOLE)
+        reach_high = 0
+        is_number = reach_low == length
+        while (reach_low > most) & (high - low > 1):
+            middle = (low + high) >> 1
+            reach = _count(SCORES, scores, length, _at(middle), SIZE, IS_WHOLE)
+            if reach >= most:
+                low = middle
+                reach_low = reach
+            else:
+                high = middle
+                reach_high = reach
+        # between the two lie scores that are equal, or no more than are left
+        left = most - reach_high
+        BITS += row * num_words
+        lane = tl.arange(0, 32)[None, :]
+        word = tl.arange(0, SIZE // 32)
+        for start in range(0, length, SIZE):
+            by_word = tl.reshape(_scores(SCORES, start, length, SIZE), [SIZE // 32, 32])
+            above = (by_word >= _at(high)).to(tl.int32)
+            tied = (by_word >= _at(low)).to(tl.int32) - above
+            count = tl.sum(tied, 1)
+            ties = tl.sum(tied << lane, 1)
+            here = left - tl.cumsum(count, 0) + count
+            # of one word some ties are left, its lowest bits
+            is_cut = (here > 0) & (here < count)
+            cut = tl.sum(tl.where(is_cut, ties, 0), 0)
+            others = cut
+            for _ in range(tl.sum(tl.where(is_cut, here, 0), 0)):
+                others &= others - 1
+            ties = tl.where(is_cut, cut ^ others, tl.where(here > 0, ties, 0))
+            bits = tl.sum(above << lane, 1) | ties
+            at = start // 32 + word
+            tl.store(BITS + at, tl.where(is_number, bits, 0), mask=at < num_words)
+            left -= tl.sum(count, 0)
+
+
+def serves_choice(scores: torch.Tensor) -> bool:
+    """Whether the kernel runs where these are, in their dtype."""
+    is_known = torch.version.hip is None and scores.is_cuda
+    return is_known and scores.dtype == torch.float32
+
+
+def best_bits(
+    scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
+) -> torch.Tensor:
+    """As `kernels.chosen.best_bits`, of float32 scores."""
+    n, width = scores.shape
+    bits = torch.zeros(n, num_words, dtype=torch.int32, device=scores.device)
+    given = scores.contiguous(), position.contiguous(), bits, width, num_words, count
+    longest = max(SIZES)
+    shortest = 0
+    for size, is_whole in (*dict.fromkeys(SIZES, True).items(), (longest, False)):
+        if n and width > shortest:
+            with runtime.current(scores.device):
+                best_keys_kernel[(n,)](
+                    *given,
+                    shortest,
+                    SIZE=size,
+                    IS_WHOLE=is_whole,
+                    num_warps=SIZES[size],
+                    maxnreg=REGISTERS,
+                )
+        shortest = size
+    return bits

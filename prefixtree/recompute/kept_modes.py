@@ -1,0 +1,397 @@
+"""Modes of kept trunks and of their micro-batches, as the caller said or as planned.
+
+With "auto" both recompute by one plan (`plan_kept`). A trunk's graph is held beside every
+micro-batch that runs before the trunk's backward, so each of these has less memory for its own. All
+trunks follow one plan; or they hold no graph, and their forward runs again before their backward.
+Each micro-batch follows the plan that recomputes least in what is left. Of all choices for the
+trunks, the one with which the fewest FLOPs run again is taken.
+
+Legend: C choices for the trunks: all plans [a, b] of `peaks_of`, with pictures also those in which
+towers keep all, and the forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from prefixtree.errors import Refusal, refuse
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
+from prefixtree.kernels.lm_head.measures import measure_bytes
+from prefixtree.models.vision import PlacedPictures
+from prefixtree.planning.costs import borrow_cost_of
+from prefixtree.planning.schedule import graphs_beside, kept
+from prefixtree.planning.steps import Steps
+from prefixtree.planning.trunks import Span, Trunks
+from prefixtree.recompute.forward import (
+    Recompute,
+    left_for_activations,
+    lm_head_trains,
+    memory_of,
+    tower_memory_of,
+)
+from prefixtree.recompute.picture_work import PictureWork, TowerChoice
+from prefixtree.recompute.plan import (
+    PartWork,
+    RecomputePlan,
+    cheapest,
+    held_by_plans,
+    layer_products,
+    peaks_of,
+    place_of,
+    plan_at,
+    recomputed_by,
+    spare_beside,
+    spare_bytes,
+    too_large,
+    waiting_bytes,
+)
+
+if TYPE_CHECKING:
+    from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.trace_tower import TowerMemory
+
+
+# of what a tower may keep
+_CHOICES = 8
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """The plans of trunks and micro-batches.
+
+    Attributes:
+        of_part: per part, in the order of forwards. A peak counts what is held beside the part.
+        runs_again: whether trunks hold no graph. Their plans are those of the second forward.
+    """
+
+    of_part: tuple[RecomputePlan, ...]
+    runs_again: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at once, as predicted."""
+        return max(plan.peak_bytes for plan in self.of_part)
+
+
+def plan_kept(
+    memory: ModelMemory,
+    works: Sequence[PartWork],
+    spans: Sequence[Span],
+    available: float,
+    *,
+    on_host: bool = False,
+    runs_again: bool = False,
+    tower: TowerMemory | None = None,
+    with_spare: bool = False,
+) -> KeptPlan:
+    """Plans trunks and micro-batches within `available` bytes.
+
+    Args:
+        memory: of the model.
+        works: per part, in the order of forwards.
+        spans: of the same parts.
+        available: bytes for activations, lent rows, states, and what is returned to them.
+        on_host: whether what trunks lend waits on the host.
+        runs_again: whether trunks hold no graph in any case. Default: where that costs less.
+        tower: the memory of the tower, where parts have pictures.
+        with_spare: as in `plan_for`.
+
+    Raises:
+        torch.OutOfMemoryError: a part does not fit with every layer recomputed.
+        ValueError: a model without a layer of softmax attention.
+    """
+    parts = [_PartPlans(memory, work, tower, with_spare) for work in works]
+    costs = [part.costs for part in parts]
+    trunks = [part for part, span in enumerate(spans) if span.is_trunk]
+    borrow = replace(borrow_cost_of(memory.cost), on_host=on_host)
+    row, gradient = (borrow.held_layers * x for x in (borrow.row_bytes, borrow.gradient_row_bytes))
+    # of trunks, towers keep nothing, or all
+    ways = [0, -1] if any(len(parts[part].towers) > 1 for part in trunks) else [0]
+    plans = costs[0].size
+    # [C] each: what a trunk holds while others run, and what waits for its own layers
+    holds, waits = {}, dict.fromkeys(range(len(works)), 0.0)
+    for part in trunks:
+        work = works[part]
+        layers = held_by_plans(memory, work).ravel() + parts[part].shown
+        graphs = [layers + parts[part].towers[way].held for way in ways]
+        states = work.states * borrow.held_state_bytes
+        holds[part] = np.append(np.concatenate(graphs), 0.0) + work.lent * (row + gradient) + states
+        waits[part] = work.lent * max(row, gradient) + states
+    nothing = np.zeros(plans * len(ways) + 1)
+    # lent rows are held as long as graphs, also where trunks keep none
+    held = graphs_beside(kept(spans, 1 + max(span.last for span in spans), trains=True))
+    beside = [
+        waits[part]
+        + np.maximum.reduce([sum((holds[t] for t in sorted(each)), nothing) for each in held[part]])
+        for part in range(len(works))
+    ]
+    total = np.zeros_like(nothing)
+    for part, span in enumerate(spans):
+        room = available - beside[part]
+        if span.is_trunk:
+            for i, way in enumerate(ways):
+                of_way = slice(i * plans, (i + 1) * plans)
+                _, needs, cost = parts[part].with_tower(way)
+                total[of_way] += np.where(needs.ravel() <= room[of_way], cost.ravel(), np.inf)
+            again = parts[part].least(room[-1:])
+            total[-1] += again[0] + parts[part].forward()
+        else:
+            total += parts[part].least(room)
+    if runs_again and trunks:
+        total[:-1] = np.inf
+    best = np.flatnonzero(total == total.min())
+    if not np.isfinite(total.min()):
+        peaks = [part.with_tower(0)[0] for part in parts]
+        raise torch.OutOfMemoryError(_message(memory, works, peaks, beside, available))
+    choice = int(best[sum((h[best] for h in holds.values()), nothing[best]).argmin()])
+    keeps_graphs = choice < len(total) - 1
+    found = []
+    for part, span in enumerate(spans):
+        others = float(beside[part][choice])
+        if span.is_trunk and keeps_graphs:
+            way, place = divmod(choice, plans)
+            found.append(parts[part].plan(others, available, ways[way], place))
+        else:
+            found.append(parts[part].plan(others, available))
+    return KeptPlan(tuple(found), not keeps_graphs)
+
+
+class _PartPlans:
+    """The plans of one part.
+
+    Attributes:
+        costs: multiply-adds computed again by layers, of all plans [a, b].
+        towers: what its vision tower may keep; one choice where it has no pictures.
+        shown: bytes of pictures, from the tower's forward to its backward, which comes last.
+    """
+
+    def __init__(
+        self, memory: ModelMemory, work: PartWork, tower: TowerMemory | None, with_spare: bool
+    ) -> None:
+        self._memory, self._work, self._tower = memory, work, tower
+        self._pictures = work.pictures if tower is not None else None
+        self._peaks, self.costs = peaks_of(memory, work), recomputed_by(memory, work)
+        self._spare = spare_bytes(memory, work, with_spare)
+        # beside the tower's backward are the gradients of the embedding and of an lm_head with its
+        # weight
+        self._ends = memory.before * work.num_tokens + waiting_bytes(memory, work)
+        self.shown, self.towers = 0.0, [TowerChoice(0, 0, 0.0, 0.0, 0.0)]
+        if self._pictures is not None and tower is not None:
+            self.shown = self._pictures.held(tower)
+            self.towers = self._pictures.choices(tower, _CHOICES)
+
+    def with_tower(self, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of all plans [a, b]: peaks, what must be free for them, and multiply-adds."""
+        choice = self.towers[way]
+        free = spare_beside(choice, self._spare)
+        of_layers = self._peaks + choice.held
+        last = self._ends + choice.needs
+        peaks = np.maximum(of_layers, last) + self.shown
+        needs = np.maximum(of_layers + np.maximum(self._spare, free), last + free) + self.shown
+        return peaks, needs, self.costs + choice.again
+
+    def least(self, room: np.ndarray) -> np.ndarray:
+        """The multiply-adds of the cheapest plan in each room, [len(room)]; infinite where none
+        fits."""
+        each = [_least(*self.with_tower(way)[1:], room) for way in range(len(self.towers))]
+        return np.minimum.reduce(each)
+
+    def forward(self) -> float:
+        """Multiply-adds of a forward."""
+        cost = self._memory.cost
+        outside = cost.outside_weights * self._work.num_tokens
+        outside += cost.lm_head_weights * self._work.scored
+        layers = sum(map(np.sum, layer_products(self._memory, self._work)))
+        return float(layers + outside + self.towers[0].again)
+
+    def plan(
+        self, others: float, available: float, way: int | None = None, place: int = 0
+    ) -> RecomputePlan:
+        """The cheapest plan, or a given one, beside `others` bytes.
+
+        Args:
+            way, place: of the given one. Default: the cheapest.
+        """
+        if way is None:
+            room = np.array([available - others])
+            least = [_least(*self.with_tower(i)[1:], room)[0] for i in range(len(self.towers))]
+            way = int(np.argmin(least))
+            _, needs, costs = self.with_tower(way)
+            cheap = cheapest(needs, costs, float(room[0]))
+            assert cheap is not None
+            a, b = place_of(cheap)
+            place = a * self.costs.shape[1] + b
+        plan = plan_at(self.with_tower(way)[0] + others, place)
+        if self._pictures is None or self._tower is None:
+            return plan
+        choice = self.towers[way]
+        outside = others + self.shown + self._ends
+        left = available - outside - spare_beside(choice, self._spare)
+        patches, run = self._pictures.runs(self._tower, left, choice)
+        peak = max(plan.peak_bytes, round(outside + run))
+        return replace(plan, peak_bytes=peak, patches=patches, kept=choice.kept)
+
+
+def _least(peaks: np.ndarray, costs: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """The cost of the cheapest plan in each room, [len(room)]; infinite where none fits.
+
+    Args:
+        peaks, costs: of all plans [a, b]. room: in bytes.
+    """
+    order = np.argsort(peaks, axis=None)
+    least = np.append(np.inf, np.minimum.accumulate(costs.ravel()[order]))
+    return least[np.searchsorted(peaks.ravel()[order], room, side="right")]
+
+
+def _message(
+    memory: ModelMemory,
+    works: Sequence[PartWork],
+    peaks: Sequence[np.ndarray],
+    beside: Sequence[np.ndarray],
+    available: float,
+) -> str:
+    needed = [peak[-1, -1] + others[-1] for peak, others in zip(peaks, beside, strict=True)]
+    worst = int(np.argmax(needed))
+    words = f", beside what trunks lend ({beside[worst][-1] / 2**30:.1f} GiB)"
+    if works[worst].pictures is not None:
+        words += ", its pictures included"
+    return too_large(memory, works[worst], available, needed[worst], words)
+
+
+# ---- modes of parts ------------------------------------------------------------------------------
+
+#: What `kept_trunks(recompute_trunks=)` takes.
+RecomputeTrunks = Recompute | Literal["again"]
+
+
+class PartModes(NamedTuple):
+    """The modes of the forwards of `kept_trunks`.
+
+    Attributes:
+        of_part: per part.
+        of_dummy: of a dummy token.
+        runs_again: whether trunks hold no graph and run forward again.
+    """
+
+    of_part: Sequence[Recompute]
+    of_dummy: Recompute
+    runs_again: bool
+
+
+#: Of a model that kept trunks show pictures to, with two modes of recompute.
+KEPT_PICTURES = (
+    Refusal(
+        "recompute_trunks",
+        lambda model: any(isinstance(m, FSDPModule) for m in model.modules()),
+        "ranks of FSDP2 gather the vision tower together, so kept trunks recompute as "
+        "micro-batches do: leave recompute_trunks out, or give 'again'",
+    ),
+)
+
+
+def check_modes(
+    model: nn.Module, recompute: Recompute, recompute_trunks: RecomputeTrunks, sees: bool
+) -> None:
+    """Refuses modes that do not go together.
+
+    Args:
+        model: as `kept_trunks` takes it.
+        sees: whether there are pictures.
+
+    Raises:
+        ValueError: "auto", which would plan only one of trunks and micro-batches.
+        UnsupportedError: under FSDP2 with pictures two modes.
+    """
+    if recompute_trunks == "auto" or (
+        recompute == "auto" and recompute_trunks not in (None, "again")
+    ):
+        raise ValueError(
+            "recompute='auto' plans trunks and micro-batches together, so recompute_trunks goes "
+            f"with it only as None or 'again', got recompute={recompute!r} and recompute_trunks="
+            f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
+        )
+    if sees and recompute_trunks not in (None, "again", recompute):
+        refuse(KEPT_PICTURES, model)
+
+
+def modes_of(
+    model: nn.Module,
+    trunks: Trunks | None,
+    steps: Steps | None,
+    num_scored: Sequence[int],
+    recompute: Recompute,
+    recompute_trunks: RecomputeTrunks,
+    options: ScoreOptions,
+    trains: bool,
+    placed: PlacedPictures | None,
+) -> PartModes:
+    """The modes of all parts; those of "auto" for the memory that is available now.
+
+    Args:
+        model: as `kept_trunks` takes it.
+        trunks: of the rank; None where it has no sequence. steps: their parts.
+        num_scored: edges that each part scores.
+        recompute, recompute_trunks: as in `kept_trunks`.
+        options: what is computed of each edge.
+        trains: whether there are backwards.
+        placed: the pictures; None of text alone.
+
+    Raises:
+        torch.OutOfMemoryError, UnsupportedError, ValueError: see `plan_recomputation` and
+            `plan_kept`.
+    """
+    again = recompute_trunks == "again"
+    if recompute == "auto":
+        if trunks is None or steps is None or not trains:
+            # ranks of FSDP2 whose parts are planned recompute their towers, dummies' too
+            return PartModes([None] * len(num_scored), "all" if trains else None, again)
+        causal_lm, available = left_for_activations(model, steps.packed.device)
+        if options.measure is not None:
+            vocabulary = causal_lm.config.get_text_config().vocab_size
+            available -= measure_bytes(max(num_scored, default=0), vocabulary)
+        trains_head = lm_head_trains(causal_lm)
+        # values have no lm_head, and their rows are those of the last norm
+        counts = num_scored if trains_head is not None else [0] * len(num_scored)
+        parts = zip(steps, counts, trunks.lent_states(), strict=True)
+        works = [PartWork.of(part, n, bool(trains_head), int(states)) for part, n, states in parts]
+        tower = None
+        if placed is not None and len(placed.placements.number):
+            tower = tower_memory_of(model, causal_lm, steps.packed.device)
+            if any(isinstance(module, FSDPModule) for module in model.modules()):
+                # a backward may meet that of any forward of another rank: all compute again
+                tower = replace(tower, may_keep=False)
+            shown = [
+                PictureWork.of(
+                    placed.placements.shown_by(part.own_tokens, placed.pictures),
+                    placed.pictures,
+                    tower.dtype,
+                    moved=False,
+                )
+                for part in steps
+            ]
+            works = [replace(work, pictures=x) for work, x in zip(works, shown, strict=True)]
+        plan = plan_kept(
+            memory_of(model, causal_lm, steps.packed.device),
+            works,
+            trunks.spans,
+            available,
+            on_host=trunks.stats.on_host,
+            runs_again=again,
+            tower=tower,
+            with_spare=True,
+        )
+        return PartModes(plan.of_part, "all", plan.runs_again)
+    again |= recompute_trunks is None and trunks is not None and trunks.stats.again
+    of_trunks: Recompute = recompute
+    if recompute_trunks is not None and recompute_trunks != "again":
+        of_trunks = recompute_trunks
+    spans = () if trunks is None else trunks.spans
+    modes = [of_trunks if span.is_trunk else recompute for span in spans]
+    return PartModes(modes, recompute, again)

@@ -1,0 +1,220 @@
+"""What tests change inside of the package, by plain names: the one file that knows private ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import prefixtree
+
+# Names below `prefixtree`, imported as they are used. `tools/reach.py` follows none of them: a test
+# runs what it changes, and so reaches it without them.
+
+#: Limits: a small input takes the path of a large one.
+LIMITS = {
+    "budget of a small trunk": "planning.trunks:_LEAST",
+    "chunks of a split": "planning.split:_CHUNKS",
+    "gradients of copies": "packing.copies:_CHUNK",
+    "keys gathered in a cascade": "kernels.decoding.cascade:_GATHERED",
+    "latents by definition": "kernels.latents.definition:_GATHERED",
+    "latents' lists of keys": "kernels.latents.gathered:_LISTED",
+    "latents' queries": "kernels.latents.gathered:_CHUNK",
+    "logits in a measure": "kernels.lm_head.measures:_BLOCK",
+    "logits in statistics": "kernels.lm_head.eager:_BLOCK",
+    "logits of plans": "recompute.plan:_LOGITS",
+    "logits of rows": "testing.compare:_CPU_CHUNK",
+    "logits": "kernels.lm_head.logprobs:_CPU_CHUNK",
+    "most parts of a convolution": "kernels.recurrence.conv_triton:_MOST_PARTS",
+    "rows drawn at once": "sampling.draws:_AT_ONCE",
+    "rows that fill a batch": "sampling.rows:_STILL_FULL",
+    "runs of pictures": "recompute.picture_work:_LEAST_RUN",
+    "scores of an indexer": "models.indexers:_SCORES",
+    "scores of eager by rows": "testing.reference:_CPU_SCORES",
+    "scores of sdpa": "kernels.attention.sdpa:_CHUNK",
+    "sliced runs": "packing.copies:_MOST_RUNS",
+    "steps between looks": "sampling.rows:_LOOK_EVERY",
+    "tokens of a small trunk": "planning.trunks:_FEW",
+    "tokens read at once": "sampling.rows:_READ_AT_ONCE",
+}
+#: Calls: tests count them, change what they give, or leave them out.
+CALLS = {
+    "a rank's A, D and dt_bias": "parallel.state_heads:StatesOfRanks._of_rank",
+    "backward of borrowed states": "parallel.states:_Lent.backward",
+    "backward of borrowed tails": "parallel.states:_LentRows.backward",
+    "backward of gathered rows": "parallel.ranks:_GatherRows.backward",
+    "backward of kept scores": "scoring.kept_runs:_backward",
+    "backward of pictures' rows": "parallel.ranks:_ExchangeRows.backward",
+    "bytes left for activations": "recompute.forward:_left_for_activations",
+    "check of positions": "models.attention:_check_position_ids",
+    "check of states": "models.checks:_check_states",
+    "copies of scores": "scoring.edges:gather",
+    "core of TransformerEngine": "integrations.megatron.layers:_transformer_engine_core",
+    "entries of compressed keys": "models.compressed:_entries",
+    "evaluated copy of a policy": "integrations.trl.rollouts:_evaluated",
+    "families with grids": "_picture_inputs:GRIDS",
+    "families with positions": "_picture_inputs:_POSITIONS",
+    "features of placements": "models.encodings:Encoding._repeated",
+    "gradients in the demo": "demo.training:_gradients",
+    "gradients of initial states": "kernels.recurrence.chunked:_add_to_entries",
+    "gradients of tails": "parallel.state_heads:_Tails.part",
+    "images of rows": "integrations.trl.data_set_trainers:_images_of",
+    "joined runs of a tower": "models.tower:_joined",
+    "kernels of an indexer": "models.indexers:_kernels_for",
+    "kernels of best keys": "kernels.chosen:_kernels_for",
+    "kernels of the head": "kernels.lm_head.logprobs:_kernels_for",
+    "key of a picture": "_picture_inputs:picture_key",
+    "keys that move": "sampling.growing_forest:GrowingForest._move_together",
+    "lists of a decode step": "kernels.decoding.work:DecodeWork._fill",
+    "mask of dualkv": "integrations.dualkv:_mask",
+    "memory of a model": "recompute.trace:_trace",
+    "memory of a tower": "recompute.trace_tower:_trace",
+    "model of a setting": "testing.models:_build",
+    "numbers of tokens and choices": "_forest_inputs:numbers_of",
+    "output of verl's engine": "integrations.verl.engine:PackedActorEngine._model_output",
+    "positions of pictures": "models.vision:_position_ids",
+    "probe of layers": "models.rows_alone:_difference",
+    "product of patches": "models.tower:_product",
+    "ranks in lockstep": "models.vision:_runs_in_lockstep",
+    "replay in routers": "models.routers:_prepare",
+    "returned gradients of keys": "parallel.ledger:KeyExchange.give_back",
+    "returned gradients of rows": "parallel.ledger:Exchange.give_back",
+    "rotary table": "integrations.megatron.layers:_AtDepths.__call__",
+    "scores of a router": "integrations.megatron.routers:ForestRouter._weighed",
+    "sum of a state's copies": "parallel.state_heads:_sum_of_copies",
+    "taken gradients of rows": "parallel.ledger:Exchange.take",
+    "verify's run": "testing.verify:_run_all",
+    "version of transformers for routes": "models.routers:_TRANSFORMERS",
+    "warning of no backward": "parallel.steps:_warn_of_no_backward",
+    "windows of compressed keys": "models.compressed:_Windows.of",
+    "work of a tower": "recompute.trace_tower:_Products",
+}
+
+
+def place(what: str) -> tuple[Any, str]:
+    """The module or class, and the name in it, as `patch.object` takes them."""
+    module, _, path = (LIMITS | CALLS)[what].partition(":")
+    *inside, name = path.split(".")
+    return reduce(getattr, inside, import_module(".".join((prefixtree.__name__, module)))), name
+
+
+def inner(what: str) -> Any:
+    """What is there now."""
+    return getattr(*place(what))
+
+
+def put(monkeypatch: pytest.MonkeyPatch, what: str, value: Any) -> None:
+    owner, name = place(what)
+    if isinstance(inspect.getattr_static(owner, name), staticmethod):
+        value = staticmethod(value)
+    monkeypatch.setattr(owner, name, value)
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, what: str, value: Any) -> None:
+    assert what in LIMITS
+    put(monkeypatch, what, value)
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Any]) -> None:
+    """`call(real, *args, **kwargs)` stands for what is there."""
+    real = inner(what)
+    put(monkeypatch, what, lambda *args, **kwargs: call(real, *args, **kwargs))
+
+
+@pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are not probed: for tests that count forwards, or that see mistakes turn them red."""
+    put(monkeypatch, "probe of layers", lambda *_: None)
+
+
+# ---- gradients that are lost: what comparisons must notice ---------------------------------------
+
+
+def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
+    """Of the scores of edges from column `behind` on, the gradient of the first copy stands for the
+    sum over all; the values are exact."""
+
+    def gather_alone(gather: Any, values: torch.Tensor, index: Any) -> torch.Tensor:
+        scores = gather(values, index)
+        _, number = index.rows.unique(return_inverse=True)
+        is_first = (number[:, None] == number).float().argmax(1) == torch.arange(len(number))
+        measured = scores[:, behind:]
+        alone = torch.where(is_first[:, None], measured, measured.detach())
+        return torch.cat([scores[:, :behind], alone], 1)
+
+    wrap(monkeypatch, "copies of scores", gather_alone)
+
+
+def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of borrowed keys and values."""
+
+    def lost(give_back: Any, keys: Any, *gradients: torch.Tensor) -> Any:
+        keys.exchange.take()
+        return give_back(keys, *gradients)
+
+    wrap(monkeypatch, "returned gradients of keys", lost)
+
+
+def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of borrowed states."""
+
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        ctx.exchange.take()
+        return dout, None, None
+
+    put(monkeypatch, "backward of borrowed states", backward)
+
+
+def lose_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the borrowed tails of convolutions."""
+
+    def backward(ctx: Any, dx: torch.Tensor) -> Any:
+        ctx.exchange.take()
+        return dx, None
+
+    put(monkeypatch, "backward of borrowed tails", backward)
+
+
+def round_lent(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Sums of gradients of lent rows of a kind are rounded to bfloat16."""
+
+    def rounded(give_back: Any, exchange: Any, *gradients: torch.Tensor) -> Any:
+        own = give_back(exchange, *gradients)
+        for loan in exchange.read:
+            for total in loan.gradients[exchange.key] if exchange.kind == kind else ():
+                assert total.dtype == torch.float32
+                total.copy_(total.bfloat16())
+        return own
+
+    wrap(monkeypatch, "returned gradients of rows", rounded)
+
+
+def forget_all_but(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Layers take no gradients of rows that they lent, unless of a kind."""
+
+    def take(real: Any, exchange: Any) -> Any:
+        return real(exchange) if exchange.kind == kind else []
+
+    wrap(monkeypatch, "taken gradients of rows", take)
+
+
+def lose_kept(monkeypatch: pytest.MonkeyPatch, behind: int = 0) -> None:
+    """Those of the scores of trunks' edges, which micro-batches use, from a column on."""
+
+    def lost(backward: Any, scores: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            columns = torch.arange(behind, scores.shape[-1])
+            gradient = gradient.index_fill(-1, columns, 0)
+        backward(scores, gradient)
+
+    wrap(monkeypatch, "backward of kept scores", lost)
+
+
+def lose_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of pictures' features."""
+    wrap(monkeypatch, "features of placements", lambda real, *args: real(*args).detach())
