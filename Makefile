@@ -58,8 +58,8 @@ families: test-transformers
 	$(BIN)/python -m tests.support.family_table .venvs/current.xml .venvs/states.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
 # tests/support/config_fields.json: every field of every configuration, packed against eager
-fields: $(READY)
-	$(TEST_ENV) $(BIN)/python -m tests.support.config_fields $(ARGS)
+fields: .venvs/$(lastword $(TRANSFORMERS))/.ready
+	$(TEST_ENV) .venvs/$(lastword $(TRANSFORMERS))/bin/python -m tests.support.config_fields $(ARGS)
 
 # its own transformers and what that needs; everything else from $(VENV)
 .venvs/%/.ready: $(READY)

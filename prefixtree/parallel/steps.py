@@ -5,7 +5,7 @@ computed. In the forward `run_in_steps` runs all steps without a graph, but the 
 `parallel.ledger` keeps what they lend. In the backward it runs them in the reverse order, each with
 a graph.
 
-Legend: t own tokens, U scored edges, T packed tokens.
+Legend: t own tokens, U scored edges (of values tokens), T packed tokens.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class StepRun:
         """Adds the gradients of all parameters to theirs, for those of what `forward` gave."""
         if self._is_done:
             raise RuntimeError(
-                "the backward of sequence_logprobs(max_tokens=) ran already, and what its steps "
-                "lent one another is freed: call sequence_logprobs again for another backward "
+                "the backward of a call with max_tokens= ran already, and what its steps lent one "
+                "another is freed: score again for another backward "
                 "(retain_graph does not keep it)"
             )
         self._is_done = True
@@ -142,9 +142,9 @@ class StepRun:
 def _warn_of_no_backward() -> None:
     """Once: the engine of autograd calls nothing of ours where it does not reach it."""
     warnings.warn(
-        "scores of sequence_logprobs(max_tokens=) with gradients were let go, and no backward came "
-        "to them: torch.autograd.grad and backward(inputs=) do not reach what steps compute again. "
-        "Call loss.backward(), which adds to .grad; where no gradients are wanted, score under "
+        "scores of max_tokens= with gradients were let go, and no backward came to them: "
+        "torch.autograd.grad and backward(inputs=) do not reach what steps compute again. Call "
+        "loss.backward(), which adds to .grad; where no gradients are wanted, score under "
         "torch.no_grad()",
         stacklevel=3,
     )
@@ -163,9 +163,9 @@ class _InSteps(torch.autograd.Function):
         ctx.run.waits = False
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "sequence_logprobs(max_tokens=) is differentiable once: its backward adds the "
-                "gradients of the parameters step by step, so create_graph=True has no graph to "
-                "make; leave it out, or score without max_tokens"
+                "a call with max_tokens= is differentiable once: its backward adds the gradients "
+                "of the parameters step by step, so create_graph=True has no graph to make; leave "
+                "it out, or score without max_tokens"
             )
         ctx.run.backward(gradients)
         return None, None

@@ -1,4 +1,4 @@
-"""A packed forest scored in steps through a model: `sequence_logprobs(max_tokens=)`.
+"""A packed forest in steps through a model: `sequence_logprobs(max_tokens=)`, and of values.
 
 Here stands what steps need of the model: how large they may be, which wrappers run them, and how
 ranks agree on their number. How steps run is in `parallel.steps`, and what they hand on in
@@ -37,17 +37,32 @@ from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.in_groups import LocalPart, Rows, of_tokens, part_inputs
+from prefixtree.scoring.in_groups import Rows, of_tokens, part_inputs
 from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS
 
-#: Calls the model once: (mask, keywords, edges, own packed tokens) -> `Rows`.
-Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges, np.ndarray | None], Rows]
+#: Calls the model once: (mask, keywords, units [u] that get a row, the own token that gives each,
+#: own packed tokens) -> `Rows`.
+Forward = Callable[[TreeMask, dict[str, Any], np.ndarray, np.ndarray, np.ndarray], Rows]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
 # tokens between which the memory of a token is read off
 _FEW, _MANY = 1 << 12, 1 << 13
+
+
+def check_arguments(max_tokens: int | None, borrow_cost: BorrowCost | None, group: Any) -> None:
+    """Refuses arguments that do not go together.
+
+    Raises:
+        ValueError: a borrow_cost without max_tokens; max_tokens with a group.
+    """
+    if borrow_cost is not None and max_tokens is None:
+        raise ValueError("borrow_cost goes with max_tokens, and only with it")
+    if max_tokens is not None and group is not None:
+        raise ValueError(
+            "a forest is divided among the ranks of a group or into steps, not both: give group or "
+            "max_tokens"
+        )
 
 
 def check_call(model: nn.Module, recompute: Recompute) -> None:
@@ -152,32 +167,35 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
     )
 
 
-def scores_in_steps(
+def rows_in_steps(
     forward: Forward,
     model: nn.Module,
-    causal_lm: Any,
+    transformer: Any,
     packed: PackedForest,
-    found: ScoredEdges,
-    whole: LocalPart,
+    predictor: np.ndarray,
+    inputs: dict[str, Any],
     pixels: dict[str, torch.Tensor],
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
-) -> Rows:
-    """The scores of all edges, and what else `forward` gives, in steps of at most `max_tokens`.
+) -> Rows | None:
+    """The scores or values of all units, and what else `forward` gives, in steps of at most
+    `max_tokens`.
 
     Args:
         forward: calls the model once.
-        model, causal_lm, packed, found: as `sequence_logprobs` has them.
-        whole: the forest as this rank's part.
+        model: what is called. transformer: the transformers model inside it.
+        packed: the packed forest.
+        predictor: int64 [U], the packed token that gives each unit its row.
+        inputs: keywords of a forward over all of it.
         pixels: of its pictures, by a name.
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
 
     Returns:
-        As `forward`, of all edges and tokens, with one node of the graph behind them where
-        gradients are enabled.
+        As `forward`, of all units and tokens, with one node of the graph behind them where
+        gradients are enabled. None where the forests of all ranks fit one forward.
 
     Raises:
         UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
@@ -191,13 +209,13 @@ def scores_in_steps(
         max_tokens = at_least_one("max_tokens", max_tokens)
         check_call(model, recompute)
         # what each forward would refuse
-        recomputed_forward(model, causal_lm, packed, 0, recompute)
+        recomputed_forward(model, transformer, packed, 0, recompute)
         undivided = _refusal(model)
         if packed.num_tokens > max_tokens:
             count = 2
             if undivided is None:
-                check_rope(causal_lm, packed.mask.host, divided="each step of max_tokens")
-                cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
+                check_rope(transformer, packed.mask.host, divided="each step of max_tokens")
+                cost = borrow_cost or step_cost_of(model, transformer, device, recompute)
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
                 count = len(steps)
     except Exception as failure:
@@ -215,40 +233,37 @@ def scores_in_steps(
             "rank can go on without it; its own message says what it needs"
         )
     if num_runs == 1:
-        return forward(whole.mask, whole.inputs, whole.edges, None)
+        return None
     on_host = steps is not None and steps.stats.on_host
     if steps is None:
         # other ranks have more than one
         steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
-    scored = [part.scored(found.predictor) for part in steps]
+    scored = [part.scored(predictor) for part in steps]
     places = [
-        (move(torch.from_numpy(edges), device), part.tables().own_tokens)
-        for part, (edges, _) in zip(steps, scored, strict=True)
+        (move(torch.from_numpy(units), device), part.tables().own_tokens)
+        for part, (units, _) in zip(steps, scored, strict=True)
     ]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     wrapped = Wrapped(model, device)
     # what the second forward of a step reads
-    inputs = {f"packed.{n}, or what shares its memory,": x for n, _, x in of_tokens(whole.inputs)}
-    stamp = ModelStamp(model, inputs | pixels, for_backward=True) if trains else None
+    read = {f"packed.{n}, or what shares its memory,": x for n, _, x in of_tokens(inputs)}
+    stamp = ModelStamp(model, read | pixels, for_backward=True) if trains else None
 
     def compute(step: int | None, exchanges: PartExchanges | None) -> Rows:
         with wrapped.as_in_the_forward(is_last=step == 0):
             if step is None or exchanges is None:
-                dummy = dummy_of(packed)
-                rows = np.empty(0, np.int64)
-                nothing = edges_on_device(packed, found, rows, rows)
-                of_dummy = forward_inputs(dummy, causal_lm.config)
-                return forward(dummy.mask, of_dummy, nothing, np.empty(0, np.int64))
+                dummy, nothing = dummy_of(packed), np.empty(0, np.int64)
+                of_dummy = forward_inputs(dummy, transformer.config)
+                return forward(dummy.mask, of_dummy, nothing, nothing, nothing)
             part = steps[step]
-            of_part = part_inputs(whole.inputs, part, part_mask(exchanges))
-            scored_here = edges_on_device(packed, found, *scored[step])
-            return forward(part.mask, of_part, scored_here, part.own_tokens)
+            of_part = part_inputs(inputs, part, part_mask(exchanges))
+            return forward(part.mask, of_part, *scored[step], part.own_tokens)
 
     def check() -> None:
         if stamp is not None and (change := stamp.change()) is not None:
             raise RuntimeError(
-                f"{change} between sequence_logprobs(max_tokens=) and its backward, which runs the "
-                "steps again: call backward() before such a change (before optimizer.step(), "
+                f"{change} between a call with max_tokens= and its backward, which runs the steps "
+                "again: call backward() before such a change (before optimizer.step(), "
                 "within the same adapters and mode), or score again after it"
             )
 

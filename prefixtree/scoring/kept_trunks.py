@@ -23,14 +23,13 @@ from prefixtree.models.checks import check_model, check_module, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.routers import check_routes
-from prefixtree.models.rows_alone import check_layers
 from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batch import MicroBatch, of_plan
-from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.recompute.forward import Recompute
 from prefixtree.recompute.kept_modes import RecomputeTrunks, check_modes
 from prefixtree.scoring.edges import (
     ScoredUnits,
@@ -42,7 +41,7 @@ from prefixtree.scoring.edges import (
 from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
 from prefixtree.scoring.logprobs import ModelForward
 from prefixtree.scoring.refusals import KEPT_SCORES
-from prefixtree.scoring.values import checked_classifier, values_of_tokens
+from prefixtree.scoring.values import ValuesForward, checked_classifier
 
 
 @with_hints
@@ -231,7 +230,7 @@ class _ValuesOfParts:
 
     def __init__(self, model: nn.Module, classifier: Any, packed: PackedForest) -> None:
         prepare_states(classifier)
-        self._model, self._classifier = model, classifier
+        self._forward = ValuesForward(model, classifier, packed)
         self.packed = packed
         self.inputs = forward_inputs(packed, classifier.config)
         lengths = packed.forest.sequence_lengths
@@ -249,13 +248,9 @@ class _ValuesOfParts:
         own: np.ndarray,
         recompute: Recompute,
     ) -> torch.Tensor:
-        arguments = self._model, self._classifier
-        # a forward of its own, which other ranks run where this one does
-        check_layers(*arguments, self.packed.device)
-        with recomputed_forward(*arguments, self.packed, 0, recompute):
-            values = values_of_tokens(*arguments, mask, inputs)
-        # of a part's own tokens all, and of a dummy none
-        return values[: len(rows)]
+        self._forward.recompute = recompute
+        (values,) = self._forward.rows(mask, inputs, which, rows, own)
+        return values
 
     def result(
         self, rows: torch.Tensor, index: GatherIndex, lengths: list[int]

@@ -42,11 +42,12 @@ from prefixtree.scoring.edges import (
     DeviceEdges,
     ScoredEdges,
     SequenceScores,
+    edges_on_device,
     find_edges,
     scores_of,
 )
 from prefixtree.scoring.in_groups import Rows, part_of_rank, whole_forest
-from prefixtree.scoring.in_steps import scores_in_steps
+from prefixtree.scoring.in_steps import check_arguments, rows_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 from prefixtree.scoring.refusals import GroupMode, check_group_mode
 
@@ -166,13 +167,7 @@ def sequence_logprobs(
     """
     given = packed
     packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
-    if borrow_cost is not None and max_tokens is None:
-        raise ValueError("borrow_cost goes with max_tokens, and only with it")
-    if max_tokens is not None and group is not None:
-        raise ValueError(
-            "a forest is divided among the ranks of a group or into steps, not both: give group or "
-            "max_tokens"
-        )
+    check_arguments(max_tokens, borrow_cost, group)
     in_group = group is not None and num_ranks(group) > 1
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
@@ -212,13 +207,24 @@ def sequence_logprobs(
     loss = router_loss(causal_lm, packed, output_router_logits)
     forward.loss, forward.placed = loss, placed
     forward.shown, forward.share = local.shown, local.share
-    if max_tokens is None:
-        rows = local.gathered(forward.rows(local.mask, local.inputs, local.edges))
-    else:
+    rows = None
+    if max_tokens is not None:
         pixels = {} if placed is None else placed.pixels()
-        arguments = model, causal_lm, packed, found, local, pixels
+        arguments = model, causal_lm, packed, found.predictor, local.inputs, pixels
         options_of_steps = max_tokens, borrow_cost, recompute
-        rows = scores_in_steps(forward.rows, *arguments, *options_of_steps)
+
+        def of_step(
+            mask: TreeMask,
+            inputs: dict[str, Any],
+            which: np.ndarray,
+            at: np.ndarray,
+            own: np.ndarray,
+        ) -> Rows:
+            return forward.rows(mask, inputs, edges_on_device(packed, found, which, at), own)
+
+        rows = rows_in_steps(of_step, *arguments, *options_of_steps)
+    if rows is None:
+        rows = local.gathered(forward.rows(local.mask, local.inputs, local.edges))
     scores, *router_logits = rows
     where = local.to_sequences, local.lengths
     found_scores = scores_of(scores, *where, wanted, local.order, local.edges.found)

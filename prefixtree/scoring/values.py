@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,9 +31,11 @@ from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
-from prefixtree.recompute.forward import Recompute, recomputed_forward
-from prefixtree.scoring.in_groups import token_part_of_rank
+from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
+from prefixtree.scoring.in_groups import Rows, token_part_of_rank
+from prefixtree.scoring.in_steps import check_arguments, rows_in_steps
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear
 from prefixtree.scoring.refusals import VALUES
 
@@ -47,6 +50,8 @@ def sequence_values(
     *,
     recompute: Recompute = None,
     group: ProcessGroup | None = None,
+    max_tokens: int | None = None,
+    borrow_cost: BorrowCost | None = None,
 ) -> list[torch.Tensor]:
     """The values at every token of every sequence; the model runs once, over the distinct tokens.
 
@@ -65,6 +70,9 @@ def sequence_values(
         recompute: as in `sequence_logprobs`.
         group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
             this process alone computes it.
+        max_tokens: what one step may hold, as in `sequence_logprobs`. Default: one forward computes
+            the forest.
+        borrow_cost: what borrowed tokens take of `max_tokens`, as in `sequence_logprobs`.
 
     Returns:
         One tensor [n, C] per sequence, float32 (float64 of a model in float64), C as
@@ -73,13 +81,15 @@ def sequence_values(
     Raises:
         TypeError: anything but a PackedForest or a MicroBatch, or a model that is no module.
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
-        ForestError: a forest without token ids.
+        ForestError: a forest without token ids; a path that fits no steps of max_tokens.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
-            another model; ranks of a group that differ.
+            another model; ranks of a group that differ; max_tokens below 1, or with a group or
+            recompute="auto"; a borrow_cost without max_tokens.
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
     check_module(model)
+    check_arguments(max_tokens, borrow_cost, group)
     in_group = group is not None and num_ranks(group) > 1
     divided = "the ranks of a group" if in_group else None
     check = partial(checked_classifier, model, packed, divided)
@@ -90,28 +100,67 @@ def sequence_values(
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
     prepare_states(classifier)
-    check_layers(model, classifier, packed.device)
     share = None if local is None else local.share
-    with recomputed_forward(model, classifier, packed, 0, recompute, share=share):
-        own = values_of_tokens(model, classifier, mask, inputs)
+    forward = ValuesForward(model, classifier, packed, recompute, share)
+    rows = None
+    if max_tokens is not None:
+        every, options = np.arange(packed.num_tokens), (max_tokens, borrow_cost, recompute)
+        rows = rows_in_steps(forward.rows, model, classifier, packed, every, inputs, {}, *options)
+    own = forward(mask, inputs) if rows is None else rows[0]
     return packed.unpack(own if local is None else local.gathered(own))
 
 
-def values_of_tokens(
-    model: nn.Module, classifier: Any, mask: TreeMask, inputs: dict[str, Any]
-) -> torch.Tensor:
-    """One forward over a packed forest, or over a part of one: the values of its own tokens.
+class ValuesForward:
+    """Calls a model over a packed forest, or over a part of one, for the values of its tokens.
 
     Args:
-        model: what is called. classifier: the transformers model inside it.
-        mask: that of the tokens. inputs: keywords of the model.
-
-    Returns:
-        [t, C], float32 or wider.
-
-    Raises:
-        UnsupportedError: a model that does not give a value per token.
+        model: what is called. classifier: the transformers model inside it, prepared.
+        packed: the packed forest.
+        recompute: as in `sequence_values`.
+        share: of a rank's part. Default: a forest that no ranks divide.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        classifier: Any,
+        packed: PackedForest,
+        recompute: Recompute = None,
+        share: GroupShare | None = None,
+    ) -> None:
+        self.recompute = recompute
+        self._model, self._classifier, self._packed, self._share = model, classifier, packed, share
+
+    def __call__(self, mask: TreeMask, inputs: dict[str, Any]) -> torch.Tensor:
+        """One forward: [t, C], float32 or wider.
+
+        Args:
+            mask: that of the tokens. inputs: keywords of the model.
+
+        Raises:
+            UnsupportedError: a model that does not give a value per token.
+        """
+        arguments = self._model, self._classifier
+        # a forward of its own, which other ranks run where this one does
+        check_layers(*arguments, self._packed.device)
+        with recomputed_forward(*arguments, self._packed, 0, self.recompute, share=self._share):
+            return _values_of_tokens(*arguments, mask, inputs)
+
+    def rows(
+        self,
+        mask: TreeMask,
+        inputs: dict[str, Any],
+        which: np.ndarray,
+        at: np.ndarray,
+        own: np.ndarray,
+    ) -> Rows:
+        """The same as a `Forward` of steps: of a part's own tokens all, and of a dummy none."""
+        return (self(mask, inputs)[: len(at)],)
+
+
+def _values_of_tokens(
+    model: nn.Module, classifier: Any, mask: TreeMask, inputs: dict[str, Any]
+) -> torch.Tensor:
     warn_past_ddp(model)
     with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
         values = getattr(model(**inputs), "logits", None)

@@ -25,7 +25,7 @@ from prefixtree.sampling import Draws, TreeSampler
 from tests.package import number_kinds as kinds
 from tests.package.number_kinds import SEQUENCES, Kind, two
 from tests.package.test_public import PUBLIC
-from tests.support.models import build
+from tests.support.models import build, reward_model
 
 FOREST = pt.PrefixForest.from_sequences(SEQUENCES)
 PACKED = pt.pack(FOREST)
@@ -57,6 +57,11 @@ def add(name: str, call: Callable[..., Any], few: int = 99, **arguments: Kind) -
 @cache
 def model() -> Any:
     return build("qwen3").train()
+
+
+@cache
+def critic() -> Any:
+    return reward_model("qwen3")
 
 
 @cache
@@ -309,6 +314,8 @@ add("Draws", Draws, top_p=K.SHARE, min_p=K.SHARE)
 scored = of_model(pt.sequence_logprobs, PACKED)
 add("sequence_logprobs", scored, 2, temperature=K.NUMBERS, loss_mask=K.MASKS, chunk_size=K.COUNT)
 add("sequence_logprobs", scored, 1, max_tokens=K.COUNT)
+valued = lambda **given: pt.sequence_values(critic(), PACKED, **given)  # noqa: E731
+add("sequence_values", valued, 1, max_tokens=K.COUNT)
 add("Teacher", of_model(pt.Teacher, PACKED), loss_mask=K.MASKS)
 of_teacher = cache(of_model(lambda student: pt.Teacher(student, PACKED)))
 add("Teacher.divergence", lambda **given: of_teacher().divergence(**given), beta=K.SHARE)

@@ -37,7 +37,7 @@ Cell = Held | Refused | Absent
 # the levels of ways.AXES["way"] that a column stands for
 WAYS = {
     "one forward": ("one forward",),
-    "steps": ("steps",),
+    "steps": ("steps", "values in steps"),
     "kept trunks": ("kept trunks", "again"),
     "groups": ("groups by parts", "groups by heads"),
     "values": ("values", "kept values"),
@@ -248,14 +248,12 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
 
 def of_ways(levels: tuple[str, ...], ways: tuple[str, ...]) -> str:
     """The text of a cell of the matrix: "yes", "no", "-", or what of it is not."""
-    found = {(way, level): cell(way, level) for way in ways for level in levels}
-    kinds = {type(of) for of in found.values()}
-    if kinds == {type(None)}:
+    found = {level: {type(cell(way, level)) for way in ways} for level in levels}
+    refused = [level for level, kinds in found.items() if Refused in kinds]
+    held = [level for level, kinds in found.items() if type(None) in kinds and level not in refused]
+    if len(held) == len(levels):
         return "yes"
-    if len(kinds) == 1:
-        return "no" if kinds == {Refused} else "-"
-    held = dict.fromkeys(level for (_, level), of in found.items() if of is None)
-    return ", ".join(held)
+    return ", ".join(held) or ("no" if refused else "-")
 
 
 def text_of(of: Cell) -> str:

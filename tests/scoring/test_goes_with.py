@@ -55,3 +55,4 @@ def test_cells_of_several_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goes_with, "cell", lambda *pair: said[pair])
     assert of_ways(("x",), ("a",)) == "yes" and of_ways(("y",), ("a",)) == "no"
     assert of_ways(("x",), ("b",)) == "-" and of_ways(("x", "y"), ("a",)) == "x"
+    assert of_ways(("x",), ("a", "b")) == "yes" and of_ways(("y",), ("a", "b")) == "no"

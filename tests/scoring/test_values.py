@@ -35,6 +35,7 @@ from tests.support.models import (
 )
 from tests.support.operator_calls import count_attentions
 from tests.support.picture_cases import Float64
+from tests.support.step_ranks import LIGHT
 
 _CLASSES = {
     "token": AutoModelForTokenClassification,
@@ -208,6 +209,48 @@ def test_dtypes_and_no_gradients():
     with torch.no_grad():
         assert sequence_values(model.bfloat16(), ragged_packed())[0].dtype == torch.float32
         assert sequence_values(model.double(), ragged_packed())[0].dtype == torch.float64
+
+
+# ---- in steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", _CLASSES)
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_next"])
+def test_in_steps(model_type: str, kind: str) -> None:
+    """A forest that is larger than the budget; one that fits takes one forward."""
+    model = classifier(_CLASSES[kind], model_type)
+    expected = sequence_values(model, ragged_packed())
+    want = run(expected, squares(expected), model)
+    want_values = [x.detach() for x in expected]
+    calls = []
+    for max_tokens in (20, 1000):
+        model.zero_grad()
+        with counted([model]) as forwards:
+            values = sequence_values(
+                model, ragged_packed(), max_tokens=max_tokens, borrow_cost=LIGHT
+            )
+            got = run(values, squares(values), model)
+            calls.append(forwards())
+        assert_same(got, want)
+    assert calls[0] > 5 and calls[1] == 1
+    with torch.no_grad():
+        found = sequence_values(model, ragged_packed(), max_tokens=20, borrow_cost=LIGHT)
+    torch.testing.assert_close(found, want_values, atol=1e-5, rtol=1e-5)
+
+
+def test_what_steps_refuse() -> None:
+    model = classifier(AutoModelForTokenClassification, "qwen3")
+    with pytest.raises(ValueError, match="borrow_cost goes with max_tokens"):
+        sequence_values(model, ragged_packed(), borrow_cost=LIGHT)
+    with pytest.raises(ValueError, match="max_tokens must be"):
+        sequence_values(model, ragged_packed(), max_tokens=0)
+    with pytest.raises(ValueError, match="plans for a forest in one forward"):
+        sequence_values(model, ragged_packed(), max_tokens=20, recompute="auto")
+    values = sequence_values(model, ragged_packed(), max_tokens=20, borrow_cost=LIGHT)
+    with torch.no_grad():
+        model.score.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="between a call with max_tokens= and its backward"):
+        squares(values).backward()
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -71,6 +71,7 @@ def test_in_one_process(case: dict[str, str]) -> None:
         (lose_keys, {"way": "kept values"}),
         (lose_keys, {"way": "steps", "layers": "indexers"}),
         (lose_keys, {"way": "steps", "layers": "blocks that choose"}),
+        (lose_keys, {"way": "values in steps"}),
         (lose_states, {"way": "steps", "layers": "delta rule"}),
         (lose_states, {"way": "kept trunks", "layers": "Mamba-2"}),
         (lose_tails, {"way": "steps", "layers": "Mamba-2"}),

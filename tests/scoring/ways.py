@@ -26,6 +26,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "groups by parts",
         "groups by heads",
         "values",
+        "values in steps",
         "kept values",
     ),
     "layers": (
@@ -101,7 +102,8 @@ class Absent:
     why: str
 
 
-VALUES = ("values", "kept values")
+VALUES = ("values", "values in steps", "kept values")
+STEPS = ("steps", "values in steps")
 KEPT = ("kept trunks", "again", "kept values")
 GROUPS = ("groups by parts", "groups by heads")
 _NO_DISTRIBUTION = Absent("a value has no distribution over tokens")
@@ -109,7 +111,7 @@ _NO_EXPERTS = Absent("no experts")
 
 # by two levels; what is not here is held
 CELLS: dict[tuple[str, str], Refused | Absent] = {
-    ("steps", "auto"): Refused("plans for a forest in one forward"),
+    **{(way, "auto"): Refused("plans for a forest in one forward") for way in STEPS},
     **{(way, "router loss"): Refused("load-balancing") for way in KEPT[:2]},
     **{(way, "compressed keys"): Refused("compress") for way in ("steps", *KEPT, *GROUPS)},
     **dict.fromkeys(

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import prefixtree as pt
-from tests.scoring.ways import GROUPS, KEPT, VALUES
+from tests.scoring.ways import GROUPS, KEPT, STEPS, VALUES
 from tests.scoring.ways_models import LAYERS, model_of
 from tests.support import picture_cases
 from tests.support.models import (
@@ -288,7 +288,7 @@ class Call:
         if self.way in KEPT and self.options.pop("output_router_logits", False):
             # a block of kept trunks has no keyword for it
             model.config.output_router_logits = True
-        if self.way == "steps":
+        if self.way in STEPS:
             self.options |= {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
         elif self.way in GROUPS:
             mode = "parts" if self.way == "groups by parts" else "heads"

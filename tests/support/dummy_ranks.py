@@ -111,6 +111,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None], bool]] = {
     "steps": (mixture, lambda *of: _scored(*of, max_tokens=20, borrow_cost=LIGHT), False),
     "batch_logprobs": (mixture, _padded, False),
     "sequence_values": (critic, _valued, False),
+    "values in steps": (critic, lambda *of: _valued(*of, max_tokens=20, borrow_cost=LIGHT), False),
     "kept_trunks": (mixture, _kept, True),
     "kept_values": (critic, _kept_values, True),
 }

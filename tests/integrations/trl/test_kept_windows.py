@@ -139,13 +139,13 @@ def test_a_budget_computes_micro_batches_in_steps(
 ) -> None:
     """With one micro-batch a step there is nothing to share; with more, trunks take part."""
     stepped: list[int] = []
-    real = scoring.scores_in_steps
+    real = scoring.rows_in_steps
 
     def counted(*args: Any, **options: Any) -> Any:
         stepped.append(1)
         return real(*args, **options)
 
-    monkeypatch.setattr(scoring, "scores_in_steps", counted)
+    monkeypatch.setattr(scoring, "rows_in_steps", counted)
     one = {**CUT, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     for arguments in (one, CUT):
         given = {**CUT["options"], "max_tokens": 60}
