@@ -111,7 +111,7 @@ class StepRun:
         """A forward; what it gives, without a graph."""
         kind, step = self.ledger.schedule[place]
         keeps = kind == schedule.KEEP
-        with torch.set_grad_enabled(keeps):
+        with torch.enable_grad() if keeps else torch.no_grad():
             if self._is_dummy(step):
                 rows = self._compute(None, None)
             else:

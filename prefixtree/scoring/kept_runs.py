@@ -406,8 +406,9 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         assert self._ledger is not None and self._trunks is not None
         is_trunk = self._trunks.spans[part].is_trunk
         keeps = kind == schedule.KEEP
-        # a micro-batch is scored as the caller has it: in the block's mode
-        graph: Any = nullcontext() if keeps or not is_trunk else torch.no_grad()
+        # where no parameter trains, a hook on the embedding may still ask for a graph: its backward
+        # would come after what it reads is freed
+        graph: Any = nullcontext() if keeps else torch.no_grad()
         with self._ledger.running(place) as exchanges, graph:
             scores = self._run_part(part, exchanges)
         if not is_trunk:

@@ -1,7 +1,14 @@
-"""A case of `ways`, through public calls, and each of its sequences alone through eager."""
+"""A case of `ways`, through public calls, and each of its sequences alone through eager.
+
+    python -m tests.scoring.ways_runs COUNT [SEED]
+
+draws that many cases at random, of one process, and prints those that fail.
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +22,7 @@ from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import prefixtree as pt
-from tests.scoring.ways import GROUPS, KEPT, STEPS, VALUES
+from tests.scoring.ways import AXES, GROUPS, KEPT, STEPS, VALUES, goes, label
 from tests.scoring.ways_models import LAYERS, model_of
 from tests.support import picture_cases
 from tests.support.models import (
@@ -490,3 +497,33 @@ def _check_shapes(found: Found, expected: Found) -> None:
     for each in (found, expected):
         assert all(x.isfinite().all() for x in (*each.rows, *each.gradients.values()))
         assert np.isfinite(each.balance)
+
+
+# ---- cases at random -----------------------------------------------------------------------------
+
+
+def drawn(count: int, seed: int) -> Iterator[dict[str, str]]:
+    """Cases of which no pair and no three are refused."""
+    rng = np.random.default_rng(seed)
+    while count:
+        case = {axis: str(rng.choice(levels)) for axis, levels in AXES.items()}
+        if goes(case) and case["way"] not in GROUPS:
+            count -= 1
+            yield case
+
+
+def main(count: str, seed: str = "0") -> int:
+    warnings.simplefilter("ignore")
+    failed = 0
+    for case in drawn(int(count), int(seed)):
+        try:
+            check(case, run(case))
+        except Exception as error:
+            failed += 1
+            print(f"{label(case)}: {type(error).__name__}: {error}", flush=True)
+    print(f"{failed} of {count} failed")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
