@@ -231,7 +231,7 @@ def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
 
 
 def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
-    """The same for one array [T, L, k] of tokens in some order of their own.
+    """Checks and sorts routes that come as one array [T, L, k], tokens in any order.
 
     Raises:
         ForestError: as `join_routes`.

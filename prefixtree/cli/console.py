@@ -1,5 +1,5 @@
-"""Where the commands print (results to stdout, progress and complaints to stderr), and the files
-that they read and write.
+"""Output of the commands (results to stdout, progress and complaints to stderr), and the files that
+they read and write.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def serves_choice(scores: torch.Tensor) -> bool:
 def best_bits(
     scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
 ) -> torch.Tensor:
-    """As `kernels.chosen.best_bits`, of float32 scores."""
+    """Serves `kernels.chosen.best_bits` for float32 scores."""
     n, width = scores.shape
     bits = torch.zeros(n, num_words, dtype=torch.int32, device=scores.device)
     given = scores.contiguous(), position.contiguous(), bits, width, num_words, count

@@ -92,7 +92,7 @@ def check_own_code(name: str, module: nn.Module, kind: str) -> None:
 
 
 def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """The same code, in which global names mean something else; decorators around it are kept.
+    """Copies a function so that global names mean something else in it; its decorators stay.
 
     Args:
         forward: a function. meanings: by name, gives what it means from what it meant.

@@ -101,6 +101,6 @@ def test_a_file_says_itself_that_it_marks_tests_full(tmp_path: Path) -> None:
     file.write_text("from elsewhere import marked")
     with pytest.raises(pytest.UsageError, match="marks no test full itself"):
         LeftOut(True).pytest_collection_modifyitems(
-            SimpleNamespace(),  # type: ignore[arg-type]
+            SimpleNamespace(),
             [item(file, pytest.mark.full.mark)],
         )

@@ -89,10 +89,10 @@ def _upper_lora(model: nn.Module) -> Any:
     return adapted(model, *layers)
 
 
-def _head_alone(model: nn.Module) -> nn.Module:
-    head = getattr(model, "score", None) or model.lm_head
+def _alone(model: nn.Module, module: Any) -> nn.Module:
+    """The model, of which one module alone trains."""
     model.requires_grad_(False)
-    head.requires_grad_(True)
+    module.requires_grad_(True)
     return model
 
 
@@ -112,20 +112,13 @@ def _ending(model: nn.Module, *ends: str) -> nn.Module:
     return model
 
 
-def _embedding_alone(model: Any) -> Any:
-    embedding = model.get_input_embeddings()
-    model.requires_grad_(False)
-    embedding.requires_grad_(True)
-    return model
-
-
 _TRAINED: dict[str, Callable[[Any], Any]] = {
     "everything": lambda model: model,
     "frozen layers": _freeze,
     "LoRA without the first layer": _upper_lora,
     "QLoRA": _upper_lora,
-    "head alone": _head_alone,
-    "embedding alone": _embedding_alone,
+    "head alone": lambda model: _alone(model, getattr(model, "score", None) or model.lm_head),
+    "embedding alone": lambda model: _alone(model, model.get_input_embeddings()),
     "two vectors": partial(_some, count=2, most_dims=1),
     "three of all": partial(_some, count=3),
     "no parameter": lambda model: model.requires_grad_(False),

@@ -90,7 +90,7 @@ class TokenMask(torch.Tensor):
 
 
 class Recorded:
-    """In the place of Megatron's RouterReplay, for one call of a router.
+    """Replaces Megatron's RouterReplay for one call of a router.
 
     Args:
         experts: int64 [n, k].
@@ -296,7 +296,7 @@ def ordinals_of(language_model: Any) -> tuple[dict[int, int], int]:
 
 
 class _Choice:
-    """In the place of Megatron's RouterReplay: keeps the experts that a router chooses.
+    """Replaces Megatron's RouterReplay and keeps the experts that a router chooses.
 
     Attributes:
         experts: int64 [n, k], or None before the call.

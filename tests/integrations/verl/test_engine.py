@@ -490,7 +490,7 @@ def test_seconds_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
         infer_batch = train_batch
 
-    class Engine(metrics.MeteredEngine, Verls):  # type: ignore[misc]
+    class Engine(metrics.MeteredEngine, Verls):
         packs, _has_trained, _work, _flops_counter = True, True, None, None
 
     monkeypatch.setattr(metrics, "work_metrics", lambda *given: {"given": given[2:]})

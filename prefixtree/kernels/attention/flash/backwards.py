@@ -109,7 +109,7 @@ _BASE = 128
 
 
 class _Conversion:
-    """In the place of flash-attn-4's; its backward runs in one thread at a time.
+    """Replaces flash-attn-4's conversion of dK and dV, for one backward at a time.
 
     Attributes:
         wide: float32 results by what flash-attn-4 takes for the tensor to write.
