@@ -23,7 +23,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -316,6 +316,11 @@ class RouterLoss:
                 f"expected [{expected}, experts] per layer of experts: routers were replaced"
             )
         return logits
+
+    def within(self, packed: PackedForest, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of a micro-batch, of the router logits of its packed tokens."""
+        multiplicity = packed.multiplicity.to(logits[0].device)
+        return replace(self, multiplicity=multiplicity, is_dummy=packed.forest.is_dummy).of(logits)
 
     def of(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss, a scalar, of the router logits of all packed tokens, one [T, E] per layer."""

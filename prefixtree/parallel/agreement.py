@@ -170,6 +170,19 @@ def order_of(events: schedule.Schedule) -> str:
     return "".join(letters.get(event.kind, "") for event in events)
 
 
+def among_ranks(events: schedule.Schedule, order: str) -> schedule.Schedule:
+    """A rank's schedule with a dummy wherever others run in the common order and it does not."""
+    trains = any(event.kind == schedule.BACKWARD for event in events)
+    dummies = {FORWARD: schedule.KEEP if trains else schedule.FORWARD, BACKWARD: schedule.BACKWARD}
+    upcoming, found = list(order), list[schedule.Event]()
+    for event in events:
+        if order and (own := order_of([event])):
+            while (other := upcoming.pop(0)) != own:
+                found.append(schedule.Event(dummies[other], schedule.DUMMY))
+        found.append(event)
+    return found + [schedule.Event(dummies[other], schedule.DUMMY) for other in upcoming]
+
+
 def common_order(orders: Sequence[str]) -> str:
     """An order of forwards and backwards in which all ranks can run, with dummies between theirs.
 

@@ -28,7 +28,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.packing.copies import move, to_pinned
 from prefixtree.planning.part_states import KEYS, STATES, PartStates
-from prefixtree.planning.schedule import Life, Lives, Schedule
+from prefixtree.planning.schedule import BACKWARD, KEEP, Life, Lives, Schedule
 from prefixtree.planning.steps import Steps
 
 Rows = tuple[torch.Tensor, ...]
@@ -202,6 +202,30 @@ class Ledger:
         """Rows on the device, wherever they waited."""
         return to_device(rows, self._device)
 
+    def most_waiting(self, kind: int) -> np.ndarray:
+        """The most rows, and rows of gradients, that are on the device beside a part's runs with a
+        graph: int64 [parts, 2]."""
+        backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
+        change = np.zeros((len(self.schedule) + 1, 2), np.int64)
+        found = np.zeros((len(self.steps), 2), np.int64)
+        if self._on_host or not backward:
+            return found
+        for loan in self.loans(kind):
+            count = len(loan.tokens)
+            change[self._lives.first[loan.lender], 0] += count
+            change[loan.life.last + 1, 0] -= count
+            if self._parks and loan.life.pause is not None:
+                behind, until = loan.life.pause
+                change[behind + 1, 0] -= count
+                change[until, 0] += count
+            change[min(backward[part] for part in loan.readers), 1] += count
+            change[backward[loan.lender] + 1, 1] -= count
+        waiting = np.cumsum(change, 0)
+        for place, (what, part) in enumerate(self.schedule):
+            if what in (KEEP, BACKWARD) and 0 <= part < len(found):
+                found[part] = np.maximum(found[part], waiting[place])
+        return found
+
     @property
     def kinds(self) -> set[int]:
         """The kinds of rows that layers asked for."""
@@ -249,14 +273,12 @@ class PartExchanges:
         ledger: what it reads and lends.
         part: the part.
         lends: whether forwards lend rows.
-        is_over: whether a backward would come too late, as those lenders have had theirs.
     """
 
     def __init__(self, ledger: Ledger, part: int, lends: bool) -> None:
         self.ledger, self.part = ledger, part
         # a part that lends nothing may run a layer as often as it likes
         self.lends = lends and len(ledger.steps[part].exchange.send_runs) > 0
-        self.is_over = False
         self._seen: set[Hashable] = set()
         self._orders: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
 
@@ -274,16 +296,6 @@ class PartExchanges:
         if kind not in self._orders:
             self._orders[kind] = self.ledger.order_of(self.part, kind)
         return Exchange(self, kind, key, self._orders[kind])
-
-    def check_time(self) -> None:
-        """Raises where a backward comes too late."""
-        if self.is_over:
-            raise RuntimeError(
-                "the backward of a micro-batch of kept trunks ran after the next one was asked "
-                "for: the trunks that it borrows from may have had their backward, and its "
-                "gradients would be lost; call backward() on each micro-batch's loss within its "
-                "turn of the loop"
-            )
 
     def note(self, layer: Hashable, does: str, rows: str) -> None:
         """That a layer runs.
@@ -335,7 +347,6 @@ class Exchange:
     def borrow(self, *own: torch.Tensor) -> Rows:
         """[I, ...] each: all that the part reads, and own rows behind it if there are any, in
         packed order."""
-        self._of_part.check_time()
         pieces = [self.ledger.fetch(loan.values[self.key]) for loan in self.read]
         joined = tuple(map(torch.cat, zip(*pieces, *([own] if own else []), strict=True)))
         if self._order is None:
@@ -345,7 +356,6 @@ class Exchange:
     def give_back(self, *gradients: torch.Tensor) -> Rows:
         """gradients [I, ...] of what `borrow` gave -> those of the own rows. Readers add up in the
         order of their backwards."""
-        self._of_part.check_time()
         if self._order is not None:
             gradients = tuple(x.index_select(0, self._order[1]) for x in gradients)
         first = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree.errors import Refusal, refuse
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import measure_bytes
+from prefixtree.models.routers import RouterLoss
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.planning.costs import borrow_cost_of
+from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.schedule import graphs_beside, kept
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
@@ -54,6 +56,7 @@ from prefixtree.recompute.plan import (
 )
 
 if TYPE_CHECKING:
+    from prefixtree.parallel.ledger import Ledger
     from prefixtree.recompute.trace import ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
@@ -90,6 +93,7 @@ def plan_kept(
     runs_again: bool = False,
     tower: TowerMemory | None = None,
     with_spare: bool = False,
+    waiting: np.ndarray | None = None,
 ) -> KeptPlan:
     """Plans trunks and micro-batches within `available` bytes.
 
@@ -102,6 +106,8 @@ def plan_kept(
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
         tower: the memory of the tower, where parts have pictures.
         with_spare: as in `plan_for`.
+        waiting: bytes that parts which are no trunks leave to others, per part that runs beside
+            them, as steps do. Default: none.
 
     Raises:
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
@@ -116,7 +122,7 @@ def plan_kept(
     ways = [0, -1] if any(len(parts[part].towers) > 1 for part in trunks) else [0]
     plans = costs[0].size
     # [C] each: what a trunk holds while others run, and what waits for its own layers
-    holds, waits = {}, dict.fromkeys(range(len(works)), 0.0)
+    holds, waits = {}, dict(enumerate(np.zeros(len(works)) if waiting is None else waiting))
     for part in trunks:
         work = works[part]
         layers = held_by_plans(memory, work).ravel() + parts[part].shown
@@ -271,6 +277,20 @@ def _message(
 RecomputeTrunks = Recompute | Literal["again"]
 
 
+class Asked(Protocol):
+    """What is computed of parts.
+
+    Attributes:
+        options: of a language model's edges.
+        loss: the load-balancing loss of experts; None where none is asked for.
+        placed: the pictures; None of text alone.
+    """
+
+    options: ScoreOptions
+    loss: RouterLoss | None
+    placed: PlacedPictures | None
+
+
 class PartModes(NamedTuple):
     """The modes of the forwards of `kept_trunks`.
 
@@ -328,9 +348,9 @@ def modes_of(
     num_scored: Sequence[int],
     recompute: Recompute,
     recompute_trunks: RecomputeTrunks,
-    options: ScoreOptions,
+    asked: Asked,
     trains: bool,
-    placed: PlacedPictures | None,
+    held_bytes: int,
 ) -> PartModes:
     """The modes of all parts; those of "auto" for the memory that is available now.
 
@@ -339,9 +359,9 @@ def modes_of(
         trunks: of the rank; None where it has no sequence. steps: their parts.
         num_scored: edges that each part scores.
         recompute, recompute_trunks: as in `kept_trunks`.
-        options: what is computed of each edge.
+        asked: what is computed.
         trains: whether there are backwards.
-        placed: the pictures; None of text alone.
+        held_bytes: what a loss of routers holds.
 
     Raises:
         torch.OutOfMemoryError, UnsupportedError, ValueError: see `plan_recomputation` and
@@ -352,40 +372,10 @@ def modes_of(
         if trunks is None or steps is None or not trains:
             # ranks of FSDP2 whose parts are planned recompute their towers, dummies' too
             return PartModes([None] * len(num_scored), "all" if trains else None, again)
-        causal_lm, available = left_for_activations(model, steps.packed.device)
-        if options.measure is not None:
-            vocabulary = causal_lm.config.get_text_config().vocab_size
-            available -= measure_bytes(max(num_scored, default=0), vocabulary)
-        trains_head = lm_head_trains(causal_lm)
-        # values have no lm_head, and their rows are those of the last norm
-        counts = num_scored if trains_head is not None else [0] * len(num_scored)
-        parts = zip(steps, counts, trunks.lent_states(), strict=True)
-        works = [PartWork.of(part, n, bool(trains_head), int(states)) for part, n, states in parts]
-        tower = None
-        if placed is not None and len(placed.placements.number):
-            tower = tower_memory_of(model, causal_lm, steps.packed.device)
-            if any(isinstance(module, FSDPModule) for module in model.modules()):
-                # a backward may meet that of any forward of another rank: all compute again
-                tower = replace(tower, may_keep=False)
-            shown = [
-                PictureWork.of(
-                    placed.placements.shown_by(part.own_tokens, placed.pictures),
-                    placed.pictures,
-                    tower.dtype,
-                    moved=False,
-                )
-                for part in steps
-            ]
-            works = [replace(work, pictures=x) for work, x in zip(works, shown, strict=True)]
-        plan = plan_kept(
-            memory_of(model, causal_lm, steps.packed.device),
-            works,
-            trunks.spans,
-            available,
+        plan = _planned(
+            *(model, steps, num_scored, trunks.lent_states(), trunks.spans, asked, held_bytes),
             on_host=trunks.stats.on_host,
             runs_again=again,
-            tower=tower,
-            with_spare=True,
         )
         return PartModes(plan.of_part, "all", plan.runs_again)
     again |= recompute_trunks is None and trunks is not None and trunks.stats.again
@@ -395,3 +385,88 @@ def modes_of(
     spans = () if trunks is None else trunks.spans
     modes = [of_trunks if span.is_trunk else recompute for span in spans]
     return PartModes(modes, recompute, again)
+
+
+def modes_of_steps(
+    model: nn.Module,
+    ledger: Ledger,
+    num_scored: Sequence[int],
+    recompute: Recompute,
+    asked: Asked,
+    trains: bool,
+) -> PartModes:
+    """The modes of steps, each beside what waits on the device for others.
+
+    Args:
+        ledger: of the steps.
+        model, num_scored, recompute, asked, trains: as in `modes_of`.
+
+    Raises:
+        torch.OutOfMemoryError, UnsupportedError, ValueError: as `modes_of`.
+    """
+    steps = ledger.steps
+    if recompute != "auto" or not trains:
+        mode = None if recompute == "auto" else recompute
+        return PartModes([mode] * len(steps), mode, False)
+    # one graph at a time
+    spans = [Span(step, step, is_trunk=False) for step in range(len(steps))]
+    no_states = np.zeros(len(steps))
+    held_bytes = 0 if asked.loss is None else asked.loss.held_bytes()
+    given = model, steps, num_scored, no_states, spans, asked, held_bytes
+    return PartModes(_planned(*given, ledger=ledger).of_part, "all", False)
+
+
+def _planned(
+    model: nn.Module,
+    steps: Steps,
+    num_scored: Sequence[int],
+    states: np.ndarray,
+    spans: Sequence[Span],
+    asked: Asked,
+    held_bytes: int,
+    ledger: Ledger | None = None,
+    **more: Any,
+) -> KeptPlan:
+    """The plan of all parts for the memory that is available now.
+
+    Args:
+        states: own tokens behind which each trunk lends states.
+        ledger: of parts that are no trunks, and lend.
+    """
+    causal_lm, available = left_for_activations(model, steps.packed.device)
+    available -= held_bytes
+    placed = asked.placed
+    if asked.options.measure is not None:
+        vocabulary = causal_lm.config.get_text_config().vocab_size
+        available -= measure_bytes(max(num_scored, default=0), vocabulary)
+    memory = memory_of(model, causal_lm, steps.packed.device)
+    waiting = None
+    if ledger is not None:
+        cost = borrow_cost_of(memory.cost)
+        row = cost.held_layers * np.array([cost.row_bytes, cost.gradient_row_bytes])
+        waiting = ledger.most_waiting(KEYS) @ row
+        if cost.held_state_bytes:
+            waiting = waiting + ledger.most_waiting(STATES).max(1) * cost.held_state_bytes
+    trains_head = lm_head_trains(causal_lm)
+    # values have no lm_head, and their rows are those of the last norm
+    counts = num_scored if trains_head is not None else [0] * len(num_scored)
+    parts = zip(steps, counts, states, strict=True)
+    works = [PartWork.of(part, n, bool(trains_head), int(lent)) for part, n, lent in parts]
+    tower = None
+    if placed is not None and len(placed.placements.number):
+        tower = tower_memory_of(model, causal_lm, steps.packed.device)
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            # a backward may meet that of any forward of another rank: all compute again
+            tower = replace(tower, may_keep=False)
+        shown = [
+            PictureWork.of(
+                placed.placements.shown_by(part.own_tokens, placed.pictures),
+                placed.pictures,
+                tower.dtype,
+                moved=False,
+            )
+            for part in steps
+        ]
+        works = [replace(work, pictures=x) for work, x in zip(works, shown, strict=True)]
+    more |= {"tower": tower, "with_spare": True, "waiting": waiting}
+    return plan_kept(memory, works, spans, available, **more)

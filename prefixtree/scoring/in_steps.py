@@ -1,48 +1,36 @@
 """A packed forest in steps through a model: `sequence_logprobs(max_tokens=)`, and of values.
 
-Here stands what steps need of the model: how large they may be, which wrappers run them, and how
-ranks agree on their number. How steps run is in `parallel.steps`, and what they hand on in
-`parallel.ledger`.
+Here stands how large steps may be, and how ranks agree on their number. How they run is in
+`parallel.run`, through what in `scoring.part_runs`, and what they hand on in `parallel.ledger`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import ForestError, UnsupportedError, refuse, with_hints
-from prefixtree.models.changes import ModelStamp, changing
-from prefixtree.models.checks import check_loaded, transformer_of, warn_of_hooks
-from prefixtree.models.families import checkpoint_wrappers, forward_inputs
+from prefixtree.models.checks import check_loaded, transformer_of
+from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.copies import move
-from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.ledger import Ledger, PartExchanges
-from prefixtree.parallel.states import part_mask
-from prefixtree.parallel.steps import StepRun, run_in_steps
+from prefixtree.parallel.ledger import Ledger
+from prefixtree.parallel.run import Rows, Run
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
+from prefixtree.recompute.kept_modes import modes_of_steps
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.scoring.in_groups import Rows, of_tokens, part_inputs
+from prefixtree.scoring.part_runs import PartForward, PartRuns
 from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS
-
-#: Calls the model once: (mask, keywords, units [u] that get a row, the own token that gives each,
-#: own packed tokens) -> `Rows`.
-Forward = Callable[[TreeMask, dict[str, Any], np.ndarray, np.ndarray, np.ndarray], Rows]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
@@ -62,21 +50,6 @@ def check_arguments(max_tokens: int | None, borrow_cost: BorrowCost | None, grou
         raise ValueError(
             "a forest is divided among the ranks of a group or into steps, not both: give group or "
             "max_tokens"
-        )
-
-
-def check_call(model: nn.Module, recompute: Recompute) -> None:
-    """Refuses what does not go with `max_tokens`, however large the forest is.
-
-    Raises:
-        UnsupportedError: with what stands in the way and the way to mend it.
-        ValueError: recompute="auto".
-    """
-    refuse(STEPS, model)
-    if recompute == "auto":
-        raise ValueError(
-            "recompute='auto' plans for a forest in one forward; with max_tokens the budget bounds "
-            "the memory: give recompute='all', 'all_but_attention', 'nothing' or a RecomputePlan"
         )
 
 
@@ -168,27 +141,18 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
 
 
 def rows_in_steps(
-    forward: Forward,
     model: nn.Module,
     transformer: Any,
-    packed: PackedForest,
-    predictor: np.ndarray,
-    inputs: dict[str, Any],
-    pixels: dict[str, torch.Tensor],
+    forward: PartForward,
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
 ) -> Rows | None:
-    """The scores or values of all units, and what else `forward` gives, in steps of at most
-    `max_tokens`.
+    """The rows of all units and tokens, in steps of at most `max_tokens`.
 
     Args:
-        forward: calls the model once.
         model: what is called. transformer: the transformers model inside it.
-        packed: the packed forest.
-        predictor: int64 [U], the packed token that gives each unit its row.
-        inputs: keywords of a forward over all of it.
-        pixels: of its pictures, by a name.
+        forward: calls it over a step.
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
@@ -198,16 +162,19 @@ def rows_in_steps(
         gradients are enabled. None where the forests of all ranks fit one forward.
 
     Raises:
-        UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
-            `SEVERAL_STEPS`.
+        UnsupportedError: see `STEPS`; a forest of several steps, see `SEVERAL_STEPS`.
         ForestError: steps that are refused or do not fit, on another rank.
     """
+    packed = forward.packed
     device = packed.device
-    steps, problem, undivided = None, None, None
-    count = 1
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    problem, undivided, modes = None, None, None
+    # this rank's forest may fit where that of another does not
+    steps, count, on_host = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1), 1, False
     try:
         max_tokens = at_least_one("max_tokens", max_tokens)
-        check_call(model, recompute)
+        # however large the forest is
+        refuse(STEPS, model)
         # what each forward would refuse
         recomputed_forward(model, transformer, packed, 0, recompute)
         undivided = _refusal(model)
@@ -217,7 +184,10 @@ def rows_in_steps(
                 check_rope(transformer, packed.mask.host, divided="each step of max_tokens")
                 cost = borrow_cost or step_cost_of(model, transformer, device, recompute)
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
-                count = len(steps)
+                count, on_host = len(steps), steps.stats.on_host
+        ledger = Ledger(steps, schedule.steps(len(steps), trains), True, on_host)
+        scored = [len(part.scored(forward.units.predictor)[0]) for part in steps]
+        modes = modes_of_steps(model, ledger, scored, recompute, forward, trains)
     except Exception as failure:
         # raised once the others know
         problem, count = failure, _FAILED
@@ -234,33 +204,11 @@ def rows_in_steps(
         )
     if num_runs == 1:
         return None
-    on_host = steps is not None and steps.stats.on_host
-    if steps is None:
-        # other ranks have more than one
-        steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
-    scored = [part.scored(predictor) for part in steps]
-    places = [
-        (move(torch.from_numpy(units), device), part.tables().own_tokens)
-        for part, (units, _) in zip(steps, scored, strict=True)
-    ]
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    wrapped = Wrapped(model, device)
-    # what the second forward of a step reads
-    read = {f"packed.{n}, or what shares its memory,": x for n, _, x in of_tokens(inputs)}
-    stamp = ModelStamp(model, read | pixels, for_backward=True) if trains else None
-
-    def compute(step: int | None, exchanges: PartExchanges | None) -> Rows:
-        with wrapped.as_in_the_forward(is_last=step == 0):
-            if step is None or exchanges is None:
-                dummy, nothing = dummy_of(packed), np.empty(0, np.int64)
-                of_dummy = forward_inputs(dummy, transformer.config)
-                return forward(dummy.mask, of_dummy, nothing, nothing, nothing)
-            part = steps[step]
-            of_part = part_inputs(inputs, part, part_mask(exchanges))
-            return forward(part.mask, of_part, *scored[step], part.own_tokens)
+    assert modes is not None
+    runs = PartRuns(model, transformer, forward, steps, modes, trains, "packed.{}")
 
     def check() -> None:
-        if stamp is not None and (change := stamp.change()) is not None:
+        if (change := runs.change()) is not None:
             raise RuntimeError(
                 f"{change} between a call with max_tokens= and its backward, which runs the steps "
                 "again: call backward() before such a change (before optimizer.step(), "
@@ -269,53 +217,19 @@ def rows_in_steps(
 
     events = schedule.steps(num_runs, trains)
     ledger = Ledger(steps, events, parks=True, on_host=on_host)
-    run = StepRun(ledger, places, compute, check)
-    rows = run_in_steps(run, device, trains)
-    if stamp is not None:
-        stamp.settle()
-        warn_of_hooks(model, "each step of max_tokens=")
-    return rows
+    found = Run(events, ledger, [range(len(steps))], runs, check, inline=True).give()
+    assert found is not None
+    runs.settle("each step of max_tokens=")
+    units = np.concatenate([units for units, _ in runs.scored])
+    tokens = np.concatenate([part.own_tokens for part in steps])
+    return tuple(
+        _in_order(torch.cat(rows), units if kind == 0 else tokens)
+        for kind, rows in enumerate(zip(*found, strict=True))
+    )
 
 
-def dummy_of(packed: PackedForest) -> PackedForest:
-    """A dummy, which a rank runs while others have a step more."""
-    return pack(packed.forest.dummy()).to(packed.device)
-
-
-# ---- wrappers and ranks --------------------------------------------------------------------------
-
-
-class Wrapped:
-    """Gives each step the autocast of the forward, and DDP's synchronisation to the last alone.
-
-    The gradients of all steps but the last stay local under DDP. FSDP reduces those of every step
-    where it is set to: a whole gradient that waits would take the memory of all its shards.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._type = model, device.type
-        self._autocast = (
-            torch.get_autocast_dtype(device.type),
-            torch.is_autocast_enabled(device.type),
-            torch.is_autocast_cache_enabled(),
-        )
-        self.synchronise_as_now()
-
-    def synchronise_as_now(self) -> None:
-        """From now on the last step synchronises where DDP now does: not within no_sync."""
-        ddp = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
-        self._ddp = [(module, module.require_backward_grad_sync) for module in ddp]
-
-    @contextmanager
-    def as_in_the_forward(self, is_last: bool) -> Iterator[None]:
-        """A context for every forward of a step."""
-        if not torch.is_grad_enabled():
-            with warnings.catch_warnings():
-                # reentrant checkpointing, which has nothing to recompute here
-                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-                yield
-            return
-        with changing(self._model) as changes, torch.autocast(self._type, *self._autocast):
-            for module, synchronises in self._ddp:
-                changes.set(module, require_backward_grad_sync=synchronises and is_last)
-            yield
+def _in_order(rows: torch.Tensor, place: np.ndarray) -> torch.Tensor:
+    """Rows as they are numbered: units by their tokens, which others than their steps may own."""
+    if (np.diff(place) == 1).all():
+        return rows
+    return rows.index_select(0, move(torch.from_numpy(np.argsort(place)), rows.device))

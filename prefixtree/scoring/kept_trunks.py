@@ -16,31 +16,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.errors import refuse, with_hints
+from prefixtree.errors import with_hints
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.models.checks import check_model, check_module, find_causal_lm
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.routers import check_routes
+from prefixtree.models.routers import check_routes, router_loss
 from prefixtree.models.vision import PlacedPictures, check_pictures
-from prefixtree.packing.copies import GatherIndex, gather
+from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batch import MicroBatch, of_plan
 from prefixtree.recompute.forward import Recompute
 from prefixtree.recompute.kept_modes import RecomputeTrunks, check_modes
-from prefixtree.scoring.edges import (
-    ScoredUnits,
-    SequenceScores,
-    edges_on_device,
-    find_edges,
-    scores_of,
-)
-from prefixtree.scoring.kept_runs import KEPT, KeptRuns, running
-from prefixtree.scoring.logprobs import ModelForward
-from prefixtree.scoring.refusals import KEPT_SCORES
+from prefixtree.scoring.edges import SequenceScores, find_edges, scores_of
+from prefixtree.scoring.kept_runs import KEPT, KeptRuns, TurnRows, running
+from prefixtree.scoring.logprobs import ModelForward, ScoresOfParts
 from prefixtree.scoring.values import ValuesForward, checked_classifier
 
 
@@ -59,6 +50,7 @@ def kept_trunks(
     return_statistics: Sequence[str] = (),
     recompute_trunks: RecomputeTrunks = None,
     measure: Measure | None = None,
+    output_router_logits: bool | None = None,
 ) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]]]:
     """Scores the micro-batches of a rank; every distinct token is computed once.
 
@@ -93,6 +85,8 @@ def kept_trunks(
             where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
         measure: as in `sequence_logprobs`, without `measured_edges`. The numbers of edges are those
             of `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
+        output_router_logits: as in `sequence_logprobs`: the loss of each micro-batch, over its
+            tokens and those of the trunks above them.
 
     Yields:
         An iterator over the micro-batches with their scores. Its `packed` is the packed forest of
@@ -111,12 +105,12 @@ def kept_trunks(
     options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     causal_lm = find_causal_lm(model)
 
-    def prepare(packed: PackedForest, members: np.ndarray | None) -> _ScoresOfParts:
+    def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptScores:
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
         check_model(model, causal_lm, packed, pictures, KEPT)
-        refuse(KEPT_SCORES, (causal_lm, packed))
         check_routes(model, causal_lm, packed)
+        loss = router_loss(causal_lm, packed, output_router_logits)
         temperatures: float | Sequence[float] = 1.0
         masks = None
         if members is not None:
@@ -125,49 +119,26 @@ def kept_trunks(
         placed = None
         if pictures is not None:
             placed = PlacedPictures(model, causal_lm, packed, pictures)
-        return _ScoresOfParts(model, causal_lm, packed, placed, temperatures, masks, options)
+            packed = placed.packed
+        inputs = forward_inputs(packed, causal_lm.config)
+        inputs |= {} if placed is None else placed.inputs
+        forward = ModelForward(model, causal_lm, packed, options, loss, placed)
+        return _KeptScores(forward, inputs, find_edges(packed, temperatures, masks))
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run
 
 
-class _ScoresOfParts:
-    """The scores of the edges whose predictors a part owns: a `PartForward`."""
+class _KeptScores(ScoresOfParts):
+    """The scores of the edges whose predictors a part owns: a `KeptForward`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        causal_lm: Any,
-        packed: PackedForest,
-        placed: PlacedPictures | None,
-        temperature: float | Sequence[float],
-        loss_mask: Sequence[Any] | None,
-        options: ScoreOptions,
-    ) -> None:
-        self.packed = packed if placed is None else placed.packed
-        self.placed, self.options = placed, options
-        self.inputs = forward_inputs(self.packed, causal_lm.config)
-        self.inputs |= {} if placed is None else placed.inputs
-        self.units = find_edges(self.packed, temperature, loss_mask)
-        self._forward = ModelForward(model, causal_lm, self.packed, None, options)
-        self._forward.placed = placed
-
-    def __call__(
-        self,
-        mask: TreeMask,
-        inputs: dict[str, Any],
-        which: np.ndarray,
-        rows: np.ndarray,
-        own: np.ndarray,
-        recompute: Recompute,
-    ) -> torch.Tensor:
-        self._forward.recompute = recompute
-        return self._forward(
-            mask, inputs, edges_on_device(self.packed, self.units, which, rows), own
-        )
-
-    def result(self, rows: torch.Tensor, index: GatherIndex, lengths: list[int]) -> SequenceScores:
-        return replace(scores_of(rows, index, lengths, self.options), measured_edges=None)
+    def result(self, batch: MicroBatch, found: TurnRows) -> SequenceScores:
+        scores = scores_of(found.units, found.to_sequences, found.lengths, self.options)
+        scores = replace(scores, measured_edges=None)
+        if self.loss is None:
+            return scores
+        aux_loss = self.loss.within(batch.packed, found.of_tokens)
+        return replace(scores, aux_loss=aux_loss, router_logits=found.of_tokens)
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -215,47 +186,20 @@ def kept_values(
     modes = recompute, recompute_trunks
     check_modes(model, *modes, sees=False)
 
-    def prepare(packed: PackedForest, members: np.ndarray | None) -> _ValuesOfParts:
-        return _ValuesOfParts(model, checked_classifier(model, packed, KEPT), packed)
+    def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptValues:
+        classifier = checked_classifier(model, packed, KEPT)
+        return _KeptValues(model, classifier, packed, forward_inputs(packed, classifier.config))
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run
 
 
-class _ValuesOfParts:
-    """The values of the tokens that a part owns: a `PartForward`."""
+class _KeptValues(ValuesForward):
+    """The values of the tokens that a part owns: a `KeptForward`."""
 
-    placed: PlacedPictures | None = None
-    options = ScoreOptions()
-
-    def __init__(self, model: nn.Module, classifier: Any, packed: PackedForest) -> None:
-        prepare_states(classifier)
-        self._forward = ValuesForward(model, classifier, packed)
-        self.packed = packed
-        self.inputs = forward_inputs(packed, classifier.config)
-        lengths = packed.forest.sequence_lengths
-        every = np.arange(len(lengths))
-        self.units = ScoredUnits(
-            np.arange(packed.num_tokens), lambda: packed.copy_index(every)[0], lengths.tolist()
-        )
-
-    def __call__(
-        self,
-        mask: TreeMask,
-        inputs: dict[str, Any],
-        which: np.ndarray,
-        rows: np.ndarray,
-        own: np.ndarray,
-        recompute: Recompute,
-    ) -> torch.Tensor:
-        self._forward.recompute = recompute
-        (values,) = self._forward.rows(mask, inputs, which, rows, own)
-        return values
-
-    def result(
-        self, rows: torch.Tensor, index: GatherIndex, lengths: list[int]
-    ) -> list[torch.Tensor]:
-        if lengths == [0]:
-            # an empty micro-batch: one token, as `take` has it, whose gradient is 0
-            return [rows.new_zeros(1, rows.shape[1]) + rows.sum()]
-        return list(gather(rows, index).split(lengths))
+    def result(self, batch: MicroBatch, found: TurnRows) -> list[torch.Tensor]:
+        values = found.units
+        if batch.is_empty:
+            # one token, as `take` has it, whose gradient is 0
+            return [values.new_zeros(1, values.shape[1]) + values.sum()]
+        return list(gather(values, found.to_sequences).split(found.lengths))

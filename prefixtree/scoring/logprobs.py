@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from prefixtree.errors import with_hints
@@ -34,6 +33,7 @@ from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pict
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.parallel.run import Rows
 from prefixtree.pictures import Pictures
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
@@ -46,9 +46,10 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_groups import Rows, part_of_rank, whole_forest
+from prefixtree.scoring.in_groups import part_of_rank, whole_forest
 from prefixtree.scoring.in_steps import check_arguments, rows_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
+from prefixtree.scoring.part_runs import PartCall
 from prefixtree.scoring.refusals import GroupMode, check_group_mode
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def sequence_logprobs(
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
-            among the ranks; max_tokens below 1, or with a group or recompute="auto"; a borrow_cost
+            among the ranks; max_tokens below 1, or with a group; a borrow_cost
             without max_tokens; pictures that were made for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
@@ -203,28 +204,15 @@ def sequence_logprobs(
         if placed is not None:
             local = replace(local, inputs=local.inputs | placed.inputs)
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
-    forward = ModelForward(model, causal_lm, packed, recompute, wanted)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    forward.loss, forward.placed = loss, placed
-    forward.shown, forward.share = local.shown, local.share
+    shown = local.shown, local.share
+    forward = ModelForward(model, causal_lm, packed, wanted, loss, placed, *shown)
     rows = None
     if max_tokens is not None:
-        pixels = {} if placed is None else placed.pixels()
-        arguments = model, causal_lm, packed, found.predictor, local.inputs, pixels
-        options_of_steps = max_tokens, borrow_cost, recompute
-
-        def of_step(
-            mask: TreeMask,
-            inputs: dict[str, Any],
-            which: np.ndarray,
-            at: np.ndarray,
-            own: np.ndarray,
-        ) -> Rows:
-            return forward.rows(mask, inputs, edges_on_device(packed, found, which, at), own)
-
-        rows = rows_in_steps(of_step, *arguments, *options_of_steps)
+        of_parts = ScoresOfParts(forward, local.inputs, found)
+        rows = rows_in_steps(model, causal_lm, of_parts, max_tokens, borrow_cost, recompute)
     if rows is None:
-        rows = local.gathered(forward.rows(local.mask, local.inputs, local.edges))
+        rows = local.gathered(forward(local.mask, local.inputs, local.edges, recompute))
     scores, *router_logits = rows
     where = local.to_sequences, local.lengths
     found_scores = scores_of(scores, *where, wanted, local.order, local.edges.found)
@@ -239,10 +227,7 @@ class ModelForward:
 
     Args:
         model, causal_lm, packed: as `sequence_logprobs` has them.
-        recompute: as in `sequence_logprobs`.
         options: what is computed of each edge; the rule of the model's family is added.
-
-    Attributes:
         loss: the load-balancing loss to compute. Default: none.
         placed: the pictures of the forest. Default: text alone, or a rank's part.
         shown, share: of a rank's part, as in `LocalPart`. Default: a forest that no ranks divide.
@@ -253,29 +238,25 @@ class ModelForward:
         model: nn.Module,
         causal_lm: Any,
         packed: PackedForest,
-        recompute: Recompute,
         options: ScoreOptions,
+        loss: RouterLoss | None = None,
+        placed: PlacedPictures | None = None,
+        shown: EncodedPictures | None = None,
+        share: GroupShare | None = None,
     ) -> None:
         prepare_states(causal_lm)
         warn_past_ddp(model)
-        self.recompute = recompute
-        self.loss: RouterLoss | None = None
-        self.placed: PlacedPictures | None = None
-        self.shown: EncodedPictures | None = None
-        self.share: GroupShare | None = None
-        self._model, self._causal_lm, self._packed = model, causal_lm, packed
-        self._options = replace(options, rule=logit_rule(causal_lm))
+        self.packed, self.loss, self.placed = packed, loss, placed
+        self._model, self._causal_lm = model, causal_lm
+        self._shown, self._share = shown, share
+        self.options = replace(options, rule=logit_rule(causal_lm))
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        """As `rows`, of a forward without a loss: the scores alone."""
-        (scores,) = self.rows(*arguments)
-        return scores
-
-    def rows(
+    def __call__(
         self,
         mask: TreeMask,
         inputs: dict[str, Any],
         edges: DeviceEdges,
+        recompute: Recompute,
         own: np.ndarray | None = None,
     ) -> Rows:
         """One forward: the scores [u, columns], and the router logits [t, E] of each layer of
@@ -285,32 +266,53 @@ class ModelForward:
             mask: that of the tokens.
             inputs: keywords of the model.
             edges: what its lm_head scores.
+            recompute: as in `sequence_logprobs`.
             own: int64 [t], the packed tokens that it computes, ascending. Default: all.
         """
-        shown = self.shown if self.placed is None else self.placed.of(own)
+        shown = self._shown if self.placed is None else self.placed.of(own)
         if shown is not None:
             inputs = inputs | shown.inputs
-        model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self._packed
+        model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self.packed
         # a forward of its own, which other ranks run where this one does
         check_layers(model, causal_lm, packed.device)
         keywords = router_keywords(causal_lm.config, loss)
         held_bytes = 0 if loss is None else loss.held_bytes()
         count = len(edges.target)
-        if self._options.measure is not None:
+        if self.options.measure is not None:
             held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
-        planned = self.recompute, held_bytes, shown, self.share
+        planned = recompute, held_bytes, shown, self._share
         with (
             recomputed_forward(model, causal_lm, packed, count, *planned),
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
-            scoring_lm_head(causal_lm, edges, self._options) as handed,
+            scoring_lm_head(causal_lm, edges, self.options) as handed,
         ):
             if loss is not None:
                 loss.check()
             output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
         # what a wrapper changed in place is its fault, not the model's
         scores = handed.returned(output)
-        handed.check_treatment(causal_lm, self._options.rule)
+        handed.check_treatment(causal_lm, self.options.rule)
         if loss is None:
             return (scores,)
         return scores, *loss.logits_of(output, inputs["input_ids"].shape[-1])
+
+
+class ScoresOfParts:
+    """The scores of the edges whose predictors a part owns: a `PartForward`.
+
+    Args:
+        forward: over the forest.
+        inputs: keywords of a forward over all of it.
+        edges: all that are scored.
+    """
+
+    def __init__(self, forward: ModelForward, inputs: dict[str, Any], edges: ScoredEdges) -> None:
+        self.packed, self.options = forward.packed, forward.options
+        self.loss, self.placed = forward.loss, forward.placed
+        self.inputs, self.units = inputs, edges
+        self._forward = forward
+
+    def __call__(self, part: PartCall) -> Rows:
+        edges = edges_on_device(self.packed, self.units, part.which, part.rows)
+        return self._forward(part.mask, part.inputs, edges, part.recompute, part.own)

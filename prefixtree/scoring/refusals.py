@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from prefixtree.errors import Refusal, UnsupportedError
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.family_table import INDEXED_BLOCKS, layer_types_of
-from prefixtree.models.routers import router_loss
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.heads import heads_problem
 
@@ -114,16 +113,6 @@ KEPT_TRUNKS = (
         "tensor or expert parallel",
         _divided,
         f"{{kind}} is tensor or expert parallel, which is not verified with kept trunks; {_KEPT}",
-    ),
-)
-#: Of a language model and a packed forest with kept trunks.
-KEPT_SCORES = (
-    Refusal(
-        "output_router_logits",
-        lambda given: router_loss(given[0], given[1], None) is not None,
-        "the load-balancing loss of experts is not verified with kept trunks; set "
-        "config.output_router_logits to False, or leave kept_trunks out and call sequence_logprobs "
-        "for each micro-batch",
     ),
 )
 #: Of a forest whose values are asked for.

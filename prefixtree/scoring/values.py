@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError, refuse, with_hints
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_forest,
@@ -27,16 +28,21 @@ from prefixtree.models.checks import (
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
+from prefixtree.models.routers import RouterLoss
 from prefixtree.models.rows_alone import check_layers
+from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.parallel.run import Rows
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
-from prefixtree.scoring.in_groups import Rows, token_part_of_rank
+from prefixtree.scoring.edges import ScoredUnits
+from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.in_steps import check_arguments, rows_in_steps
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear
+from prefixtree.scoring.part_runs import PartCall
 from prefixtree.scoring.refusals import VALUES
 
 if TYPE_CHECKING:
@@ -83,8 +89,8 @@ def sequence_values(
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
         ForestError: a forest without token ids; a path that fits no steps of max_tokens.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
-            another model; ranks of a group that differ; max_tokens below 1, or with a group or
-            recompute="auto"; a borrow_cost without max_tokens.
+            another model; ranks of a group that differ; max_tokens below 1, or with a group;
+            a borrow_cost without max_tokens.
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
@@ -99,63 +105,69 @@ def sequence_values(
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
-    prepare_states(classifier)
     share = None if local is None else local.share
-    forward = ValuesForward(model, classifier, packed, recompute, share)
+    forward = ValuesForward(model, classifier, packed, inputs, share)
     rows = None
     if max_tokens is not None:
-        every, options = np.arange(packed.num_tokens), (max_tokens, borrow_cost, recompute)
-        rows = rows_in_steps(forward.rows, model, classifier, packed, every, inputs, {}, *options)
-    own = forward(mask, inputs) if rows is None else rows[0]
+        rows = rows_in_steps(model, classifier, forward, max_tokens, borrow_cost, recompute)
+    own = forward.values(mask, inputs, recompute) if rows is None else rows[0]
     return packed.unpack(own if local is None else local.gathered(own))
 
 
 class ValuesForward:
-    """Calls a model over a packed forest, or over a part of one, for the values of its tokens.
+    """Calls a model over a packed forest, or over a part of one, for the values of its tokens: a
+    `PartForward`.
 
     Args:
-        model: what is called. classifier: the transformers model inside it, prepared.
-        packed: the packed forest.
-        recompute: as in `sequence_values`.
+        model: what is called. classifier: the transformers model inside it.
+        packed: the packed forest. inputs: keywords of a forward over all of it.
         share: of a rank's part. Default: a forest that no ranks divide.
     """
+
+    options = ScoreOptions()
+    loss: RouterLoss | None = None
+    placed: PlacedPictures | None = None
 
     def __init__(
         self,
         model: nn.Module,
         classifier: Any,
         packed: PackedForest,
-        recompute: Recompute = None,
+        inputs: dict[str, Any],
         share: GroupShare | None = None,
     ) -> None:
-        self.recompute = recompute
-        self._model, self._classifier, self._packed, self._share = model, classifier, packed, share
+        prepare_states(classifier)
+        self.packed, self.inputs = packed, inputs
+        self._model, self._classifier, self._share = model, classifier, share
 
-    def __call__(self, mask: TreeMask, inputs: dict[str, Any]) -> torch.Tensor:
+    @cached_property
+    def units(self) -> ScoredUnits:
+        """All tokens."""
+        packed, lengths = self.packed, self.packed.forest.sequence_lengths
+        every = np.arange(len(lengths))
+        return ScoredUnits(
+            np.arange(packed.num_tokens), lambda: packed.copy_index(every)[0], lengths.tolist()
+        )
+
+    def values(self, mask: TreeMask, inputs: dict[str, Any], recompute: Recompute) -> torch.Tensor:
         """One forward: [t, C], float32 or wider.
 
         Args:
             mask: that of the tokens. inputs: keywords of the model.
+            recompute: as in `sequence_values`.
 
         Raises:
             UnsupportedError: a model that does not give a value per token.
         """
         arguments = self._model, self._classifier
         # a forward of its own, which other ranks run where this one does
-        check_layers(*arguments, self._packed.device)
-        with recomputed_forward(*arguments, self._packed, 0, self.recompute, share=self._share):
+        check_layers(*arguments, self.packed.device)
+        with recomputed_forward(*arguments, self.packed, 0, recompute, share=self._share):
             return _values_of_tokens(*arguments, mask, inputs)
 
-    def rows(
-        self,
-        mask: TreeMask,
-        inputs: dict[str, Any],
-        which: np.ndarray,
-        at: np.ndarray,
-        own: np.ndarray,
-    ) -> Rows:
-        """The same as a `Forward` of steps: of a part's own tokens all, and of a dummy none."""
-        return (self(mask, inputs)[: len(at)],)
+    def __call__(self, part: PartCall) -> Rows:
+        # of a part's own tokens all, and of a dummy none
+        return (self.values(part.mask, part.inputs, part.recompute)[: len(part.rows)],)
 
 
 def _values_of_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -124,16 +125,20 @@ def compare(
 class Forward64:
     """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
 
-    def __init__(self, model: nn.Module, *_: Any) -> None:
-        self._model = model
+    loss = None
+
+    def __init__(self, model: nn.Module, _: Any, packed: Any, *others: Any) -> None:
+        self._model, self.packed, self.placed = model, packed, others[-1]
 
     def __call__(
-        self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None
-    ) -> torch.Tensor:
-        with Float64():
-            logits = self._model(**inputs).logits[0]
+        self, mask: Any, inputs: dict[str, Any], edges: Any, recompute: Any, own: Any
+    ) -> tuple[torch.Tensor]:
+        shown = None if self.placed is None else self.placed.of(own)
+        with Float64(), nullcontext() if shown is None else shown.encoded():
+            seen = {} if shown is None else shown.inputs
+            logits = self._model(**inputs, **seen).logits[0]
         rows = logits[edges.predictors][edges.to_predictors.rows.long()]
-        return logprobs_of(rows, edges.target)[:, None]
+        return (logprobs_of(rows, edges.target)[:, None],)
 
 
 def worst_in_float64(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from prefixtree import PackedForest
 from prefixtree.models import families
 from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.run import Run as PartRun
 from prefixtree.parallel.states import part_mask
-from prefixtree.parallel.steps import StepRun, run_in_steps
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.steps import plan_steps
@@ -87,20 +88,20 @@ def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[tor
     edges = packed.edges()
     scored = [part.scored(edges.predictor) for part in steps]
 
-    def compute(step: int | None, exchanges: PartExchanges | None) -> tuple[torch.Tensor]:
-        assert step is not None and exchanges is not None
+    def compute(step: int, exchanges: PartExchanges | None, _: bool) -> tuple[torch.Tensor]:
+        assert exchanges is not None
         part = steps[step]
         which, at = (torch.from_numpy(x) for x in scored[step])
         with Float64():
             logits = model(**part_inputs(inputs, part, part_mask(exchanges))).logits[0]
         return (logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None],)
 
-    ledger = Ledger(steps, schedule.steps(len(steps), trains=True), parks=True)
-    places = [
-        (torch.from_numpy(edges), part.tables().own_tokens)
-        for part, (edges, _) in zip(steps, scored, strict=True)
-    ]
-    (found,) = run_in_steps(StepRun(ledger, places, compute), packed.device, True)
-    of_tokens = found.new_zeros(packed.num_tokens)
-    of_tokens = of_tokens.index_copy(0, edges.token.long(), found[:, 0])
+    events = schedule.steps(len(steps), trains=True)
+    ledger, parts = Ledger(steps, events, parks=True), [range(len(steps))]
+    found = PartRun(events, ledger, parts, compute, lambda: None, inline=True).give()
+    assert found is not None
+    of_edges = torch.cat([rows[:, 0] for (rows,) in found])
+    which = torch.from_numpy(np.concatenate([which for which, _ in scored]))
+    of_tokens = of_edges.new_zeros(packed.num_tokens)
+    of_tokens = of_tokens.index_copy(0, edges.token.long()[which], of_edges)
     return [part[1:] for part in packed.unpack(of_tokens)]

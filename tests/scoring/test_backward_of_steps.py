@@ -80,7 +80,7 @@ def test_a_second_backward_says_what_to_do() -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_second_derivatives_are_refused() -> None:
     scores = score(build("qwen3"), ragged_objective())
-    with pytest.raises(RuntimeError, match="is differentiable once"):
+    with pytest.raises(RuntimeError, match="are differentiable once"):
         torch.cat(scores.logprobs).sum().backward(create_graph=True)
 
 

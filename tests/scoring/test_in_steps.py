@@ -266,8 +266,6 @@ def test_arguments_that_do_not_go_together() -> None:
         sequence_logprobs(model, ragged_packed(), borrow_cost=LIGHT)
     with pytest.raises(ValueError, match="among the ranks of a group or into steps, not both"):
         score(model, ragged_objective(), group=object())
-    with pytest.raises(ValueError, match="recompute='auto' plans for a forest in one forward"):
-        score(model, ragged_objective(), recompute="auto")
     for bad, message in (("some", "recompute must be None, 'auto'"), (PLAN, "a plan for 1 layers")):
         with pytest.raises(ValueError, match=message):
             score(model, ragged_objective(), recompute=bad, borrow_cost=None)

@@ -22,9 +22,9 @@ from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
 from prefixtree.sampling.forward import CachedForward
-from prefixtree.scoring import in_steps as scoring_steps
 from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring import logprobs as scoring
+from prefixtree.scoring import part_runs
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_cases
 from tests.support.interrupts import interrupted_at_each_line
@@ -91,7 +91,7 @@ _CALLS = [model_checks.every_layer_attends, operators.counted_calls]
 def test_scoring() -> None:
     model, packed = tiny()
     run = lambda: sequence_logprobs(model, packed, recompute="all").logprobs  # noqa: E731
-    forward = scoring.ModelForward.rows
+    forward = scoring.ModelForward.__call__
     functions = [scoring_lm_head.scoring_lm_head, layers.recomputing, forward]
     check(model, run, *_CHANGES, *_CALLS, *functions)
 
@@ -116,14 +116,14 @@ def test_steps() -> None:
         torch.cat(sequence_logprobs(model, packed, **_STEPS).logprobs).sum().backward()
         return [model.lm_head.weight.grad]
 
-    check(model, run, scoring_steps.Wrapped.as_in_the_forward, Ledger.running)
+    check(model, run, part_runs.Wrapped.as_in_the_forward, Ledger.running)
 
 
 def test_steps_of_ddp(lone_group: None) -> None:
     model, packed = tiny()
     wrapped = nn.parallel.DistributedDataParallel(model)
     run = lambda: sequence_logprobs(wrapped, packed, **_STEPS).logprobs  # noqa: E731
-    check(wrapped, run, scoring_steps.Wrapped.as_in_the_forward)
+    check(wrapped, run, part_runs.Wrapped.as_in_the_forward)
 
 
 def test_pictures() -> None:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from prefixtree import PrefixForest, UnsupportedError, borrow_cost, kept_trunks
+from prefixtree import (
+    PrefixForest,
+    UnsupportedError,
+    borrow_cost,
+    kept_trunks,
+    sequence_logprobs,
+)
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
@@ -17,14 +23,17 @@ from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import KeptPlan
 from prefixtree.recompute.trace import LiveBytes
 from tests.scoring.kept_cases import compare, plan_of, run
+from tests.scoring.steps_cases import run as in_steps
 from tests.support.hooks import limit
 from tests.support.models import (
     adapted,
     build,
     logprob_and_entropy,
+    pack_sequences,
     ragged_objective,
     same_bits,
 )
+from tests.support.step_ranks import LIGHT
 
 
 class Memory:
@@ -172,6 +181,43 @@ def test_peaks_are_those_that_were_predicted(
         return max(most, live.restart())
 
     memory.assert_predicted(counted, share)
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 1])
+def test_peaks_of_steps(memory: Memory, share: float) -> None:
+    """Each step recomputes what does not fit beside what steps lend."""
+    model = build("qwen3", num_hidden_layers=6)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rng = np.random.default_rng(0)
+    chain = rng.integers(3, 90, 900)
+    packed = pack_sequences([chain[:500], chain, np.append(chain[:700], rng.integers(3, 90, 100))])
+
+    def counted() -> int:
+        live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
+        with live:
+            scores = sequence_logprobs(
+                model, packed, recompute="auto", chunk_size=64, max_tokens=300, borrow_cost=LIGHT
+            )
+            torch.cat(scores.logprobs).sum().backward()
+            del scores
+            return live.restart()
+
+    memory.assert_predicted(counted, share)
+    assert len(memory.plans[-1].of_part) > 3
+
+
+def test_steps_give_the_same_bits_whatever_the_memory(memory: Memory) -> None:
+    model = build("qwen3_5")
+    expected = in_steps(model, recompute="nothing")
+    assert same_bits(in_steps(model, recompute="auto"), expected)
+    memory.left = memory.share(0.2)
+    assert same_bits(in_steps(model, recompute="auto"), expected)
+    first, second = memory.plans
+    assert str(first) != str(second) and second.peak_bytes <= memory.left
+    memory.left = memory.share(0) // 2
+    with pytest.raises(torch.OutOfMemoryError):
+        in_steps(model, recompute="auto")
 
 
 # ---- what is refused -----------------------------------------------------------------------------

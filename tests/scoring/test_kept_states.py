@@ -104,12 +104,12 @@ def test_what_waits_is_what_the_plan_says() -> None:
     with kept_trunks(model, plan[0]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
-            loans = scored._ledger.loans(STATES)
+            loans = scored._run.ledger.loans(STATES)
             values = [x for loan in loans for rows in loan.values.values() for x in rows]
             most = max(most, sum(x.nbytes for x in values))
     assert most == most_states(plan[0].trunks) * cost.state_layers * cost.state_bytes
     assert 0 < most <= stats.states * cost.state_layers * cost.state_bytes
-    assert scored._ledger.held_bytes() == (0, 0)
+    assert scored._run.ledger.held_bytes() == (0, 0)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])

@@ -19,6 +19,7 @@ from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import kept_trunks as module
+from tests.scoring.kept_cases import Forward64
 from tests.scoring.test_kept_modes import Memory
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TRANSFORMERS, adapted, counted
@@ -99,24 +100,6 @@ def test_equals_each_sequence_alone(model_type, kind):
         assert {is_trunk for _, is_trunk, _ in expected} == {True, False}
     print(f"{model_type}, {kind}: {found}")
     assert found.largest < tolerance(model_type)
-
-
-class Forward64:
-    """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
-
-    placed: Any = None
-
-    def __init__(self, model: nn.Module, *_: Any) -> None:
-        self._model = model
-
-    def __call__(
-        self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None
-    ) -> torch.Tensor:
-        shown = self.placed.of(own)
-        with Float64(), shown.encoded():
-            logits = self._model(**inputs, **shown.inputs).logits[0]
-        rows = logits[edges.predictors][edges.to_predictors.rows.long()]
-        return rows.log_softmax(-1).gather(-1, edges.target.long()[:, None])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from prefixtree.models.layers import layers_of
 from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
-from prefixtree.scoring.in_steps import dummy_of
+from prefixtree.scoring.part_runs import dummy_of
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TRANSFORMERS, adapted, counted
 from tests.support.picture_cases import (

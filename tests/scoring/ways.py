@@ -111,8 +111,6 @@ _NO_EXPERTS = Absent("no experts")
 
 # by two levels; what is not here is held
 CELLS: dict[tuple[str, str], Refused | Absent] = {
-    **{(way, "auto"): Refused("plans for a forest in one forward") for way in STEPS},
-    **{(way, "router loss"): Refused("load-balancing") for way in KEPT[:2]},
     **{(way, "compressed keys"): Refused("compress") for way in ("steps", *KEPT, *GROUPS)},
     **dict.fromkeys(
         product(

@@ -51,7 +51,8 @@ class Found:
 
     Attributes:
         rows: [n - 1, columns] per sequence (of values [n, columns]), float64.
-        gradients: by parameter, float64. balance: the load-balancing loss.
+        gradients: by parameter, float64.
+        balance: the load-balancing loss, of kept trunks the sum of those of micro-batches.
     """
 
     rows: list[torch.Tensor]
@@ -109,8 +110,8 @@ def inputs_of(layers: str, scored: str) -> Inputs:
 
 def alone(case: dict[str, str]) -> Found:
     """Each sequence in a forward of its own, without prefixtree."""
-    of_values = case["way"] in VALUES
-    return _alone(of_values, *(case[axis] for axis in _DECIDE))
+    way = case["way"]
+    return _alone(way in VALUES, way in KEPT, *(case[axis] for axis in _DECIDE))
 
 
 # the axes that decide what a sequence alone gives
@@ -118,7 +119,7 @@ _DECIDE = ("layers", "trained", "returned", "scored", "precision")
 
 
 @cache
-def _alone(of_values: bool, *levels: str) -> Found:
+def _alone(of_values: bool, in_micro_batches: bool, *levels: str) -> Found:
     case = {
         "way": "values" if of_values else "one forward",
         **dict(zip(_DECIDE, levels, strict=True)),
@@ -134,7 +135,7 @@ def _alone(of_values: bool, *levels: str) -> Found:
     balance = 0.0
     if case["returned"] == "router loss":
         with _autocast(case):
-            loss = _balance_alone(model, inputs)
+            loss = _balance_alone(model, inputs, in_micro_batches)
         if loss.requires_grad:
             (BALANCE * loss).backward()
         balance = float(loss.detach())
@@ -147,20 +148,27 @@ def _routed(model: Any, inputs: Inputs, i: int) -> Any:
     return nullcontext() if inputs.routes is None else recorded_choice(model, inputs.routes[i])
 
 
-def _balance_alone(model: Any, inputs: Inputs) -> torch.Tensor:
-    """transformers' load-balancing loss over the tokens of all sequences."""
+def _balance_alone(model: Any, inputs: Inputs, in_micro_batches: bool) -> torch.Tensor:
+    """transformers' load-balancing loss over the tokens of all sequences, or the sum of those over
+    the tokens of each micro-batch."""
     logits = []
     for i, tokens in enumerate(inputs.sequences):
         with _routed(model, inputs, i):
             ids = torch.from_numpy(tokens)[None]
             output = model(input_ids=ids, use_cache=False, output_router_logits=True)
         logits.append(output.router_logits)
-    of_layers = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
-    config = model.config
-    loss: torch.Tensor = load_balancing_loss_func(
-        of_layers, config.num_experts, config.num_experts_per_tok
+    together = [list(range(len(logits)))]
+    if in_micro_batches:
+        plan = kept_plan(pt.PrefixForest.from_sequences(inputs.sequences))
+        together = [batch.sequence_indices.tolist() for batch in plan[0]]
+    choices = model.config.num_experts, model.config.num_experts_per_tok
+    return sum(
+        load_balancing_loss_func(
+            tuple(torch.cat(layer) for layer in zip(*(logits[i] for i in of), strict=True)),
+            *choices,
+        )
+        for of in together
     )
-    return loss
 
 
 def _rows_alone(
@@ -276,6 +284,13 @@ _ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+def kept_plan(forest: pt.PrefixForest, budget: int = 24, **options: Any) -> pt.MicroBatchPlan:
+    """Micro-batches that keep trunks."""
+    plan = pt.plan_micro_batches(forest, budget, trunks=True, borrow_cost=LIGHT, **options)
+    assert plan.stats.trunks.trunks > 0
+    return plan
+
+
 class Call:
     """The way's public call, and the backward of its loss."""
 
@@ -292,9 +307,6 @@ class Call:
         if self.way not in VALUES:
             self.options["chunk_size"] = 7
             self.options |= _ASKED[case["returned"]]
-        if self.way in KEPT and self.options.pop("output_router_logits", False):
-            # a block of kept trunks has no keyword for it
-            model.config.output_router_logits = True
         if self.way in STEPS:
             self.options |= {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
         elif self.way in GROUPS:
@@ -369,18 +381,11 @@ class Call:
     # ---- kept trunks
 
     def _plan(self, **options: Any) -> pt.MicroBatchPlan:
-        plan = pt.plan_micro_batches(
-            self.forest(), self._budget, trunks=True, borrow_cost=LIGHT, **options
-        )
-        assert plan.stats.trunks.trunks > 0
-        return plan
-
-    @property
-    def _budget(self) -> int:
-        return 24 if self.case["layers"] != "images" else 40
+        return kept_plan(self.forest(), 24 if self.case["layers"] != "images" else 40, **options)
 
     def _kept(self, batches: Any) -> Found:
         rows: dict[int, torch.Tensor] = {}
+        balance = torch.zeros(())
         values = self.way in VALUES
         kept: Any = pt.kept_values if values else pt.kept_trunks
         if not values:
@@ -393,9 +398,12 @@ class Call:
                 loss = sum(self.inputs.loss_of(i, row) for i, row in pairs.items())
                 if batch.is_empty:
                     loss = sum(row.sum() for row in its) * 0.0
+                if self.case["returned"] == "router loss":
+                    balance = balance + scores.aux_loss.detach()
+                    loss = loss + BALANCE * scores.aux_loss
                 if loss.requires_grad:
                     loss.backward()
-        return self.found(rows, None)
+        return self.found(rows, balance)
 
     def _rows(self, scores: Any) -> list[torch.Tensor]:
         found = [[p] for p in scores.logprobs]

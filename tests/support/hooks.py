@@ -48,7 +48,7 @@ CALLS = {
     "backward of borrowed states": "parallel.states:_Lent.backward",
     "backward of borrowed tails": "parallel.states:_LentRows.backward",
     "backward of gathered rows": "parallel.ranks:_GatherRows.backward",
-    "backward of kept scores": "scoring.kept_runs:_backward",
+    "backward of parts": "parallel.run:_backward",
     "backward of pictures' rows": "parallel.ranks:_ExchangeRows.backward",
     "bytes left for activations": "recompute.forward:_left_for_activations",
     "check of positions": "models.attention:_check_position_ids",
@@ -61,6 +61,7 @@ CALLS = {
     "families with positions": "_picture_inputs:_POSITIONS",
     "features of placements": "models.encodings:Encoding._repeated",
     "gradients in the demo": "demo.training:_gradients",
+    "gradients of a trunk's scores": "parallel.run:_sum",
     "gradients of initial states": "kernels.recurrence.chunked:_add_to_entries",
     "gradients of tails": "parallel.state_heads:_Tails.part",
     "images of rows": "integrations.trl.data_set_trainers:_images_of",
@@ -90,7 +91,7 @@ CALLS = {
     "taken gradients of rows": "parallel.ledger:Exchange.take",
     "verify's run": "testing.verify:_run_all",
     "version of transformers for routes": "models.routers:_TRANSFORMERS",
-    "warning of no backward": "parallel.steps:_warn_of_no_backward",
+    "warning of no backward": "parallel.run:_warn_of_no_backward",
     "windows of compressed keys": "models.compressed:_Windows.of",
     "work of a tower": "recompute.trace_tower:_Products",
 }
@@ -204,15 +205,14 @@ def forget_all_but(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
 
 
 def lose_kept(monkeypatch: pytest.MonkeyPatch, behind: int = 0) -> None:
-    """Those of the scores of trunks' edges, which micro-batches use, from a column on."""
+    """Those of the scores of trunks' edges, of all micro-batches that use them but the first, from
+    a column on."""
 
-    def lost(backward: Any, scores: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            columns = torch.arange(behind, scores.shape[-1])
-            gradient = gradient.index_fill(-1, columns, 0)
-        backward(scores, gradient)
+    def lost(total: Any, before: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(behind, more.shape[-1])
+        return total(before, more.index_fill(-1, columns, 0))
 
-    wrap(monkeypatch, "backward of kept scores", lost)
+    wrap(monkeypatch, "gradients of a trunk's scores", lost)
 
 
 def lose_pictures(monkeypatch: pytest.MonkeyPatch) -> None:

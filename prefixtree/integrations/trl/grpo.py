@@ -44,7 +44,11 @@ from prefixtree.models.checks import transformer_of
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.logprobs import sequence_logprobs
+
+# float32 log-probabilities [B, C], entropies [B, C], and the load-balancing loss []
+_Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
@@ -98,7 +102,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         )
         self._recompute = check_recompute(self, recompute)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
-        refused = self.aux_loss_enabled, self.args.torch_compile, self.is_deepspeed_enabled
+        refused = self.args.torch_compile, self.is_deepspeed_enabled
         # so many are always within one generation and one optimiser step, whatever comes first
         accumulated = self.args.gradient_accumulation_steps
         self._together = math.gcd(self.args.steps_per_generation, accumulated)
@@ -160,12 +164,13 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         shown = RowImages(images, self._is_vlm)
         rows = batch_size or len(input_ids)
         trains = torch.is_grad_enabled()
+        asked = logits_to_keep, compute_entropy, compute_aux_loss
         if trains and self._in_step and self._keeps:
             given = Rows(input_ids, attention_mask, *shown.of())
             if self._window is None:
-                self._window = self._window_of_step(model, given, logits_to_keep, compute_entropy)
+                self._window = self._window_of_step(model, given, *asked)
             if (window := self._window) is not None:
-                return *self._score_next(window, given, logits_to_keep), None
+                return self._score_next(window, given, logits_to_keep)
         elif not trains and self._keeps and rows < len(input_ids):
             chunks = [
                 Rows(ids, mask, *shown.of(at, at + rows))
@@ -176,32 +181,19 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
                     strict=True,
                 )
             ]
-            if found := self._score_blocks(model, chunks, logits_to_keep, compute_entropy):
-                entropy = [each for _, each in found if each is not None]
-                return (
-                    torch.cat([x for x, _ in found]),
-                    torch.cat(entropy) if entropy else None,
-                    None,
-                )
-        options = logits_to_keep, compute_entropy, compute_aux_loss
+            if found := self._score_blocks(model, chunks, *asked):
+                return _joined(found)
         parts = [
             self._score(
                 model,
                 input_ids[at : at + rows],
                 attention_mask[at : at + rows],
-                *options,
+                *asked,
                 shown.of(at, at + rows),
             )
             for at in range(0, len(input_ids), rows)
         ]
-        logps = torch.cat([part[0] for part in parts])
-        entropies = [part[1] for part in parts if part[1] is not None]
-        losses = [part[2] for part in parts if part[2] is not None]
-        return (
-            logps,
-            torch.cat(entropies) if entropies else None,
-            torch.stack(losses).mean() if losses else None,
-        )
+        return _joined(parts)
 
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
@@ -241,8 +233,13 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         return self._cost
 
     def _score_blocks(
-        self, model: nn.Module, chunks: list[Rows], width: int, with_entropy: bool
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        self,
+        model: nn.Module,
+        chunks: list[Rows],
+        width: int,
+        with_entropy: bool,
+        with_aux_loss: bool,
+    ) -> list[_Scores]:
         """The scores of a generation's micro-batches, in order; none where they keep no trunks."""
         each = self._together
         blocks = [chunks[at : at + each] for at in range(0, len(chunks), each)]
@@ -252,14 +249,14 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
             # a caller's own rows, not those of the generation
             plans = self._new_plans(model, blocks, width)
         for plan in plans:
-            window = self._open(model, plan, width, with_entropy)
+            window = self._open(model, plan, width, with_entropy, with_aux_loss)
             assert window is not None, "without gradients nothing is planned for memory"
             found += [self._score_next(window, rows, width) for rows in plan.rows]
             window.close()
         return found
 
     def _window_of_step(
-        self, model: nn.Module, given: Rows, width: int, with_entropy: bool
+        self, model: nn.Module, given: Rows, width: int, with_entropy: bool, with_aux_loss: bool
     ) -> KeptWindow | None:
         """The micro-batches from this one on that keep trunks."""
         each, at = self._together, self._step % self.args.steps_per_generation
@@ -285,7 +282,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         plan = self._plans[self._blocks[at // each]]
         if not same_rows(plan.rows[0], given):
             return None
-        window = self._open(model, plan, width, with_entropy)
+        window = self._open(model, plan, width, with_entropy, with_aux_loss)
         if window is None:
             self._keeps = False
             warnings.warn(
@@ -318,31 +315,35 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         """Whether the policy has room for the gradients of all plans."""
         with torch.enable_grad():
             for plan in self._plans or ():
-                if (window := self._open(self.model, plan, width, True)) is None:
+                window = self._open(self.model, plan, width, True, self.aux_loss_enabled)
+                if window is None:
                     return False
                 window.abandon("tried")
         return True
 
     def _open(
-        self, model: nn.Module, plan: WindowPlan, width: int, with_entropy: bool
+        self,
+        model: nn.Module,
+        plan: WindowPlan,
+        width: int,
+        with_entropy: bool,
+        with_aux_loss: bool,
     ) -> KeptWindow | None:
         check_attention(model)
         recompute = self._recompute if torch.is_grad_enabled() else None
-        options = {"temperature": self.temperature, "return_entropy": with_entropy}
+        options = {
+            "temperature": self.temperature,
+            "return_entropy": with_entropy,
+            "output_router_logits": with_aux_loss,
+        }
         return open_window(self.accelerator, model, plan, width, recompute, **options)
 
-    def _score_next(
-        self, window: KeptWindow, given: Rows, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _score_next(self, window: KeptWindow, given: Rows, width: int) -> _Scores:
         at = window.scored
         if torch.is_grad_enabled():
             self._sharing.begins(*window.sharing_of(at))
         scores = window.score(given)
-        prompts = window.prompts[at].tolist()
-        logps = _completions(scores.logprobs, prompts, width)
-        if scores.entropy is None:
-            return logps, None
-        return logps, _completions(scores.entropy, prompts, width)
+        return _padded(scores, window.prompts[at].tolist(), width)
 
     # ---- micro-batches by themselves -------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         with_entropy: bool,
         with_aux_loss: bool,
         images: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> _Scores:
         prompts = attention_mask[:, : input_ids.shape[1] - width].sum(1).tolist()
         if 0 in prompts:
             raise UnsupportedError(
@@ -389,14 +390,29 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
                 max_tokens=self._max_tokens,
                 borrow_cost=cost_of_steps,
             )
-        logps = _completions(scores.logprobs, prompts, width)
-        if scores.entropy is None:
-            return logps, None, scores.aux_loss
-        return logps, _completions(scores.entropy, prompts, width), scores.aux_loss
+        return _padded(scores, prompts, width)
 
     def _micro_batches_together(self) -> int:
         # those that share stay together
         return self._together if self._keeps else 1
+
+
+def _padded(scores: SequenceScores, prompts: list[int], width: int) -> _Scores:
+    """The scores of the completions of rows."""
+    entropy = None
+    if scores.entropy is not None:
+        entropy = _completions(scores.entropy, prompts, width)
+    return _completions(scores.logprobs, prompts, width), entropy, scores.aux_loss
+
+
+def _joined(parts: list[_Scores]) -> _Scores:
+    """Those of all rows, and the mean of the losses."""
+    logps, entropies, losses = ([x for x in of if x is not None] for of in zip(*parts, strict=True))
+    return (
+        torch.cat(logps),
+        torch.cat(entropies) if entropies else None,
+        torch.stack(losses).mean() if losses else None,
+    )
 
 
 def _completions(values: list[torch.Tensor], prompts: list[int], width: int) -> torch.Tensor:

@@ -59,7 +59,6 @@ from prefixtree.integrations.verl.refusals import (
     check_step,
 )
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
-from prefixtree.models.checks import transformer_of
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
@@ -241,9 +240,6 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         return self._costs[as_trained]
 
     def _read_cost(self, as_trained: bool) -> BorrowCost | None:
-        config = transformer_of(self.module).config.get_text_config()
-        if getattr(config, "output_router_logits", False):
-            return None
         # without a graph a token takes little beside the keys and values of a trunk's
         recompute: Recompute = "all"
         if as_trained:
@@ -390,6 +386,7 @@ class PackedActorEngine(_FsdpEngine):
             recompute=self.recompute,
             measure=None if measured is None else measure,
             pictures=pictures,
+            output_router_logits=False,
         ) as kept:
             if measured is not None:
                 assert isinstance(kept, KeptRuns)

@@ -31,8 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
-from prefixtree.models.routers import router_loss
-from prefixtree.scoring import logprobs as scoring
+from prefixtree.models.routers import RouterLoss
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.family_configs import FAMILIES, TINY
 
@@ -146,11 +145,12 @@ def prompts() -> Dataset:
 def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load-balancing losses that count every packed token once, which is wrong."""
 
-    def wrong(*args: Any) -> Any:
-        found = router_loss(*args)
-        return found and replace(found, multiplicity=torch.ones_like(found.multiplicity))
+    right = RouterLoss.of
 
-    monkeypatch.setattr(scoring, "router_loss", wrong)
+    def wrong(loss: RouterLoss, logits: Any) -> torch.Tensor:
+        return right(replace(loss, multiplicity=torch.ones_like(loss.multiplicity)), logits)
+
+    monkeypatch.setattr(RouterLoss, "of", wrong)
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -17,12 +17,14 @@ from prefixtree.scoring import logprobs as scoring
 from tests.integrations.trl.runs import (
     SameOrder,
     assert_equal_runs,
+    count_once,
     make,
     moved,
     parameters,
     rollouts,
     save_model,
     tiny_hybrid,
+    tiny_mixture,
     train,
     worst_parameter,
 )
@@ -163,6 +165,23 @@ def test_recurrent_layers_and_indexers(family: str, tmp_path: Path, windows: Any
     theirs = train(SameOrder, folder, **arguments)
     assert windows and moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
+
+
+# both sides have the same micro-batches
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+def test_a_load_balancing_loss(
+    tmp_path: Path, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each micro-batch, over its tokens and those of trunks."""
+    folder = save_model(tmp_path, tiny_mixture())
+    arguments = {**CUT, "max_steps": 2, "router_aux_loss_coef": 3.0}
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    theirs = train(SameOrder, folder, **arguments)
+    assert windows and any("aux_loss" in log for log in ours.state.log_history)
+    assert_equal_runs(ours, theirs)
+    count_once(monkeypatch)
+    wrong = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    assert worst_parameter(ours, wrong)[0] > 1e-4
 
 
 def test_adapters_with_their_reference(folder: Path, windows: Any) -> None:
