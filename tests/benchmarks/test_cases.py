@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +37,10 @@ from prefixtree import compile_layers, plan_micro_batches, tree_attention
 from prefixtree.kernels import indexer_kernels
 from prefixtree.kernels.latents import gathered
 from prefixtree.planning.model_cost import model_cost
-from tests.benchmarks.support import ROOT, TINY, agent_rollouts, case_named
+from tests.benchmarks.support import TINY, agent_rollouts, case_named
 from tests.support.benchmark_runs import result
 from tests.support.hooks import lose_pictures
+from tests.support.spawn import run_ranks
 
 
 @pytest.mark.full
@@ -154,26 +153,9 @@ def test_a_layer_of_parallel_is_the_difference_of_two_runs() -> None:
 def test_parallel_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "parallel.json"
     some = ["--dtype", "float32", "--workloads", "chain 128K", "--scale", "0.002", "--fsdp"]
-    command = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *command,
-            "benchmarks",
-            "parallel",
-            *TINY,
-            *some,
-            "--out",
-            str(out),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = [*TINY, *some, "--out", str(out)]
+    ranks = "tests.benchmarks.case_ranks"
+    assert run_ranks(ranks, tmp_path, arguments=["parallel", arguments, True]) == [0, 0]
     whole, parts, heads, gather = result(out)["rows"]
     assert parts["ranks"] == 2 and parts["most_received_rows"] > 0
     for row in (parts, heads, gather):
@@ -271,24 +253,33 @@ def test_model(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
-# dynamo's own look at .grad of its inputs
+EXPERTS = ["--shape", "qwen3-30b-a3b", "--cases", "apart", "--layers", "1"]
+
+
+# dynamo's own look at .grad of its inputs, and at a cached function of transformers' experts
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_model_of_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Dynamo, whose graphs nothing need turn into code."""
     monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="eager"))
     out = tmp_path / "model.json"
-    some = ["--layers", "1", "--cases", "apart", "--sides", "packed", "fa2", "fa4"]
+    some = [*EXPERTS, "--sides", "packed", "fa2", "fa4", "--profile", str(tmp_path / "top.txt")]
     best = ["--layers-by", "compile", "--recompute", "auto"]
     assert model.main([*TINY, *some, *best, "--out", str(out)]) == 0
     data = result(out)
     assert data["layers_by"] == "compile" and set(data["checks"]) == {"packed", "fa2"}
     assert data["environment"]["skipped"] == ["fa4"]
     packed, fa2 = data["rows"]
-    assert packed["red"] == fa2["red"] == [] and fa2["drift"] < 0.02
+    assert packed["red"] == fa2["red"] == [] and fa2["drift"] < 0.05
     # in the place of ours, not beside it
     assert packed["backends"] == ["sdpa"] and fa2["backends"] == []
     assert packed["modes"] == {"all": 0, "all_but_attention": 0, "nothing": 1}
+    # of the modules in compiled layers nothing is known
+    kinds_ms = packed["kinds_ms"]
+    assert "grouped products" in kinds_ms and "experts, elementwise" not in kinds_ms
+    with pytest.raises(SystemExit):
+        model.main([*TINY, *EXPERTS, "--layers-by", "liger"])
     # beside a run with defaults
     default = data | {"layers_by": "transformers"}
     _, table = model.best(default, data)
@@ -297,14 +288,10 @@ def test_model_of_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [column.cell(table.lines[1]) for column in table.columns[-2:]] == [gain, gain]
 
 
-# dynamo's own look at .grad of its inputs, and at a cached function of transformers' experts
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_model_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_experts(tmp_path: Path) -> None:
     out, top = tmp_path / "experts.json", tmp_path / "profile.txt"
-    some = ["--shape", "qwen3-30b-a3b", "--cases", "apart", "--layers", "1", "--out", str(out)]
-    assert model.main([*TINY, *some, "--profile", str(top)]) == 0
+    assert model.main([*TINY, *EXPERTS, "--out", str(out), "--profile", str(top)]) == 0
     data = result(out)
     rows = {row["side"]: row for row in data["rows"]}
     assert set(rows) == set(data["checks"]) == {"packed", "fa2", "own"}
@@ -314,16 +301,6 @@ def test_model_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert set(rows[side]["kinds_ms"]) == set(KINDS) and rows[side]["drift"] < 0.05
     *_, shares = model.experts(data)
     assert [line for line, *_ in shares.lines] == ["fa2", "packed"]
-
-    monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="eager"))
-    best = ["--layers-by", "compile", "--recompute", "auto", "--sides", "packed"]
-    assert model.main([*TINY, *some, *best, "--profile", str(top)]) == 0
-    (row,) = result(out)["rows"]
-    assert row["red"] == [] and row["modes"]["nothing"] == 1
-    # of the modules in compiled layers nothing is known
-    assert "grouped products" in row["kinds_ms"] and "experts, elementwise" not in row["kinds_ms"]
-    with pytest.raises(SystemExit):
-        model.main([*TINY, *some, "--layers-by", "liger"])
 
 
 def test_the_shape_with_experts_is_that_of_the_model() -> None:
@@ -482,10 +459,12 @@ def test_distill(tmp_path: Path) -> None:
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "pictures.json"
     monkeypatch.setattr(pictures, "compile_layers", partial(compile_layers, backend="eager"))
-    assert pictures.main([*TINY, "--out", str(out)]) == 0
+    # those left out differ from two of these in one way each
+    sides = [s for s in pictures.SIDES if s not in ("auto-40", "compiled", "compiled-auto")]
+    assert pictures.main([*TINY, "--sides", *sides, "--out", str(out)]) == 0
     found = result(out)
     assert (found["screenshots"], found["distinct_screenshots"]) == (24, 10)
-    assert [row["side"] for row in found["rows"]] == list(pictures.SIDES)
+    assert [row["side"] for row in found["rows"]] == sides
     assert all(row["ms"] > 0 and row["red"] == [] for row in found["rows"])
     assert all(row["checked tower"] < 1e-5 for row in found["rows"])
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +16,11 @@ from benchmarks.cases import update
 from benchmarks.lib import policy
 from prefixtree import CostModel, PrefixForest
 from prefixtree.planning.micro_batches import MicroBatchPlan
-from tests.benchmarks.support import ROOT, TINY, causal
+from tests.benchmarks.support import TINY, causal
 from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts
 from tests.support.models import let_wrong_masks_run
+from tests.support.spawn import run_ranks
 
 SIDES = ["fa2", "verl", "packed"]
 # in float32 the rounding of so small a model does not decide anything
@@ -224,21 +222,12 @@ def test_limits_in_bf16_have_no_slack() -> None:
 
 @pytest.mark.full
 def test_gradients_that_are_not_averaged_as_weighted_are_red(tmp_path: Path) -> None:
-    """On two ranks; both say so and stop."""
+    """On two ranks, of which the first says so."""
     rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
     out = tmp_path / "red.json"
-    command = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
-    command += " -m tests.benchmarks.update_ranks"
-    done = subprocess.run(
-        [sys.executable, *command.split(), str(rollouts), str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    arguments = [*SMALL, "--fsdp", "--rollouts", str(rollouts), "--out", str(out)]
+    ranks = "tests.benchmarks.case_ranks"
+    assert run_ranks(ranks, tmp_path, arguments=["update", arguments, False]) == [1, 0]
     rows = rows_of(result(out))
     assert "gradient" in rows["packed"]["red"] and "seconds" not in rows["packed"]
     assert rows["packed"]["errors"]["gradient"] == pytest.approx(0.5, rel=1e-3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,19 +17,36 @@ from tests.support.cli_runs import one_thread, run, run_json
 from tests.support.hooks import wrap
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     with one_thread():
         yield
 
 
-@pytest.fixture
-def short_demo(monkeypatch):
+@contextmanager
+def shortened():
     from prefixtree.demo import training as demo
 
-    monkeypatch.setattr(demo, "BRANCHING", (2, 2))
-    monkeypatch.setattr(demo, "BATCHES", 1)
-    monkeypatch.setattr(demo, "ALONE", 2)
+    with patch.multiple(demo, BRANCHING=(2, 2), BATCHES=1, ALONE=2):
+        yield
+
+
+@pytest.fixture
+def short_demo():
+    with shortened():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the run of `facts` has saved its rollouts and pictures."""
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def facts(folder):
+    with shortened():
+        return run_json("demo", "--save", folder / "depot.jsonl", "--pictures", folder / "new/in")
 
 
 @pytest.fixture
@@ -148,9 +167,7 @@ def test_the_loss_is_grpos_clipped_one():
 # ---- the command --------------------------------------------------------------------------------
 
 
-def test_demo(short_demo, tmp_path):
-    saved = tmp_path / "depot.jsonl"
-    facts = run_json("demo", "--save", saved)
+def test_demo(facts, folder):
     assert facts["passed"] is True
     assert facts["tasks"] == 4 and facts["rollouts"] == 16
     assert len(facts["updates"]) == 2
@@ -167,25 +184,22 @@ def test_demo(short_demo, tmp_path):
     assert facts["speedup"] == facts["seconds"]["replicated"] / facts["seconds"]["packed"]
 
     # what it saves is what it ran on
-    report = run_json("report", saved, "--per-turn", "--strict")
+    report = run_json("report", folder / "depot.jsonl", "--per-turn", "--strict")
     assert report["tokens"]["distinct"] == facts["forest"]["tokens"]["distinct"]
 
 
-def test_demo_draws_its_pictures(short_demo, tmp_path):
-    folder = tmp_path / "new" / "pictures"
-    facts = run_json("demo", "--pictures", folder)
-    assert facts["pictures"] == [str(folder / "forest.png"), str(folder / "mask.png")]
-    for name in ("forest.png", "mask.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+def test_demo_draws_its_pictures(facts, folder):
+    files = [folder / "new/in" / name for name in ("forest.png", "mask.png")]
+    assert facts["pictures"] == [*map(str, files)]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
-def test_demo_is_the_same_every_time(short_demo):
-    losses = [[u["loss"] for u in run_json("demo", "--seed", 5)["updates"]] for _ in range(2)]
-    assert losses[0] == losses[1]
+def test_demo_is_the_same_every_time(facts, short_demo):
+    again = run_json("demo", "--seed", facts["seed"])
+    assert [u["loss"] for u in again["updates"]] == [u["loss"] for u in facts["updates"]]
 
 
-def test_demo_says_what_was_learnt(short_demo):
-    facts = run_json("demo")
+def test_demo_says_what_was_learnt(facts):
     learnt = facts["learnt"]
     # a batch both ways, one packed alone, and one that is only played
     for name in ("mean_rewards", "parcels_taken", "tool_calls"):

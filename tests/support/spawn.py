@@ -11,6 +11,7 @@ groups abort now and then. What is native here is numba's alone, and was run wit
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -127,7 +128,10 @@ def _main(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT // 2)
     )
-    result = importlib.import_module(module).on_rank(rank, folder, *arguments)
+    run = importlib.import_module(module).on_rank
+    # modules are millions of objects, and accelerate collects garbage for every trainer
+    gc.freeze()
+    result = run(rank, folder, *arguments)
     # in one go: others wait for the name
     part = folder / f"rank{rank}.part"
     torch.save(result, part)

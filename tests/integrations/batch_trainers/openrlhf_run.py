@@ -1,6 +1,4 @@
-"""The program that test_openrlhf_sft.py starts on every rank: OpenRLHF's SFT command, on CPUs.
-
-    torchrun ... -m tests.integrations.batch_trainers.openrlhf_run FOLDER CASE ...
+"""What test_openrlhf_sft.py runs on every rank: OpenRLHF's SFT command, on CPUs.
 
 The command's arguments, data set, batches, sampler, Actor, loss, loop, evaluation, saving and
 strategy are OpenRLHF's, and the engine is DeepSpeed's. These stand in for what wants a GPU or is
@@ -149,20 +147,13 @@ def run(case: Case, folder: Path, packed: bool) -> dict[str, Any]:
     return {"logs": logs, "weights": weights, "ratios": ratios}
 
 
-def main() -> None:
-    """Runs cases as they are and packed; rank 0 saves what was found."""
-    folder, *names = sys.argv[1:]
+def on_rank(rank: int, folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Every case as it is and packed."""
     put_stand_ins()
-    found: dict[str, Any] = {}
-    stock = {(case := CASES[name]).model + str(case.flags): case for name in names}
-    as_it_is = {key: run(case, Path(folder), packed=False) for key, case in stock.items()}
+    stock = {case.model + str(case.flags): case for case in CASES.values()}
+    as_it_is = {key: run(case, folder, packed=False) for key, case in stock.items()}
     use_openrlhf()
-    for name in names:
-        case = CASES[name]
-        found[name] = as_it_is[case.model + str(case.flags)], run(case, Path(folder), packed=True)
-    if os.environ["RANK"] == "0":
-        torch.save(found, Path(folder) / "found.pt")
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        name: (as_it_is[case.model + str(case.flags)], run(case, folder, packed=True))
+        for name, case in CASES.items()
+    }

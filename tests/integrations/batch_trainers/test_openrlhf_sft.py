@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.integrations.batch_trainers.openrlhf_run import CASES
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.models import build
+from tests.support.spawn import run_ranks
 
-ROOT = Path(__file__).parents[3]
 # OpenRLHF cuts a newline at the end of a text, and scores the padding in its place
 TEMPLATE = CHATML.replace("<|im_end|>\n", "<|im_end|>")
 RUN = "tests.integrations.batch_trainers.openrlhf_run"
@@ -49,19 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]
         save_tokenizer(folder / model_type, TEMPLATE)
     (folder / "train.jsonl").write_text(rows(32, 0))
     (folder / "eval.jsonl").write_text(rows(8, 40))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub")}
-    done = subprocess.run(
-        [sys.executable, *torchrun, "-m", RUN, str(folder), *CASES],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    found: dict[str, tuple[Run, Run]] = torch.load(folder / "found.pt")
+    variables = {"DS_ACCELERATOR": "cpu", "HF_HOME": str(folder / "hub")}
+    with patch.dict(os.environ, variables):
+        found: dict[str, tuple[Run, Run]] = run_ranks(RUN, folder)[0]
     return found
 
 

@@ -2,18 +2,15 @@
 
 accelerate reads ACCELERATE_USE_FSDP and a trainer's `fsdp` on accelerators only. On a CPU it wraps
 the model in DDP and says nothing, so a test of FSDP must look at the class of the wrapper too.
-
-Run a script behind this module, in place of `accelerate launch SCRIPT`:
-
-    accelerate launch ... -m tests.integrations.trl.cpu_ranks SCRIPT [ARGUMENTS]
 """
 
 from __future__ import annotations
 
 import runpy
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -40,11 +37,12 @@ def fsdp_on_a_cpu() -> Iterator[None]:
         PartialState.set_device = before
 
 
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
+def on_rank(rank: int, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs the `main` of a script with its arguments: which classes were sharded, and what the
+    trainer that it returns logged."""
+    script, *options = arguments
     with fsdp_on_a_cpu():
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        trainer = runpy.run_path(script)["main"](options)
     # FSDP2 makes a class for every class that it shards
-    print("SHARDED", *(kind.__name__ for kind in FSDPModule.__subclasses__()), flush=True)
-    # a thread of gloo that still runs at the end of Python aborts the process
-    PartialState().destroy_process_group()
+    sharded = [kind.__name__ for kind in FSDPModule.__subclasses__()]
+    return {"sharded": sharded, "logs": trainer.state.log_history}

@@ -142,10 +142,12 @@ def generate(case: Case, folder: Path) -> dict[str, Any]:
 
     TRL's own forward cannot be asked then: its fused head reads a weight that is partitioned.
     """
-    result = compare(case, folder)
-    theirs = case.train(SameOrder, folder)
-    ours = case.train(PrefixTreeGRPOTrainer, folder, ds3_gather_for_generation=False)
-    return {**result, "layer by layer": _differences(ours, theirs, case.starting_weights(folder))}
+    start, theirs = case.starting_weights(folder), case.train(SameOrder, folder)
+    ours, layered = (
+        _differences(case.train(PrefixTreeGRPOTrainer, folder, **how), theirs, start)
+        for how in ({}, {"ds3_gather_for_generation": False})
+    )
+    return {**ours, "layer by layer": layered}
 
 
 def _differences(ours: GRPOTrainer, theirs: GRPOTrainer, start: Weights) -> dict[str, Any]:
@@ -176,7 +178,11 @@ def distilled(case: Case, folder: Path) -> dict[str, Any]:
     """The trainers for distillation against TRL's; the teacher is saved, so that every one of them
     loads it as DeepSpeed wants it."""
     found = {}
-    for name, maker in (("on policy", DISTILLATION), ("gkd", GKD)):
+    makers = {"on policy": DISTILLATION, "gkd": GKD}
+    if case.config["zero_optimization"]["stage"] == 2:
+        # where both teachers are whole
+        del makers["on policy"]
+    for name, maker in makers.items():
         runs = []
         for kind in (maker.ours, maker.stock):
             config = {k: dict(v) if isinstance(v, dict) else v for k, v in case.config.items()}

@@ -57,10 +57,10 @@ def make_distillation(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Steps of two micro-batches of six prompts each."""
+    """Two steps of two micro-batches of six prompts each."""
     small = {
         "per_device_train_batch_size": 6,
-        "max_steps": 3,
+        "max_steps": 2,
         "max_completion_length": 8,
         "shuffle_dataset": False,
         "output_dir": str(folder / "out"),
@@ -87,8 +87,8 @@ def make_of_answers(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Steps of two batches, each of two conversations of three turns."""
-    arguments = {"max_steps": 3, "output_dir": str(folder / "out"), **small, **arguments}
+    """Two steps of two batches, each of two conversations of three turns."""
+    arguments = {"max_steps": 2, "output_dir": str(folder / "out"), **small, **arguments}
     return trainer(
         model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
         args=config(**{**SMALL, "per_device_train_batch_size": 6, **arguments}),

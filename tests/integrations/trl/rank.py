@@ -50,20 +50,25 @@ CONFIGS = {
 ARGUMENTS = {
     "optim": "sgd",
     "learning_rate": 0.3,
-    "max_steps": 4,
+    # one generation, whose second iteration has a policy that has moved
+    "max_steps": 2,
     # per rank 2 micro-batches of 4: every rank has whole groups
     "per_device_train_batch_size": 4,
     "num_generations": 4,
     "ddp_find_unused_parameters": False,
     "shuffle_dataset": False,
 }
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 # of groups of 4
 CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 HALVES = {"steps_per_generation": 2, "num_iterations": 1}
+# the second generation is of a policy that has moved
+TWO_GENERATIONS = {"num_iterations": 1}
 # with moments, which a checkpoint has to hold
 SAVING = {
     "optim": "adamw_torch",
     "learning_rate": 1e-3,
+    "max_steps": 4,
     "save_strategy": "steps",
     "save_steps": 2,
 }
@@ -245,11 +250,11 @@ def _ways(trainer: GRPOTrainer) -> dict[str, Any]:
 Ask = Callable[[Case, Path], dict[str, Any]]
 FULL, SHARDED = ({"state_dict_type": f"{kind}_STATE_DICT"} for kind in ("FULL", "SHARDED"))
 CASES: dict[str, tuple[Ask, Case]] = {
-    "ddp": (compare, Case(rollout=None)),
+    "ddp": (compare, Case({"max_steps": 4}, rollout=None)),
     "generation": (
         compare,
         Case(
-            {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
+            {"max_steps": 4, **EVALUATING},
             {},
             options={"eval_dataset": prompts()},
             rollout=None,
@@ -275,7 +280,7 @@ CASES: dict[str, tuple[Ask, Case]] = {
     ),
     "tied, reference follows": (
         compare,
-        Case({"sync_ref_model": True, "ref_model_sync_steps": 2}, {}, "tied"),
+        Case({"max_steps": 4, "sync_ref_model": True, "ref_model_sync_steps": 2}, {}, "tied"),
     ),
     # accelerate looks for the vision layers of the family unless told which to shard
     "hybrid": (
@@ -291,32 +296,39 @@ CASES: dict[str, tuple[Ask, Case]] = {
     "resume, full": (resume, Case(SAVING, FULL, rollout=None)),
     "resume, sharded": (resume, Case(SAVING, SHARDED, rollout=None)),
     # one iteration: a token that rounding puts on the other side of a clip drowns the rest
-    "bfloat16": (in_bfloat16, Case({"num_iterations": 1}, {})),
+    "bfloat16": (in_bfloat16, Case({"max_steps": 4, "num_iterations": 1}, {})),
     # two and no clip: TRL fails if the first forward is that of the reference, without the adapter
     "lora, bfloat16": (
         in_bfloat16,
-        Case({"learning_rate": 1.0, "epsilon": 1e6}, {}, lora=True),
+        Case({"max_steps": 4, "learning_rate": 1.0, "epsilon": 1e6}, {}, lora=True),
     ),
     # an evaluation leaves the head whole
     "tree": (
         sampled,
         Case(
-            {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
+            {**EVALUATING, **TWO_GENERATIONS},
             {},
             options={"eval_dataset": prompts()},
         ),
     ),
     "tree, hybrid": (
         sampled,
-        Case({}, {"transformer_layer_cls_to_wrap": "Qwen3_5DecoderLayer"}, "hybrid"),
+        Case(TWO_GENERATIONS, {"transformer_layer_cls_to_wrap": "Qwen3_5DecoderLayer"}, "hybrid"),
     ),
-    "tree, experts": (sampled, Case({}, {}, "experts")),
-    "tree, lora": (sampled, Case({"learning_rate": 1.0}, {}, lora=True)),
+    "tree, experts": (sampled, Case(TWO_GENERATIONS, {}, "experts")),
+    "tree, lora": (sampled, Case({"learning_rate": 1.0, **TWO_GENERATIONS}, {}, lora=True)),
     "tree, tied, FSDP's checkpointing": (
         sampled,
-        Case({"gradient_checkpointing": False}, {"activation_checkpointing": True}, "tied"),
+        Case(
+            {"gradient_checkpointing": False, **TWO_GENERATIONS},
+            {"activation_checkpointing": True},
+            "tied",
+        ),
     ),
-    "tree, lora, bfloat16": (sampled, Case({"bf16": True, "learning_rate": 1.0}, {}, lora=True)),
+    "tree, lora, bfloat16": (
+        sampled,
+        Case({"bf16": True, "learning_rate": 1.0, **TWO_GENERATIONS}, {}, lora=True),
+    ),
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),
     "distillation": (distilled, Case({"per_device_train_batch_size": 3})),

@@ -203,7 +203,7 @@ def make(
         "num_generations": 4,
         "gradient_accumulation_steps": 2,
         "num_iterations": 2,
-        "max_steps": 6,
+        "max_steps": 4,
         "beta": 0.04,
         "max_completion_length": 10,
         "learning_rate": 3e-4,

@@ -74,9 +74,9 @@ def make_dpo(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> DPOTrainer:
-    """A DPO trainer with small defaults: steps of two batches of two pairs. `arguments` are the
-    DPOConfig's, `options` the trainer's."""
-    small = {"per_device_train_batch_size": 2, "max_steps": 4, "output_dir": str(folder / "out")}
+    """A DPO trainer with small defaults: two steps of two batches, each of two pairs. `arguments`
+    are the DPOConfig's, `options` the trainer's."""
+    small = {"per_device_train_batch_size": 2, "max_steps": 2, "output_dir": str(folder / "out")}
     return trainer(
         model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
         args=DPOConfig(**{**SMALL, **small, **arguments}),
@@ -96,11 +96,11 @@ def make_sft(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> SFTTrainer:
-    """An SFT trainer with small defaults: steps of two batches, each of two conversations of three
-    turns. `arguments` are the SFTConfig's, `options` the trainer's."""
+    """An SFT trainer with small defaults: two steps of two batches, each of two conversations of
+    three turns. `arguments` are the SFTConfig's, `options` the trainer's."""
     small = {
         "per_device_train_batch_size": 6,
-        "max_steps": 4,
+        "max_steps": 2,
         "train_sampling_strategy": "sequential",
         "output_dir": str(folder / "out"),
     }

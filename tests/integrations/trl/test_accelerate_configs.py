@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
-from tests.integrations.trl.launch import ROOT, start
+from tests.integrations.trl.launch import launch
 from tests.integrations.trl.runs import parameters, squared_distance
+from tests.support.spawn import ROOT
 
 FSDP2 = ROOT / "examples" / "configs" / "fsdp2.yaml"
 
@@ -32,17 +34,21 @@ def test_fsdp2_is_read_by_accelerate() -> None:
 
 
 def test_the_example_runs_with_fsdp2(tmp_path: Path) -> None:
-    """With accelerate's launcher, two processes, in bfloat16, as the file says."""
-    arguments = f"""
-        accelerate.commands.launch --config_file {FSDP2} --num_processes 2 --main_process_port 0
-        -m tests.integrations.trl.cpu_ranks examples/trl_grpo.py --tiny --output {tmp_path}
-    """
-    lines = start(arguments.split(), ACCELERATE_USE_CPU="true")
-    sharded = [line.split()[1:] for line in lines if line.startswith("SHARDED")]
-    assert len(sharded) == 2
-    for kinds in sharded:
-        assert {"FSDPQwen3ForCausalLM", "FSDPQwen3DecoderLayer"} <= set(kinds)
-    assert sum("prefixtree/replication_ratio" in line for line in lines) == 4
+    """Two processes, in bfloat16, as the file says to accelerate's launcher, and that to them."""
+    script = str(ROOT / "examples" / "trl_grpo.py")
+    options = ["--num_processes", "2", "--main_process_port", "0", "--config_file", str(FSDP2)]
+    arguments, _, precision = _validate_launch_command(
+        launch_command_parser().parse_args([*options, script])
+    )
+    arguments.mixed_precision = arguments.mixed_precision or precision
+    environment = prepare_multi_gpu_env(arguments)
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert environment["ACCELERATE_USE_FSDP"] == "true"
+    given = (script, "--tiny", "--steps", "2", "--output", str(tmp_path))
+    environment["ACCELERATE_USE_CPU"] = "true"
+    found = launch("tests.integrations.trl.cpu_ranks", tmp_path, *given, **environment)
+    assert {"FSDPQwen3ForCausalLM", "FSDPQwen3DecoderLayer"} <= set(found["sharded"])
+    assert sum("prefixtree/replication_ratio" in log for log in found["logs"]) == 2
     before, after = (
         parameters(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("model", "")
     )

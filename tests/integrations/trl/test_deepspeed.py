@@ -14,8 +14,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.trl.refusals import DEEPSPEED_CONFIG
 from tests.integrations.trl.distillation_runs import teacher
-from tests.integrations.trl.launch import ROOT, launch
+from tests.integrations.trl.launch import launch
 from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid, tiny_mixture
+from tests.support.spawn import ROOT
 
 # ranks start for every stage; see tests/README.md
 pytestmark = pytest.mark.full

@@ -84,7 +84,7 @@ def test_divergences(folder: Path, maker: Maker, beta: float) -> None:
         learning_rate=3e-4,
         options={"teacher_model": with_softcap()},
     )
-    assert moved(runs[1], folder) > 5e-4
+    assert moved(runs[1], folder) > 3e-4
     assert_equal_runs(*runs)
     assert min(ratios(runs[0])) > 1.3
 

@@ -33,7 +33,7 @@ from tests.integrations.trl.runs import (
 from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
 from tests.support.hooks import lose_keys, lose_pictures, wrap
 
-SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 3}
+SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_trunks_of_a_step_keep_their_images(
         return kept(*args, **options)
 
     monkeypatch.setattr(kept_windows, "kept_trunks", counted)
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     options = {"recompute": recompute}
     ours = trained(PrefixTreeGRPOTrainer, vision, options, **cut)
     # two prompts a generation, whose images are distinct; two iterations
@@ -184,7 +184,7 @@ def test_a_window_that_does_not_fit_is_not_opened(
     monkeypatch.setattr(Accelerator, "reduce", reduced)
     if whose == "own":
         monkeypatch.setattr("prefixtree.recompute.kept_modes.plan_kept", too_large)
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
     # windows without gradients plan nothing
     assert (1 in asked) == (whose == "own") and asked and ours._window is None

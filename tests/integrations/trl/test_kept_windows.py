@@ -40,7 +40,7 @@ CUT: dict[str, Any] = {
     "learning_rate": 0.3,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
-    "max_steps": 4,
+    "max_steps": 2,
     "max_completion_length": 40,
     "options": {"rollout_func": rollouts},
 }
@@ -121,7 +121,7 @@ def test_every_distinct_token_of_a_step_is_computed_once(folder: Path, windows: 
         )
         trainer.train()
         runs[keep], counts[keep] = trainer, sum(seen)
-    assert windows == [(True, 4)] * 4
+    assert windows == [(True, 4)] * 2
     assert counts[True] < 0.85 * counts[False]
     assert_equal_runs(runs[True], runs[False])
     for keep, run in runs.items():
@@ -160,7 +160,7 @@ def test_a_budget_computes_micro_batches_in_steps(
 @pytest.mark.parametrize("family", ["granitemoehybrid", "glm_moe_dsa"])
 def test_recurrent_layers_and_indexers(family: str, tmp_path: Path, windows: Any) -> None:
     folder = save_model(tmp_path, tiny_hybrid(family))
-    arguments = {**CUT, "max_steps": 2, "router_aux_loss_coef": 0.0}
+    arguments = {**CUT, "router_aux_loss_coef": 0.0}
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
     theirs = train(SameOrder, folder, **arguments)
     assert windows and moved(theirs, folder) > 1e-3
@@ -202,7 +202,7 @@ def test_auto_recomputes_what_does_not_fit(
     """Trunks and micro-batches of a step are planned together. Without the gradients that trunks
     get from micro-batches the comparison turns red."""
     plans = tighten(monkeypatch)
-    arguments = {**CUT, "max_steps": 2, "num_iterations": 1}
+    arguments = {**CUT, "num_iterations": 1}
     theirs = train(SameOrder, folder, **arguments)
     arguments["options"] = {**CUT["options"], "recompute": "auto"}
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
@@ -244,7 +244,7 @@ def test_a_policy_that_is_its_reference_does_not_move(
         peft = pytest.importorskip("peft")
         more["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
     given = {**CUT, **arguments, "optim": "adamw_torch", "learning_rate": 1e-3, "beta": 0.1}
-    trainer = make(PrefixTreeGRPOTrainer, folder, **{**given, "options": more, "max_steps": 2})
+    trainer = make(PrefixTreeGRPOTrainer, folder, **{**given, "options": more})
     before = parameters(trainer.model)
     trainer.train()
     after = parameters(trainer.model)

@@ -30,11 +30,11 @@ def saw(report: SharingReport, sequences: list[list[int]]) -> None:
 
 
 def warned(kind: type[GRPOTrainer], folder: Path, **arguments: Any) -> list[str]:
-    """The warnings of a run of three steps about its first."""
+    """The warnings of a run of two steps about its first."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        options = {"options": {"rollout_func": rollouts}, "max_steps": 3, **arguments}
-        assert train(kind, folder, **options).state.global_step == 3
+        options = {"options": {"rollout_func": rollouts}, "max_steps": 2, **arguments}
+        assert train(kind, folder, **options).state.global_step == 2
     return [text for each in caught if (text := str(each.message)).startswith(FIRST)]
 
 

@@ -68,7 +68,7 @@ def test_tool_calls(folder: Path, tokenizer: Any) -> None:
             folder,
             options={"tools": [add], "processing_class": tokenizer},
             max_completion_length=600,
-            max_steps=4,
+            max_steps=2,
             optim="sgd",
             learning_rate=0.3,
         )

@@ -53,7 +53,7 @@ def test_a_run_is_trls_own(folder: Path, optimizer: dict[str, Any]) -> None:
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1,
         "eval_strategy": "steps",
-        "eval_steps": 3,
+        "eval_steps": 2,
         "per_device_eval_batch_size": 8,
         "options": {"eval_dataset": prompts()},
         **optimizer,
@@ -61,7 +61,7 @@ def test_a_run_is_trls_own(folder: Path, optimizer: dict[str, Any]) -> None:
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
     theirs = train(GRPOTrainer, folder, **arguments)
     assert type(theirs) is GRPOTrainer
-    assert moved(theirs, folder) > 1e-3
+    assert moved(theirs, folder) > 5e-4
     kl = [log["kl"] for log in theirs.state.log_history if "kl" in log]
     assert kl[-1] > 1e-5  # the reference took part
     assert any("eval_loss" in log for log in ours.state.log_history)
@@ -74,7 +74,7 @@ def test_accumulated_micro_batches(folder: Path, optimizer: dict[str, Any]) -> N
     means (entropy, kl, clip ratios) depends on it, losses and parameters do not."""
     ours = train(PrefixTreeGRPOTrainer, folder, loss_type="dapo", **optimizer)
     theirs = train(GRPOTrainer, folder, loss_type="dapo", **optimizer)
-    assert moved(theirs, folder) > 1e-3
+    assert moved(theirs, folder) > 5e-4
 
     def is_a_sum(name: str) -> bool:
         return name not in ("kl", "entropy") and not name.startswith("clip_ratio")
@@ -199,7 +199,7 @@ def test_recurrent_layers_and_indexers(family: str, tmp_path: Path) -> None:
     """The model generates before anything is scored; Granite and GLM-5 show their attention no
     positions until they are prepared."""
     folder = save_model(tmp_path, tiny_hybrid(family))
-    arguments = {**SGD, "max_steps": 4, "router_aux_loss_coef": 0.0}
+    arguments = {**SGD, "max_steps": 2, "router_aux_loss_coef": 0.0}
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
     theirs = train(SameOrder, folder, **arguments)
     assert moved(theirs, folder) > 1e-3
@@ -351,7 +351,7 @@ def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_layers(folder: Path) -> None:
     """`torch_compile=True`: the policy and the reference are compiled, and a few graphs serve all
     shapes."""
-    arguments = {**SGD, "max_steps": 4, "options": {"rollout_func": rollouts}}
+    arguments = {**SGD, "max_steps": 2, "options": {"rollout_func": rollouts}}
     torch._dynamo.reset()
     counters.clear()
     ours = train(
@@ -381,7 +381,7 @@ def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     arguments = {
         **SGD,
-        "max_steps": 2,
+        "max_steps": 1,
         "num_iterations": 1,
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing": False,
@@ -404,17 +404,17 @@ def test_a_checkpoint_knows_nothing_of_prefixtree(folder: Path, tmp_path: Path) 
         **SGD,
         "output_dir": str(tmp_path),
         "save_strategy": "steps",
-        "save_steps": 4,
+        "save_steps": 2,
         "options": {"rollout_func": rollouts},
     }
     train(PrefixTreeGRPOTrainer, folder, **arguments)
-    saved = tmp_path / "checkpoint-4"
+    saved = tmp_path / "checkpoint-2"
     assert names_prefixtree(saved) == []
     assert AutoModelForCausalLM.from_pretrained(saved).config._attn_implementation == "sdpa"
     resumed = [make(trainer, folder, **arguments) for trainer in (PrefixTreeGRPOTrainer, SameOrder)]
     for trainer in resumed:
         trainer.train(resume_from_checkpoint=str(saved))
-        assert trainer.state.global_step == 6
+        assert trainer.state.global_step == 4
     assert_equal_runs(*resumed)
 
 

@@ -9,7 +9,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,6 @@ from tests.integrations.verl.cases import (
     HYBRID_SEQUENCE_PARALLEL_CASES,
     SEQUENCE_PARALLEL_CASES,
     TRUNK_CASES,
-    Settings,
 )
 from tests.integrations.verl.cpu_platform import register_engines
 from tests.integrations.verl.distillation_runs import RANK_CASES, run_distillation
@@ -88,13 +86,6 @@ def counted_exchanges() -> Iterator[Counter[str]]:
         yield calls
 
 
-def one_epoch(case: Any) -> Any:
-    """Of two updates: that a second epoch has the weights of the first, one rank shows."""
-    if isinstance(case, Settings):
-        return replace(case, epochs=1)
-    return replace(case, settings=replace(case.settings, epochs=1))
-
-
 def on_rank(rank: int, folder: Path, names: list[str]) -> dict[Any, Any]:
     """Runs all cases on this rank."""
     world = dist.get_world_size()
@@ -102,7 +93,7 @@ def on_rank(rank: int, folder: Path, names: list[str]) -> dict[Any, Any]:
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
         distils = RANK_CASES.get(name)
-        case: Any = one_epoch(distils or ALL_CASES[name])
+        case: Any = distils or ALL_CASES[name]
         vendors = (case.beside, "prefixtree", *(["lost"] if distils and distils.red else []))
         for vendor in dict.fromkeys(vendors):
             run_one: Any = run if distils is None else run_distillation

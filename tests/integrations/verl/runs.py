@@ -57,6 +57,8 @@ from tests.support import spawn
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS
 
+# of ranks; the platform before what asks for it
+PRELOAD = ("tests.integrations.verl.cpu_platform", "tests.integrations.verl.rank")
 VOCABULARY = 96
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -372,10 +374,7 @@ def of_collecting_rank(worker: TrainingWorker, output: Any) -> Any:
 
 def run_ranks(folder: Path, names: list[str], ranks: int = 2) -> list[dict[Any, Any]]:
     """The results of each rank (`rank.py`), all named cases with both engines."""
-    here = "tests.integrations.verl"
-    # the platform before what asks for it
-    preload = (f"{here}.cpu_platform", f"{here}.rank")
-    return spawn.run_ranks(f"{here}.rank", folder, ranks, arguments=[names], preload=preload)
+    return spawn.run_ranks(PRELOAD[-1], folder, ranks, arguments=[names], preload=PRELOAD)
 
 
 def infer_with(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +15,13 @@ from benchmarks.cases import verl_update
 from benchmarks.lib import verl_check, verl_worker
 from benchmarks.lib.policy import Ranks
 from prefixtree import PrefixForest
+from tests.integrations.verl.runs import PRELOAD
 from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts
 from tests.support.hooks import wrap
+from tests.support.spawn import run_ranks
 
 TINY = ["--device", "cpu", "--scale", "0.4", "--repeats", "1"]
-# the benchmark with a platform for the CPU in its place
-ON_CPU = f"""
-left=$#
-while [ $left -gt 0 ]; do
-  word=$1; shift; left=$((left - 1))
-  case $word in
-    benchmarks) set -- "$@" tests.integrations.verl.benchmark_rank;;
-    verl_update) ;;
-    *) set -- "$@" "$word";;
-  esac
-done
-exec {sys.executable} "$@"
-"""
 
 
 @pytest.fixture
@@ -97,11 +85,18 @@ def test_one_rank(
 
 @pytest.mark.full
 def test_two_ranks(rollouts: Path, turns: verl_worker.Turns, tmp_path: Path) -> None:
-    """Through gpu_check.sh, as on the GPUs."""
+    """With what gpu_check.sh gives torchrun on the GPUs."""
     words = {"ROLLOUTS": str(rollouts), "VERL_ARGS": " ".join(TINY)}
-    done = gpu_check(tmp_path, "verl_2gpu", python=ON_CPU, **words)
+    done = gpu_check(tmp_path, "verl_2gpu", python='printf "%s\\n" "$@"', **words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "all done: verl_2gpu"
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "all done: verl_2gpu"
+    # behind it a line says how long it took, and the last one
+    at = lines.index("verl_update")
+    assert lines[at - 4 : at] == ["--nproc-per-node", "2", "-m", "benchmarks"]
+    rank = "tests.integrations.verl.benchmark_rank"
+    found = run_ranks(rank, tmp_path, arguments=[lines[at + 1 : -2]], preload=PRELOAD)
+    assert found == [0, 0]
     check_green(result(tmp_path / "out" / "verl_2gpu.json"), turns, 2)
 
 

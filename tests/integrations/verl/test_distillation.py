@@ -49,7 +49,7 @@ def test_top_k(models: Path, own: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_top_k_beside_rewards_in_kept_trunks(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red where trunks get no gradient from the loss of their micro-batches."""
-    case = Distillation(replace(CASES["grpo, lora"], lr=0.5), BESIDE_REWARDS)
+    case = Distillation(replace(CASES["grpo, lora"], lr=0.5, epochs=2), BESIDE_REWARDS)
     expected = run_distillation("stock", models, case)
     with patch.object(engine, "kept_trunks", wraps=engine.kept_trunks) as kept:
         found = differences(expected, run_distillation("prefixtree", models, case), case.settings)

@@ -359,9 +359,7 @@ def test_layers_are_compiled_where_that_is_set(
 ) -> None:
     """verl's checkpointing holds in compiled layers; a plan of recomputation too."""
     # inductor would take its time on a CPU
-    monkeypatch.setattr(
-        engine_module, "compile_layers", partial(compile_layers, backend="aot_eager")
-    )
+    monkeypatch.setattr(engine_module, "compile_layers", partial(compile_layers, backend="eager"))
     rows = rollouts(8, groups=2, size=4)
     override: dict[str, Any] = {"attn_implementation": "prefixtree"}
     ends = []

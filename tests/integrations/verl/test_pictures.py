@@ -190,8 +190,8 @@ def test_a_gradient_left_out_is_seen(
     with patch.object(engine_module, "kept_trunks", wraps=engine_module.kept_trunks) as kept:
         right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
     assert max(right) < 1e-5, right
-    # old log-probabilities, reference and four updates
-    assert [len(call.kwargs["pictures"]) > 0 for call in kept.call_args_list] == [True] * 6
+    # old log-probabilities, reference and two updates
+    assert [len(call.kwargs["pictures"]) > 0 for call in kept.call_args_list] == [True] * 4
     for lose, least in (
         (lambda patched: wrap(patched, "features of placements", without), 1e-3),
         (lose_keys, 2e-4),

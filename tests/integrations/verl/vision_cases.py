@@ -10,9 +10,9 @@ VISION_CASES: dict[str, Settings] = {
     "qwen2_5_vl, text": Settings(model="qwen2_5_vl", beside="alone"),
     "qwen2_5_vl, pictures": Settings(model="qwen2_5_vl", pictures="all", tokens=120),
     "qwen3_vl, text, decay": Settings(model="qwen3_vl", weight_decay=0.1),
-    "qwen3_vl, pictures": Settings(model="qwen3_vl", pictures="all"),
+    "qwen3_vl, pictures": Settings(model="qwen3_vl", pictures="all", lr=0.2),
     "qwen3_vl_moe, text, decay": Settings(model="qwen3_vl_moe", weight_decay=0.1),
-    "qwen3_vl_moe, pictures": Settings(model="qwen3_vl_moe", pictures="all"),
+    "qwen3_vl_moe, pictures": Settings(model="qwen3_vl_moe", pictures="all", lr=0.2),
     "qwen3_vl, lora": Settings(
         model="qwen3_vl",
         pictures="all",
