@@ -535,7 +535,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     capability, dtype, features = options.capability, options.dtype, options.features
     h, hk = map(int, options.heads.split("x"))
     rows, bad = [], []
-    if not options.chosen:
+    # whose features are on and off by themselves
+    if not (options.chosen or features):
         _helpers(capability, dtype)
     for pair in options.dims:
         d, dv = map(int, pair.split("x"))

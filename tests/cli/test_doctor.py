@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -20,6 +18,7 @@ import prefixtree
 from prefixtree import doctor
 from prefixtree.kernels.recurrence import fla
 from tests.support.cli_runs import run, run_json
+from tests.support.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
 LOOKED_UP = {wanted.name: wanted for wanted in doctor.WANTED}
@@ -135,14 +134,12 @@ def test_optional_packages_that_raise_as_they_are_imported_are_shown(tmp_path):
         (folder / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
         )
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    result = subprocess.run(
-        [sys.executable, "-m", "prefixtree", "doctor"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
+    code = (
+        "import runpy, sys\n"
+        "sys.path[:0] = [sys.argv.pop()]\n"
+        "runpy.run_module('prefixtree', run_name='__main__')\n"
     )
+    result = run_warm(code, "doctor", str(tmp_path))
     assert (result.returncode, result.stderr) == (0, "")
     lines = lines_of(result)
     assert lines["matplotlib"] == (

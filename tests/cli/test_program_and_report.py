@@ -313,10 +313,9 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /
 
 
 @needs_dev_full
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_full_disk_is_one_line_and_not_a_red_check(rollout_file, options):
+def test_a_full_disk_is_one_line_and_not_a_red_check(rollout_file):
     with open("/dev/full", "w") as full:
-        done = run_program("report", rollout_file, *options, stdout=full)
+        done = run_program("report", rollout_file, "--json", stdout=full)
     assert done.stderr == "prefixtree: standard output: No space left on device\n"
     assert done.returncode == 2
 
@@ -331,13 +330,12 @@ def test_a_picture_for_which_there_is_no_room(rollout_file, tmp_path, ending):
     assert result.stderr == f"prefixtree: {picture}: cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_reader_that_leaves_ends_the_program_quietly(rollout_file, options):
+def test_a_reader_that_leaves_ends_the_program_quietly(rollout_file):
     """`prefixtree report FILE | head -1`: the exit code of a program that SIGPIPE ends."""
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe:
-        done = run_program("report", rollout_file, *options, stdout=pipe)
+        done = run_program("report", rollout_file, stdout=pipe)
     assert done.stderr == ""
     assert done.returncode == 141
 

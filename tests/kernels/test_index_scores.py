@@ -49,10 +49,15 @@ def _scores(
     return indexer_kernels.index_scores(q, k, w, host, first, 0.5).cpu()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, dim", [(64, 32), (24, 20), (5, 16), (2, 40), (1, 16)])
+@pytest.mark.parametrize(
+    "heads, dim, dtype",
+    [
+        *((64, 32, DTYPES[0]), (24, 20, DTYPES[1]), (5, 16, DTYPES[0])),
+        *((2, 40, DTYPES[1]), (1, 16, DTYPES[0])),
+    ],
+)
 def test_scores_and_the_choice_are_exact(heads: int, dim: int, dtype: torch.dtype) -> None:
-    for seed in range(3):
+    for seed in range(2):
         host, inputs = _case(seed, heads, dim, dtype)
         want, tokens = _by_path(host, *inputs), indexer_kernels.tile_tokens(heads)
         middle = host.num_tokens // 2 // tokens * tokens

@@ -16,6 +16,7 @@ from tests.support import config_fields
 from tests.support.config_fields import FACTOR, RED, Field, fields, outcome_of, recorded, try_field
 from tests.support.family_configs import FAMILIES
 from tests.support.family_table import NEWEST
+from tests.support.full import mostly
 from tests.support.models import TRANSFORMERS, cases
 from tests.support.variant_configs import VARIANTS
 
@@ -54,7 +55,11 @@ def _factors() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name, key", _factors())
+# by a multiplier, a scale of positions, of experts and of values
+_QUICK = {"falcon_h1", "gemma2", "gemma3n_text"}
+
+
+@pytest.mark.parametrize("name, key", mostly(_factors(), _QUICK))
 def test_factors_are_followed(name, key):
     trials = try_field(name, _field(name, key))
     assert outcome_of(trials) == recorded()[name][key], trials

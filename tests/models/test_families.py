@@ -55,6 +55,14 @@ from tests.support.variant_configs import (
     VARIANTS,
 )
 
+# layers that are unlike others: positions, norms, windows, softcaps, experts, indexers, states
+_QUICK = {
+    *EVERY_TIME,
+    *VARIANTS,
+    *("gpt2", "opt", "phi", "phi3", "olmo2", "granite", "modernbert-decoder", "qwen2_5_vl"),
+    *("gemma2", "gemma3n_text", "gemma4", "cohere2", "ministral3", "laguna", "deepseek_v2"),
+    *("deepseek_v4", "minimax_m3_vl_text", "hy_v4", "falcon_h1", "granitemoehybrid", "lfm3"),
+}
 _CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
 _PROVEN = cases([*FAMILIES, *VARIANTS])
 
@@ -118,13 +126,13 @@ def _turns_keys(model: Any, name: str) -> bool:
 
 
 def _ways() -> list[Any]:
-    """(model_type, checkpointing): every family as it is; under the two kinds of checkpointing,
-    which know nothing of families, those whose layers differ."""
+    """(model_type, checkpointing): families as they are, and under both kinds of checkpointing."""
     found = []
     for case in _PROVEN:
         for kind, use_reentrant in _CHECKPOINTING.items():
             (name,) = case.values
-            quick = use_reentrant is None or name in EVERY_TIME or "shared keys" in name
+            few = name in EVERY_TIME or "shared keys" in name
+            quick = name in _QUICK and (use_reentrant is None or few)
             marks = [*case.marks, *([] if quick else [pytest.mark.full])]
             found.append(pytest.param(name, kind, marks=marks))
     return found

@@ -21,7 +21,6 @@ from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
-from tests.support.full import mostly
 from tests.support.hooks import put
 from tests.support.hybrid_cases import (
     FEW,
@@ -200,7 +199,7 @@ def _mixers(model: Any) -> list[Any]:
 
 
 @needs_states
-@pytest.mark.parametrize("family", cases(HYBRIDS))
+@pytest.mark.parametrize("family", mostly_full(HYBRIDS))
 def test_without_a_tree_the_familys_own_code_runs(family: str) -> None:
     """To the bit, forward and backward; and no class of transformers has changed."""
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (2, 80)))
@@ -222,7 +221,7 @@ def test_without_a_tree_the_familys_own_code_runs(family: str) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize("family", cases(HYBRIDS))
+@pytest.mark.parametrize("family", mostly_full(HYBRIDS))
 def test_prepared_generates_the_same_tokens(family: str) -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (2, 12)))
     found = []
@@ -330,8 +329,10 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize("part", ["model", pytest.param("text", marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", mostly(FEW, FEW[:1]))
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [(FEW[0], "model"), pytest.param(FEW[0], "text", marks=pytest.mark.full)],
+)
 def test_verify_and_plan(family: str, part: str, tmp_path: Any) -> None:
     """From a config.json, as a user has it: with freshly drawn weights, a wrapper's or a text's."""
     config = build(family).config

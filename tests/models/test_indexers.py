@@ -235,8 +235,11 @@ def _with_triton() -> Any:
 # numpy warns in the interpreter of dead lanes, and of keys that nobody sees and that hold anything
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 # the kernels are the same for all whose indexer multiplies, takes relu and sums; in the interpreter
-# a family takes three seconds
-@pytest.mark.parametrize("family", mostly_full(INDEXED, {"deepseek_v32", BLOCKS, COMPRESSED}))
+# a layer takes two seconds
+@pytest.mark.parametrize(
+    "family",
+    mostly_full(["deepseek_v32", "axk2", BLOCKS, COMPRESSED], {"deepseek_v32", BLOCKS, COMPRESSED}),
+)
 def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any) -> None:
     """In any chunks; what nobody wrote is not a number."""
     asked: list[int] = []
@@ -246,13 +249,15 @@ def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any
         asked.append(len(q))
         return inner(q, *rest)
 
-    reference = _as_it_is(family)
+    of_tokens = family not in (BLOCKS, COMPRESSED)
+    one = {"num_hidden_layers": 1, "mlp_layer_types": ("sparse",)} if of_tokens else {}
+    reference = run_packed(build(family, **one), ragged_packed(), ragged_objective())
     monkeypatch.setattr(indexer_kernels, "index_scores", noted)
     limit(monkeypatch, "scores of an indexer", 1)
     # of 24 heads, 4 queries at a time
-    found = run_packed(build(family), _with_triton(), ragged_objective())
+    found = run_packed(build(family, **one), _with_triton(), ragged_objective())
     assert_same(found, reference, tolerance(family))
-    if family in (BLOCKS, COMPRESSED):
+    if not of_tokens:
         assert not asked, "the family's own products score these"
     else:
         assert max(asked) == indexer_kernels.tile_tokens(24) < sum(asked)
@@ -263,8 +268,10 @@ def test_scores_of_another_order_turn_it_red(monkeypatch: Any) -> None:
     inner = indexer_kernels.index_scores
     turned = lambda *args: inner(*args).neg()  # noqa: E731
     monkeypatch.setattr(indexer_kernels, "index_scores", turned)
-    found = run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
-    assert errors(found, _as_it_is("deepseek_v32")).logprob > 1e-2
+    with torch.no_grad():
+        found = sequence_logprobs(build("deepseek_v32"), _with_triton()).logprobs
+    pairs = zip(found, _as_it_is("deepseek_v32").logprobs, strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) > 1e-2
 
 
 def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> None:
@@ -322,8 +329,8 @@ def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None
     monkeypatch.setattr(paths, "CHUNK", 1 << 14)
     limit(monkeypatch, "scores of sdpa", 1 << 14)
     rng = np.random.default_rng(0)
-    trunk = rng.integers(3, 97, 1200)
-    sequences = [np.concatenate([trunk, rng.integers(3, 97, 150)]) for _ in range(2)]
+    trunk = rng.integers(3, 97, 700)
+    sequences = [np.concatenate([trunk, rng.integers(3, 97, 90)]) for _ in range(2)]
     packed = pack_sequences(sequences)
     model = build(
         "glm_moe_dsa",
@@ -339,8 +346,9 @@ def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None
     assert largest.numbers < packed.num_tokens**2
 
 
-@pytest.mark.parametrize("mode", ["all", "all_but_attention", "nothing", "auto"])
-def test_every_mode_of_recomputation_gives_the_same_bits(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["all", "all_but_attention"])
+def test_what_is_recomputed_has_the_same_bits(mode: str) -> None:
+    """A layer that takes the indices of one before it, too."""
     run = run_packed(build("glm_moe_dsa"), ragged_packed(), ragged_objective(), recompute=mode)
     assert same_bits(run, _as_it_is("glm_moe_dsa"))
 

@@ -192,7 +192,10 @@ def test_the_choice_is_by_pairs() -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_triton_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
+    # in the interpreter a layer takes two seconds
+    one: dict[str, Any] = {"num_hidden_layers": 1, "mlp_layer_types": ("sparse",)}
+    model = build("deepseek_v32", **one)
+    reference = run_packed(model, ragged_packed(), ragged_objective())
     monkeypatch.setattr(latents, "pays", lambda *_: True)
     calls: list[int] = []
     inner = attention.attend_to_latents
@@ -203,6 +206,6 @@ def test_triton_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(attention, "attend_to_latents", noted)
-    found = run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
-    assert calls == [True] * 3
+    found = run_packed(build("deepseek_v32", **one), _with_triton(), ragged_objective())
+    assert calls == [True]
     assert_same(found, reference, tolerance("deepseek_v32"))

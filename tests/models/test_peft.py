@@ -14,6 +14,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import prefixtree as pt
 from prefixtree.models.adapters import LORA_VARIANTS, METHODS, check_adapters
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.full import in_turn
 from tests.support.models import (
     Objective,
     Run,
@@ -71,20 +72,21 @@ def _randomise_adapters(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"target_modules": [*_TARGETS, "lm_head"]},
-        {"target_modules": ["lm_head"]},
-        {"target_modules": [*_TARGETS, "embed_tokens"]},
-        {"use_rslora": True, "use_dora": True},
-        {"modules_to_save": ["lm_head", "embed_tokens"]},
-        {"bias": "all"},
-    ],
-    ids=["layers", "layers and head", "head", "embedding", "dora", "saved modules", "biases"],
+    ("config", "model_type"),
+    in_turn(
+        [
+            pytest.param({}, id="layers"),
+            pytest.param({"target_modules": [*_TARGETS, "lm_head"]}, id="layers and head"),
+            pytest.param({"target_modules": ["lm_head"]}, id="head"),
+            pytest.param({"target_modules": [*_TARGETS, "embed_tokens"]}, id="embedding"),
+            pytest.param({"use_rslora": True, "use_dora": True}, id="dora"),
+            pytest.param({"modules_to_save": ["lm_head", "embed_tokens"]}, id="saved modules"),
+            pytest.param({"bias": "all"}, id="biases"),
+        ],
+        ["qwen3", "gemma2"],
+    ),
 )
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
-def test_one_adapter(model_type, config):
+def test_one_adapter(config, model_type):
     model = _adapted(model_type, **config)
     run = run_packed(model, _pack(_objective().sequences), _objective())
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -10,6 +10,7 @@ import prefixtree as pt
 from prefixtree.models import families
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES
+from tests.support.full import in_turn
 from tests.support.models import (
     CACHE,
     build,
@@ -38,8 +39,10 @@ def test_no_tree_mask(model_type, packed):
         ready(build(model_type))(**inputs)
 
 
-@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
-@pytest.mark.parametrize("kind", ["ones", "bool ones", "padding", "one row of 4-D", "4-D"])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    in_turn(mostly_full(FAMILIES), ["ones", "bool ones", "padding", "one row of 4-D", "4-D"]),
+)
 def test_an_attention_mask(model_type, kind, packed):
     tokens = packed.num_tokens
     mask = torch.ones(1, tokens, dtype=torch.long)

@@ -117,12 +117,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_short_sequences(name):
-    """In every way of running; parts see the positions of their tokens alone."""
+    """In every way of running; parts see the positions of their tokens alone. A trace for "auto"
+    takes a second: of the others there is one below."""
     objective = make_objective(sequences_of(*SHORT))
     expected = replicated(name, objective)
     packed = pack_sequences(objective.sequences)
-    for options in WAYS.values():
-        assert_same(run_packed(model_of(name), packed, objective, **options), expected)
+    for way, options in WAYS.items():
+        if way != "auto" or name == "dynamic":
+            assert_same(run_packed(model_of(name), packed, objective, **options), expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -143,7 +145,7 @@ def test_long_sequences_of_longrope(name):
     expected = replicated(name, objective)
     model, packed = model_of(name), pack_sequences(objective.sequences)
     pt.sequence_logprobs(model, pack_sequences(sequences_of(*SHORT)))
-    for way in ("one forward", "recomputed", "auto"):
+    for way in ("one forward", "recomputed", *(["auto"] if name == "longrope" else [])):
         assert_same(run_packed(model, packed, objective, **WAYS[way]), expected)
     with pytest.raises(pt.UnsupportedError, match="each step of max_tokens would show it a part"):
         pt.sequence_logprobs(model, packed, max_tokens=20)

@@ -18,6 +18,7 @@ from prefixtree.models import rows_alone
 from prefixtree.models.family_table import FAMILIES as TABLE
 from prefixtree.sampling.sampler import TreeSampler
 from tests.support.family_configs import FAMILIES, HIDDEN
+from tests.support.full import in_turn
 from tests.support.models import build, mostly_full, ragged_packed, reward_model
 
 _UNKNOWN = "holds code that prefixtree does not know: "
@@ -224,8 +225,10 @@ def test_a_type_that_was_allowed_warns(monkeypatch):
         pt.sequence_logprobs(model, ragged_packed())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", mostly_full(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    in_turn(mostly_full(FAMILIES), [torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_families_give_the_same_bits(family, dtype):
     """On a CPU: so rounding is far from what is refused."""
     model = pt.prepare(build(family)).to(dtype)

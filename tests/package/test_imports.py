@@ -229,9 +229,10 @@ print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}
     "order",
     [
         "import prefixtree, transformers",
-        pytest.param("import transformers, prefixtree", marks=pytest.mark.full),
-        pytest.param("import transformers.modeling_utils, prefixtree", marks=pytest.mark.full),
-        "import transformers; transformers.AutoModelForCausalLM; import prefixtree",
+        pytest.param(
+            "import transformers; transformers.AutoModelForCausalLM; import prefixtree",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "import prefixtree.integrations.transformers, transformers", marks=pytest.mark.full
         ),

@@ -91,6 +91,7 @@ def test_every_name_is_listed() -> None:
             assert any(is_in(file, where) for file in files), f"{where} uses none of {row.names}"
 
 
+@pytest.mark.full
 def test_what_is_optional_gates_nothing() -> None:
     """Without all optional names a forest is scored as before; without one that is required, the
     error or the warning names it."""

@@ -47,7 +47,7 @@ def _counted(model: Any, packed: pt.PackedForest, masks: list[np.ndarray], plan:
         # the gradient of the lm_head waits for that of the embedding, beside a layer's backward
         pytest.param(3, 9000, -1, id="tied"),
         # what layers keep is there while the last norm has its backward
-        pytest.param(3, 100, 0, id="norm"),
+        pytest.param(3, 100, 0, id="norm", marks=pytest.mark.full),
     ],
 )
 def test_an_update_takes_what_was_planned(layers, vocabulary, place, monkeypatch):
@@ -85,6 +85,7 @@ def test_plans_that_keep_anything_leave_something_free(unit):
     assert set(plan_for(memory, work, most + 1).modes) == {"nothing"}
 
 
+@pytest.mark.full
 def test_an_h100_that_ran_out_of_memory():
     """Qwen3-VL-2B's shape with 78 screenshots (`python -m benchmarks pictures`): where 70.74 GiB
     were allocated, 7.44 GiB were in blocks that were too small for one of 654 MiB."""

@@ -26,6 +26,7 @@ from prefixtree.recompute.layers import MODES, recomputing
 from prefixtree.recompute.plan import Work, reserve, scoring_bytes, tokens_that_fit
 from prefixtree.recompute.trace import LiveBytes, ModelMemory, trace_memory
 from prefixtree.sharing.estimate import _GPUS
+from tests.support.full import each_once, mostly
 from tests.support.models import adapted, build, cases, pack_sequences
 
 ROOT = Path(__file__).parents[2]
@@ -78,25 +79,30 @@ def test_held_memory_is_what_was_traced(model_type, mode, trace_only):
     del output
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "model_type, adapters, modes",
     [
         *(
-            pytest.param(*case.values, (), ("nothing",), marks=[*case.marks, pytest.mark.full])
-            for case in cases(["gemma2", "qwen3_5", "phi3"])
+            pytest.param(*case.values, (), modes, marks=case.marks)
+            for case, modes in zip(
+                cases(["gemma2", "qwen3_5", "phi3"]),
+                # the graphs of the other modes are cut too
+                [("nothing", "all_but_attention"), ("nothing",), ("nothing", "all")],
+                strict=True,
+            )
         ),
         ("llama", ("q_proj", "v_proj"), ("nothing",)),
-        # the graphs of the other modes are cut too
-        pytest.param("llama", ("q_proj", "v_proj"), MODES, marks=pytest.mark.full),
     ],
 )
 def test_compiled_layers_keep_what_was_traced(model_type, adapters, modes, trace_only):
     """Counted as autograd saves it, with all layers and with half; the cut of the graph is
     inductor's. With adapters the first layer's input gets no gradient."""
     trace_only(*modes)
-    model = build(model_type)
+    # of qwen3_5's layers the last of four attends
+    model = build(model_type, **({} if model_type == "qwen3_5" else {"num_hidden_layers": 2}))
     if adapters:
         model = adapted(model, *adapters)
     pt.compile_layers(model, backend="aot_eager_decomp_partition")
@@ -120,15 +126,16 @@ def test_compiled_layers_keep_what_was_traced(model_type, adapters, modes, trace
 
 
 def test_what_trainers_set_is_not_traced_anew():
+    trace = partial(trace_memory, dtype=torch.float32, modes=("all",))
     config = build("llama", intermediate_size=32).config
-    traced = trace_memory(config, torch.float32)
+    traced = trace(config)
     again = build("llama", intermediate_size=32, use_cache=False, eos_token_id=7).config
-    assert again.to_dict() != config.to_dict() and trace_memory(again, torch.float32) is traced
+    assert again.to_dict() != config.to_dict() and trace(again) is traced
     other = build("llama", intermediate_size=24, use_cache=False).config
-    assert trace_memory(other, torch.float32) != traced
+    assert trace(other) != traced
 
 
-@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+@pytest.mark.parametrize("family", mostly(["llama", "nemotron_h"], {"llama"}))
 def test_a_mode_alone_is_as_among_all(family):
     config = build(family).config
     every = trace_memory(config, torch.float32)
@@ -146,7 +153,7 @@ def test_memory_is_that_of_how_experts_run():
     traced = {}
     for chosen in ("sonicmoe", "grouped_mm", "batched_mm"):
         config._experts_implementation = chosen
-        traced[chosen] = trace_memory(config, torch.float32)
+        traced[chosen] = trace_memory(config, torch.float32, modes=("nothing",))
     assert traced["sonicmoe"] is traced["grouped_mm"]
     # a matrix per token
     held = {chosen: memory.layers["nothing"][0].held[0] for chosen, memory in traced.items()}
@@ -156,7 +163,7 @@ def test_memory_is_that_of_how_experts_run():
 def test_experts_under_autocast_count_in_the_dtype_of_their_weights():
     config = build("qwen3_moe", intermediate_size=32).config
     wide, autocast, short = (
-        trace_memory(config, *dtypes)
+        trace_memory(config, *dtypes, modes=("all",))
         for dtypes in (
             (torch.float32,),
             (torch.float32, torch.bfloat16),
@@ -177,22 +184,24 @@ def test_layers_that_cannot_be_cut_are_traced_as_they_are(monkeypatch):
         raise RuntimeError("modified by an inplace operation")
 
     monkeypatch.setattr(partitioned, "partitioned", fail)
+    trace = partial(trace_memory, dtype=torch.float32, modes=("nothing",))
     config = build("llama", intermediate_size=40).config
     for _ in range(2):
-        cut = trace_memory(config, torch.float32, compiled=True)
-    assert cut is trace_memory(config, torch.float32) and len(tried) == 1
+        cut = trace(config, compiled=True)
+    assert cut is trace(config) and len(tried) == 1
 
 
 def test_a_torch_that_cuts_otherwise_is_named(monkeypatch):
     """And what is lost by it; a name that is not public is no reason to plan nothing."""
     # traced by no other test: a trace is kept
+    trace = partial(trace_memory, dtype=torch.float32, modes=("nothing",))
     config = build("llama", intermediate_size=56).config
     monkeypatch.delattr("torch._functorch.partitioners.min_cut_rematerialization_partition")
     monkeypatch.delitem(sys.modules, partitioned.__name__)
     lost = r"recomputes more than it has to: torch .*min_cut_rematerialization_partition"
     with pytest.warns(UserWarning, match=lost):
-        cut = trace_memory(config, torch.float32, compiled=True)
-    assert cut is trace_memory(config, torch.float32)
+        cut = trace(config, compiled=True)
+    assert cut is trace(config)
 
 
 @pytest.mark.parametrize("users, peak", [("fused", 0), ("product", 396), ("fused, product", 396)])
@@ -265,8 +274,10 @@ def test_adapters_are_traced_too(dtype, mode, trace_only):
     del output
 
 
-@pytest.mark.parametrize("trains", ["upper", "upper, with inputs", "lower weight", "head"])
-@pytest.mark.parametrize("mode", ["all", "nothing"])
+@pytest.mark.parametrize(
+    ("trains", "mode"),
+    each_once(["upper", "upper, with inputs", "lower weight", "head"], ["all", "nothing"]),
+)
 def test_layers_that_no_gradient_reaches_hold_nothing(trains, mode, trace_only):
     """Without PEFT; an input that requires a gradient has all layers hold theirs."""
     trace_only(mode)
@@ -311,7 +322,7 @@ def test_predicted_peaks_against_those_measured():
         head_dim=128,
         tie_word_embeddings=False,
     )
-    memory = trace_memory(config, torch.bfloat16)
+    memory = trace_memory(config, torch.bfloat16, modes=("all",))
     rows = [row for row in data["rows"] if row["side"] == "packed" and "peak_bytes" in row]
     assert len(rows) == 16
     for row in rows:
@@ -326,8 +337,9 @@ def test_predicted_peaks_against_those_measured():
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_the_tokens_that_the_page_says_fit():
+def test_the_tokens_that_the_page_says_fit(trace_only):
     """AdamW in float32; on one GPU under autocast, on several under FSDP2; LoRA in bfloat16."""
+    trace_only("all", "nothing")
     transformers = pytest.importorskip("transformers", "5.23")
     dense = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
     qwen3 = partial(transformers.Qwen3Config, **dense)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,16 @@ def each_once(
         marks = [mark for part in pair for mark in part.marks]
         marks += [] if any(pair is held for held in quick) else [pytest.mark.full]
         found.append(pytest.param(*(part.values[0] for part in pair), marks=marks))
+    return found
+
+
+def in_turn(one: Iterable[Any], other: Sequence[Any]) -> list[Any]:
+    """Each value of a parameter, with its marks, beside the next of another's."""
+    found = []
+    for at, value in enumerate(one):
+        param = value if hasattr(value, "marks") else pytest.param(value)
+        beside = other[at % len(other)]
+        found.append(pytest.param(*param.values, beside, marks=param.marks, id=param.id))
     return found
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.testing import verify as limits
+from tests.support.full import in_turn
 from tests.support.models import build, cases, ragged_objective
 
 _SEQUENCES = ragged_objective().sequences
@@ -24,8 +25,10 @@ def _behind_70(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", cases(["qwen3", "qwen3_moe", "qwen3_5", "gpt_oss"]))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    in_turn(cases(["qwen3", "qwen3_moe", "qwen3_5", "gpt_oss"]), [torch.float32, torch.bfloat16]),
+)
 def test_it_is_green(family, dtype):
     verdict = pt.verify(build(family).to(dtype), _SEQUENCES)
     assert verdict and verdict.passed

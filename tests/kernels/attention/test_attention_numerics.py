@@ -58,7 +58,7 @@ def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sink_level", [0.0, 8.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_sinks_of_one_head(seed: int, sink_level: float, dtype: torch.dtype) -> None:
     """One number for all rows, whose terms may cancel."""
     forest = random_forest(np.random.default_rng(seed), 40, 80)

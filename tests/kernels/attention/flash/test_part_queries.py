@@ -20,6 +20,7 @@ from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.packing.host_mask import HostMask
 from tests.kernels.attention.flash.test_block_lists import CPU, cells, listed
 from tests.support.attention_checks import Case, eager, ours, run
+from tests.support.pairs import pairwise
 from tests.support.strategies import forests, mask_of, query_ranges, random_forest
 
 # with tiles of borrowed tokens alone before, between and behind the rows of q
@@ -107,9 +108,14 @@ def test_lists_of_rows_are_exact(data: st.DataObject) -> None:
             assert all(filled[at] for at in full)
 
 
-@pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"sinks": True, "dlse": True}])
-@pytest.mark.parametrize("options", [{}, {"window": 130}, {"softcap": 3.0}])
-@pytest.mark.parametrize("ranges", [RANGES, ON_GRID], ids=["apart", "on grid"])
+@pytest.mark.parametrize(
+    ("ranges", "options", "extras"),
+    pairwise(
+        [RANGES, ON_GRID],
+        [{}, {"window": 130}, {"softcap": 3.0}],
+        [{}, {"sinks": True}, {"sinks": True, "dlse": True}],
+    ),
+)
 def test_emulated_features(
     emulated: ModuleType, ranges: list[tuple[int, int]], options: dict, extras: dict
 ) -> None:

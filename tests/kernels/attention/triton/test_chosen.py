@@ -62,8 +62,8 @@ def _check(forest: PrefixForest, mask: TreeMask, case: Case, seed: int = 0) -> N
 
 @pytest.mark.parametrize(
     "heads, dims, dtype",
-    # in both where a tile holds all heads of a group, and where it does not
-    [(*x, dtype) for i, x in enumerate(HEADS) for dtype in DTYPES[0 if i in (0, 3) else 1 :]],
+    # in both where a tile does not hold all heads of a group
+    [(*x, dtype) for i, x in enumerate(HEADS) for dtype in DTYPES[0 if i == 3 else 1 :]],
 )
 def test_numerics(
     heads: tuple[int, int],
@@ -76,23 +76,23 @@ def test_numerics(
     _check(FOREST, mask, Case.random(mask, heads, dims, dtype))
 
 
-# a window alone where what the tables hold differs
-_WINDOWS = itertools.product(["pointers", "descriptors", "tiles of their own"], ["window"])
+# nothing, and a window alone, where what the tables hold differs
+_FEW = itertools.product(["pointers", "descriptors", "tiles of their own"], ["plain", "window"])
 
 
-@pytest.mark.parametrize("tiles, feature", [*itertools.product(TILES, ["plain", "all"]), *_WINDOWS])
+@pytest.mark.parametrize("tiles, feature", [*itertools.product(TILES, ["all"]), *_FEW])
 def test_tiles_and_features(tiles: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, tiles)
     # all tiles in either order, and every feature
     mask = _mask(deterministic=(list(TILES).index(tiles) % 2 == 0) == (feature == "plain"))
-    _check(FOREST, mask, Case.random(mask, (4, 2), (24, 16), DTYPES[1], **FEATURES[feature]))
+    _check(FOREST, mask, Case.random(mask, (2, 1), (24, 16), DTYPES[1], **FEATURES[feature]))
 
 
-@pytest.mark.parametrize("seed", range(8 if DEVICE == "cpu" else 60))
+@pytest.mark.parametrize("seed", range(6 if DEVICE == "cpu" else 60))
 def test_any_forest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(seed)
     use(monkeypatch, sorted(TILES)[seed % len(TILES)])
-    forest = random_forest(rng, 12, int(rng.choice([2, 12, 50])))
+    forest = random_forest(rng, 10, int(rng.choice([2, 12, 40])))
     mask = _mask(forest)
     if seed % 3 == 2 and mask.num_tokens > 2:
         middle = mask.num_tokens // 2
