@@ -487,8 +487,8 @@ def warn_past_ddp(model: nn.Module) -> None:
         return
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     for found in gc.get_objects():
-        # not isinstance, which asks proxies for their class
-        if not issubclass(type(found), DistributedDataParallel):
+        # isinstance asks proxies for their class, and issubclass is slow where one is an ABC
+        if DistributedDataParallel not in type(found).__mro__:
             continue
         ranks = found.process_group.size()
         if ranks > 1 and any(id(p) in trained for p in found.module.parameters()):

@@ -62,7 +62,7 @@ def check_runs(events: schedule.Schedule, trains: bool, runs_of: Any) -> None:
     assert trains or not any(kind in (KEEP, BACKWARD, TAKE) for kind, _ in events)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.booleans(), st.booleans(), st.integers(0, 2))
 def test_kept_trunks(trunks: Trunks, trains: bool, again: bool, more: int) -> None:
     spans, count = trunks.spans, len(trunks.sequences) + more
@@ -123,7 +123,7 @@ def test_steps(count: int, trains: bool) -> None:
     assert all(each == [frozenset()] * 2 for each in schedule.graphs_beside(events).values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.booleans())
 def test_graphs_held_beside_a_part(trunks: Trunks, again: bool) -> None:
     """Of trunks from their forward to their backward, looked up event by event."""
@@ -157,7 +157,7 @@ def test_a_trunk_above_another() -> None:
 # ---- when what parts lend is read ----------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.booleans(), st.booleans(), st.booleans())
 def test_lives(trunks: Trunks, in_steps: bool, trains: bool, again: bool) -> None:
     """Of kept trunks and of their parts as if they were steps, run by run."""

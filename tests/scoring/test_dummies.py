@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import prefixtree as pt
-from tests.support.dummy_ranks import IN_GROUPS, WAYS, differing, gradients, loss_of, plan_of
+from tests.support.dummy_ranks import (
+    IN_GROUPS,
+    OF_WRAPPERS,
+    WAYS,
+    differing,
+    gradients,
+    loss_of,
+    plan_of,
+)
 from tests.support.models import build
 from tests.support.spawn import run_ranks
 
@@ -40,7 +48,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_a_rank_with_a_dummy_adds_zeros(of_ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(of_ranks):
-        assert len(found) == 2 * len(WAYS) + len(IN_GROUPS) + len(["between forwards"])
+        assert len(found) == len(OF_WRAPPERS) + len(IN_GROUPS) + len(["between forwards"])
         assert not any(found.values()), f"rank {rank}: { {n: d for n, d in found.items() if d} }"
 
 

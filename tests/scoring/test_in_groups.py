@@ -18,6 +18,7 @@ from tests.support.group_cases import (
     QUICK,
     TEMPERATURES,
     WIDE_CASES,
+    WIDE_QUICK,
     Case,
     objective_of,
     packed_of,
@@ -65,7 +66,7 @@ def test_two_ranks(results, name):
     check_exchanges(results, name, CASES[name])
 
 
-@pytest.mark.parametrize("name", WIDE_CASES)
+@pytest.mark.parametrize("name", mostly(WIDE_CASES, WIDE_QUICK))
 def test_four_ranks(wide_results, name):
     check(wide_results, name, WIDE_CASES[name])
     check_exchanges(wide_results, name, WIDE_CASES[name])

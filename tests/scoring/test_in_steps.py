@@ -22,9 +22,11 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.scoring.in_steps import step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import PLAN, compare, number_of_steps, run, score
+from tests.support.alike import skip_if_repeated
 from tests.support.family_configs import FAMILIES, INDEXED
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
+    EVERY_TIME,
     Run,
     assert_same,
     attentions,
@@ -54,6 +56,7 @@ ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] n
 
 @pytest.mark.parametrize("model_type", mostly_full(ATTENDING))
 def test_every_family_with_attention_alone(model_type: str) -> None:
+    skip_if_repeated(model_type, EVERY_TIME, ATTENDING)
     model = build(model_type)
     with counted([model]) as forwards:
         run(model)

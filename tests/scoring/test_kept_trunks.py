@@ -171,6 +171,8 @@ def test_lent_rows_on_the_host() -> None:
     compare(build("qwen3"), plan=plan, recompute="all", recompute_trunks="again")
 
 
+# without graphs of the backward it is in test_ways.py
+@pytest.mark.full
 # dynamo's own look at .grad of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_layers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.full import asked_for
+from tests.support.full import mostly
 from tests.support.spawn import run_ranks
 from tests.support.trunk_ranks import CASES, QUICK
 
@@ -31,24 +31,28 @@ def of(results: Results, case: str) -> list[Any]:
     return found
 
 
-def test_gradients_are_those_of_micro_batches_alone(results: Results) -> None:
-    for name in asked_for(CASES, QUICK):
-        found = of(results, name)
-        for each in found:
-            if CASES[name].half:
-                # both are as far from float32, by the rounding of weights and activations
-                assert 1e-3 < each["gradients"] <= 1.5 * each["in one forward"], (name, each)
-                continue
-            assert each["logprobs"] <= 1e-5, (name, each)
-            assert each["gradients"] <= 1e-5, (name, each)
-        # to the bit
-        assert found[0]["sum"] == found[1]["sum"]
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+def test_gradients_are_those_of_micro_batches_alone(results: Results, name: str) -> None:
+    found = of(results, name)
+    for each in found:
+        if CASES[name].half:
+            # both are as far from float32, by the rounding of weights and activations
+            assert 1e-3 < each["gradients"] <= 1.5 * each["in one forward"], each
+            continue
+        assert each["logprobs"] <= 1e-5 and each["gradients"] <= 1e-5, each
+    # to the bit
+    assert found[0]["sum"] == found[1]["sum"]
 
 
-def test_ranks_of_fsdp2_run_in_lockstep_and_those_of_ddp_need_not(results: Results) -> None:
-    for name in asked_for(CASES, QUICK):
-        first, second = (each["forwards"] for each in of(results, name))
-        assert (first == second) == name.startswith("fsdp2"), (name, first, second)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+def test_ranks_of_fsdp2_run_in_lockstep_and_those_of_ddp_need_not(
+    results: Results, name: str
+) -> None:
+    first, second = (each["forwards"] for each in of(results, name))
+    assert (first == second) == name.startswith("fsdp2"), (first, second)
+
+
+def test_a_rank_without_trunks_runs_in_lockstep(results: Results) -> None:
     empty = of(results, "one rank is empty")
     assert [each["empty"] for each in empty].count(True) == 1
     assert empty[0]["forwards"] == empty[1]["forwards"]

@@ -125,8 +125,7 @@ def test_float64_is_exact(model_type, kind, max_tokens, again, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("targets", ADAPTED)
+@pytest.mark.parametrize(("targets", "again"), [*zip(ADAPTED, (False, True), strict=True)])
 def test_adapters_over_frozen_text(targets, again):
     """What a micro-batch without pictures returns to a trunk's goes on to the tower."""
     model, made = adapted(build("qwen3_vl"), *targets), batch("qwen3_vl")

@@ -10,23 +10,19 @@ import pytest
 
 from tests.support.full import mostly
 from tests.support.hybrid_cases import SERVED, Float64, in_float64, logprobs_alone, long_sequences
-from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Run,
     assert_same,
     build,
-    cases,
     errors,
     gradients,
     pack_sequences,
     ragged_objective,
     run_packed,
-    tolerance,
 )
 from tests.support.spawn import run_ranks
 from tests.support.state_group_ranks import (
     CASES,
-    FAMILY_QUICK,
     HALF,
     MISTAKES,
     QUICK,
@@ -109,15 +105,6 @@ def test_four_ranks(of_four: Results, name: str) -> None:
 def _one_process(family: str, changed: Any = lambda model: model) -> Run:
     objective = ragged_objective()
     return run_packed(changed(build(family)), pack_sequences(objective.sequences), objective)
-
-
-@pytest.mark.parametrize("mode", ["parts", "heads"])
-@pytest.mark.parametrize("family", mostly(cases([*HYBRIDS, *WITH_INDEXERS]), FAMILY_QUICK))
-def test_every_family_with_states(results: Results, family: str, mode: str) -> None:
-    for result in results:
-        found = result["family", family, mode]
-        assert isinstance(found, dict), found
-        print(assert_same(Run(**found), _one_process(family), tolerance(family)))
 
 
 def test_frozen_layers(results: Results) -> None:

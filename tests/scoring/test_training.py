@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import prefixtree as pt
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.alike import skip_if_repeated
 from tests.support.models import (
+    EVERY_TIME,
     FAMILIES,
     TRANSFORMERS,
     VOCABULARY,
@@ -66,6 +68,7 @@ def _same_generation(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_generate(model_type, padded):
     """Windows are shorter than the prompts, and softcaps and sinks take part."""
+    skip_if_repeated(model_type, EVERY_TIME)
     options = {"attention_mask": _PADDING} if padded else {}
     model = pt.prepare(build(model_type)).eval()
     if model_type == "deepseek_v4" or (padded and model_type == "minimax_m3_vl_text"):

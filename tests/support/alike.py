@@ -37,14 +37,19 @@ _NOT_RUN = {"eager_attention_forward"}
 _MADE = {"__init__", "extra_repr", "reset_parameters"}
 
 
-def skip_if_repeated(model_type: str, every_time: Collection[str]) -> None:
+def skip_if_repeated(
+    model_type: str, every_time: Collection[str], families: Collection[str] = tuple(FAMILIES)
+) -> None:
     """Skips a test of a family all of whose code is run by others.
 
     Args:
-        model_type: the family.
+        model_type: the family, or what no others are looked at for: a variant, say.
         every_time: the families of the test that run without --full.
+        families: all of the test.
     """
-    if model_type not in every_time and model_type not in needed(frozenset(every_time)):
+    if model_type not in FAMILIES or model_type in CANNOT_CHECKPOINT or model_type in every_time:
+        return
+    if model_type not in needed(frozenset(every_time), tuple(families)):
         pytest.skip(f"all that the layers of {model_type} do is in families that run")
 
 

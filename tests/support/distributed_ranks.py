@@ -25,7 +25,6 @@ from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_ranks
 from tests.support.full import asked_for
-from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Objective,
     backward_of,
@@ -146,29 +145,23 @@ CASES: dict[str, Case] = {
     "fsdp2, indexers, lora": Case("fsdp2", "deepseek_v32", True, lora=True, prepared="after"),
 }
 
+# the two wrappers with every step, and every other case with the step that has parts of all, but
+# for a limit of torch: the first iteration of a static graph must be reduced
 RUNS = [
     (case, step)
     for case in CASES
     for step in STEPS
-    # a limit of torch: the first iteration of a static graph must be reduced
-    if (case, step) != ("ddp, static graph", "accumulation")
-    # slower ones: this step has parts of all
-    and (step == "accumulation" or CASES[case].model_type not in HYBRIDS)
-    and (step == "accumulation" or not (CASES[case].replays or "indexers" in case))
+    if case in ("ddp", "fsdp2")
+    or step == ("one has nothing" if case == "ddp, static graph" else "accumulation")
 ]
 # cases of which others have the wrapper with the model, or with what is set beside it
 _TOLD_BY_OTHERS = (
-    *("fsdp2, experts", "ddp, hybrid, prepared before", "fsdp2, hybrid, prepared after"),
-    *("fsdp2, mixers alone, not prepared", "fsdp2, recompute, hybrid", "fsdp2, hybrid, bfloat16"),
+    *("ddp, checkpointing", "ddp, find unused", "ddp, replay", "ddp, indexers, find unused"),
+    *("ddp, hybrid, prepared before", "fsdp2, checkpointing", "fsdp2, lora", "fsdp2, experts"),
+    *("fsdp2, hybrid, prepared after", "fsdp2, mixers alone, not prepared"),
+    *("fsdp2, recompute, hybrid", "fsdp2, hybrid, bfloat16"),
 )
-# every other case with the step that has parts of all, and every step with the two wrappers
-QUICK = [
-    (case, step)
-    for case, step in RUNS
-    if (step == "accumulation" and case not in _TOLD_BY_OTHERS)
-    or case in ("ddp", "fsdp2")
-    or (case, step) == ("ddp, static graph", "one has nothing")
-]
+QUICK = [run for run in RUNS if run[0] not in _TOLD_BY_OTHERS]
 
 
 def wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
@@ -212,8 +205,8 @@ def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
         pt.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # static graphs only reduce as they should from the second iteration on, and a rank's second
-    # step must not depend on what the others did in the first
-    for _ in range(2):
+    # step must not depend on what the others did in the first; FSDP2 keeps nothing of a model's
+    for _ in range(2 if case.wrapper == "ddp" or case == CASES["fsdp2"] else 1):
         optimizer.zero_grad(set_to_none=True)
         logprobs = []
         for i, objective in enumerate(step[rank]):

@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
     "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
     "scattered, FSDP2": Case("gemma2", "fsdp2", "not reentrant", scattered=True),
-    "scattered, sinks": Case("gpt_oss", compiled="eager", recompute="all", scattered=True),
+    "scattered, sinks": Case("gpt_oss", recompute="all", scattered=True),
     "scattered, heads": Case("gpt_oss", group_mode="heads", scattered=True),
     "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0), measured=True),
     "FSDP2, checkpointing": Case("gemma2", "fsdp2", "not reentrant"),
@@ -133,7 +133,8 @@ CASES: dict[str, Case] = {
 QUICK = [
     name
     for name in CASES
-    if name not in ("adapters, FSDP2", "scattered, FSDP2", "FSDP2, checkpointing")
+    if name not in ("adapters, DDP", "adapters, FSDP2", "scattered, FSDP2", "FSDP2, checkpointing")
+    and name not in ("FSDP2", "heads, windows, checkpointing", "states, adapters, FSDP2")
     and name not in ("compiled layers", "states, compiled layers", "states, FSDP1")
     and name not in ("states, one token", "states, trees apart", "states, scattered, a plan")
 ]
@@ -160,6 +161,10 @@ WIDE_CASES: dict[str, Case] = {
         "nemotron_h", "ddp", recompute="all", group_mode="heads", scattered=True
     ),
 }
+WIDE_QUICK = (
+    *("float64", "more ranks than tokens", "heads, float64", "groups, FSDP2"),
+    *("heads, groups, FSDP2, experts", "states, heads, DDP"),
+)
 
 
 def _ragged(seed: int) -> Objective:

@@ -37,6 +37,7 @@ from tests.support.group_cases import (
     QUICK,
     TEMPERATURES,
     WIDE_CASES,
+    WIDE_QUICK,
     Case,
     num_groups,
     objective_of,
@@ -324,7 +325,8 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     ranks = dist.get_world_size()
     results: dict[Any, Any] = {}
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
-    for name in asked_for(CASES, QUICK) if ranks == 2 else WIDE_CASES:
+    asked = asked_for(CASES, QUICK) if ranks == 2 else asked_for(WIDE_CASES, WIDE_QUICK)
+    for name in asked:
         case = (CASES if ranks == 2 else WIDE_CASES)[name]
         group = mesh["cp"].get_group() if num_groups(case) > 1 else dist.group.WORLD
         results[name] = tried(run_case, case, group, rank)

@@ -115,7 +115,6 @@ CASES: dict[str, Case] = {
 }
 # on four
 WIDE_CASES: dict[str, Case] = {
-    "TP x FSDP2": Case("qwen3", {"tp_size": 2, "fsdp_size": 2}, "sliced", _DENSE, forests=True),
     "TP x FSDP2, checkpointing": Case(
         "llama",
         {"tp_size": 2, "fsdp_size": 2},
