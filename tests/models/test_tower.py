@@ -21,7 +21,7 @@ from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.recompute.trace import LiveBytes
 from tests.models.test_vision import FAMILIES, made_of
-from tests.support.full import each_once
+from tests.support.full import in_turn
 from tests.support.hooks import wrap
 from tests.support.models import counted, enable_checkpointing
 from tests.support.picture_cases import (
@@ -96,11 +96,7 @@ def _small_runs(patches: int = 40) -> Iterator[None]:
 _WAYS = ["all", "all_but_attention", "plan", "kept", "reentrant", "non-reentrant"]
 
 
-# reentrant checkpoints of layers that use keys of earlier ones are refused
-@pytest.mark.parametrize(
-    ("model_type", "mode"),
-    each_once(FAMILIES, _WAYS, lambda *pair: pair != ("gemma4", "reentrant")),
-)
+@pytest.mark.parametrize(("model_type", "mode"), in_turn(FAMILIES, _WAYS))
 def test_as_layers_are_recomputed(model_type, mode):
     """Each picture is a run, computed twice, whoever asked for it, unless a plan keeps it. Its
     layers are not checkpointed one by one then, whatever was set."""
