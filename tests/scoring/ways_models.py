@@ -16,7 +16,7 @@ from tests.support import picture_cases
 from tests.support.models import adapted, build, quantised, randomise
 
 LAYERS = {
-    "attention": "qwen3",
+    "attention": "llama",
     "windows, softcap": "gemma2",
     "sinks": "gpt_oss",
     "latent attention": "deepseek_v3",
