@@ -44,7 +44,7 @@ test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	for v in $(TRANSFORMERS); do \
 	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q --full tests/models/test_families.py $(RECORD)=.venvs/$$v.xml \
 	  || exit 1; done
-	$(TEST_ENV) .venvs/$(lastword $(TRANSFORMERS))/bin/python -m pytest -q tests/models/test_config_fields.py
+	$(TEST_ENV) .venvs/$(lastword $(TRANSFORMERS))/bin/python -m pytest -q --full tests/models/test_config_fields.py
 
 # of types whose layers carry a state, all of which the newest has: steps, groups, the sampler
 PROOFS_OF_STATES := tests/scoring/test_states_in_steps.py::test_every_family_with_states \

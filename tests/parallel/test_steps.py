@@ -25,6 +25,7 @@ from tests.support.strategies import forests, random_forest
 # one layer, whose borrowed tokens count next to nothing
 COST = BorrowCost(layers=1, kv_heads=1, head_dim=4, value_dim=4, element_bytes=4, token_bytes=1e6)
 LAYER = "layer"
+RUNS = (schedule.FORWARD, schedule.KEEP, schedule.BACKWARD)
 
 
 def some_steps(forest: PrefixForest, size: int) -> Steps:
@@ -156,6 +157,37 @@ def worst(got: Any, expected: Any) -> float:
     """Largest difference; NaN counts as infinite."""
     pairs = zip(got, expected, strict=True)
     return max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
+
+
+@given(forests(), st.integers(2, 9), st.booleans())
+def test_what_waits_beside_each_step(forest: PrefixForest, size: int, parks: bool) -> None:
+    """Event by event: rows from their lender on, gradients until the lender's backward."""
+    steps = some_steps(forest, size)
+    events = schedule.steps(len(steps), trains=True)
+    ledger = Ledger(steps, events, parks=parks)
+    expected = np.zeros((len(steps), 2), np.int64)
+    for at, (kind, step) in enumerate(events):
+        before, behind = events[: at + 1], events[at:]
+        if kind not in (schedule.KEEP, schedule.BACKWARD):
+            continue
+        waiting = [0, 0]
+        for loan in ledger.loans(KEYS):
+            lent = any(event.at == loan.lender for event in before)
+            read = any(e.at in loan.readers and e.kind in RUNS for e in behind)
+            if parks and lent and read:
+                # of those that have run without a graph, the host has them until one has a graph
+                first = events.index((schedule.KEEP, max(loan.readers)))
+                last = max(
+                    (i for i, e in enumerate(events) if e == (schedule.FORWARD, max(loan.readers))),
+                    default=first,
+                )
+                read = not last < at < first
+            began = any((schedule.BACKWARD, reader) in before for reader in loan.readers)
+            ended = (schedule.BACKWARD, loan.lender) in events[:at]
+            waiting[0] += len(loan.tokens) * (lent and read)
+            waiting[1] += len(loan.tokens) * (began and not ended)
+        expected[step] = np.maximum(expected[step], waiting)
+    assert ledger.most_waiting(KEYS).tolist() == expected.tolist()
 
 
 @settings(max_examples=40)
