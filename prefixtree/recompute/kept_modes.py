@@ -278,7 +278,7 @@ RecomputeTrunks = Recompute | Literal["again"]
 
 
 class Asked(Protocol):
-    """What is computed of parts.
+    """The rows that are asked of parts.
 
     Attributes:
         options: of a language model's edges.

@@ -253,7 +253,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._run.close()
 
     def _found(self, batch: MicroBatch, rows: list[Rows]) -> TurnRows:
-        """What this micro-batch's sequences read."""
+        """The rows that the sequences of this micro-batch read."""
         joined = [torch.cat(of_parts) for of_parts in zip(*rows, strict=True)]
         if batch.is_empty:
             nothing = GatherIndex(np.empty(0, np.int32), 0, joined[0].device)

@@ -69,7 +69,7 @@ class PartForward(Asked, Protocol):
 
 
 class PartRuns:
-    """What `Run` calls.
+    """The runs of parts, as `Run` calls them.
 
     Args:
         model: what is called. transformer: the transformers model inside it.
@@ -132,7 +132,7 @@ class PartRuns:
             warn_of_hooks(self._model, runs)
 
     def change(self) -> str | None:
-        """What changed in the model since then."""
+        """The change of the model since then, in words; None without."""
         return None if self._stamp is None else self._stamp.change()
 
 

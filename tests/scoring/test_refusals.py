@@ -15,12 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from prefixtree import PrefixForest, pack
 from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import check_modes
 from prefixtree.scoring import refusals
-from tests.support.models import build
 from tests.support.refusals import check_cases, pattern, rows_of
 
 
@@ -47,12 +45,6 @@ def placed() -> nn.Module:
     return layer
 
 
-def experts() -> tuple[Any, Any]:
-    model = build("qwen3_moe")
-    model.config.output_router_logits = True
-    return model, pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
-
-
 def of_model(table: Any, make: Callable[[], Any]) -> Callable[[], None]:
     return lambda: refuse(table, make())
 
@@ -73,7 +65,6 @@ CASES: dict[str, Callable[[], None]] = {
     "KEPT_PICTURES: recompute_trunks": lambda: check_modes(
         fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), "all", "nothing", True
     ),
-    "KEPT_SCORES: output_router_logits": of_model(refusals.KEPT_SCORES, experts),
     "VALUES: routes": of_model(refusals.VALUES, lambda: SimpleNamespace(routes=[])),
 }
 ROWS = rows_of(refusals, kept_modes)
