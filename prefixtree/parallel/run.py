@@ -152,12 +152,23 @@ class Run:
         self._turn = self._at = at
         self._is_taken = False
         flat: Rows = tuple(x for part in parts for x in self._rows[part])
-        if self.trains:
+        if self.trains and not self._is_reached(parts):
+            self._is_taken = True
+        elif self.trains:
             # no parameter is an input: wrappers count on the parts' own backwards to reach them
             anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
             flat = _Give.apply(anchor, self, at, flat)
         given = iter(flat)
         return [tuple(next(given) for _ in self._rows[part]) for part in parts]
+
+    def _is_reached(self, parts: Sequence[int]) -> bool:
+        """Whether something that trains stands before the rows of a micro-batch: not where a vision
+        tower alone trains and there are no pictures. Of a trunk that runs again it is not known
+        yet; of steps the last one shows it."""
+        graphs = [self._graphs.get(part) for part in parts]
+        return any(
+            any(x.requires_grad for x in kept[-1]) if kept else not self._inline for kept in graphs
+        )
 
     def _run_forward(self, place: int) -> None:
         kind, part = self._schedule[place]

@@ -128,7 +128,8 @@ class Forward64:
     loss = None
 
     def __init__(self, model: nn.Module, _: Any, packed: Any, *others: Any) -> None:
-        self._model, self.packed, self.placed = model, packed, others[-1]
+        self._model, self.packed = model, packed
+        self.options, _, self.placed = others
 
     def __call__(
         self, mask: Any, inputs: dict[str, Any], edges: Any, recompute: Any, own: Any

@@ -242,8 +242,6 @@ def test_what_steps_refuse() -> None:
         sequence_values(model, ragged_packed(), borrow_cost=LIGHT)
     with pytest.raises(ValueError, match="max_tokens must be"):
         sequence_values(model, ragged_packed(), max_tokens=0)
-    with pytest.raises(ValueError, match="plans for a forest in one forward"):
-        sequence_values(model, ragged_packed(), max_tokens=20, recompute="auto")
     values = sequence_values(model, ragged_packed(), max_tokens=20, borrow_cost=LIGHT)
     with torch.no_grad():
         model.score.weight.mul_(2)

@@ -159,7 +159,7 @@ def _balance_alone(model: Any, inputs: Inputs, in_micro_batches: bool) -> torch.
         logits.append(output.router_logits)
     together = [list(range(len(logits)))]
     if in_micro_batches:
-        plan = kept_plan(pt.PrefixForest.from_sequences(inputs.sequences))
+        plan = kept_plan(forest_of(inputs, inputs.sequences))
         together = [batch.sequence_indices.tolist() for batch in plan[0]]
     choices = model.config.num_experts, model.config.num_experts_per_tok
     return sum(
@@ -284,6 +284,12 @@ _ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+def forest_of(inputs: Inputs, tokens: Sequence[np.ndarray]) -> pt.PrefixForest:
+    """With the routes of its tokens, where these are recorded."""
+    more = {} if inputs.routes is None else {"routes": inputs.routes}
+    return pt.PrefixForest.from_sequences(tokens, **more)
+
+
 def kept_plan(forest: pt.PrefixForest, budget: int = 24, **options: Any) -> pt.MicroBatchPlan:
     """Micro-batches that keep trunks."""
     plan = pt.plan_micro_batches(forest, budget, trunks=True, borrow_cost=LIGHT, **options)
@@ -316,8 +322,7 @@ class Call:
             self.options["recompute_trunks"] = "again"
 
     def forest(self) -> pt.PrefixForest:
-        more = {} if self.inputs.routes is None else {"routes": self.inputs.routes}
-        return pt.PrefixForest.from_sequences(self.tokens, **more)
+        return forest_of(self.inputs, self.tokens)
 
     def __call__(self) -> Found:
         if self.way in KEPT:
