@@ -306,7 +306,7 @@ def test_what_it_takes_was_said_before(tmp_path, dtype):
     from prefixtree.testing.compare import Meter
 
     rng = np.random.default_rng(0)
-    rows = [[i, *rng.integers(0, 9000, 900).tolist()] for i in range(2)]
+    rows = [[i, *rng.integers(0, 9000, 1200).tolist()] for i in range(3)]
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
     config = tmp_path / "config.json"
