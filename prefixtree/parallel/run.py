@@ -164,11 +164,9 @@ class Run:
     def _is_reached(self, parts: Sequence[int]) -> bool:
         """Whether something that trains stands before the rows of a micro-batch: not where a vision
         tower alone trains and there are no pictures. Of a trunk that runs again it is not known
-        yet; of steps the last one shows it."""
-        graphs = [self._graphs.get(part) for part in parts]
-        return any(
-            any(x.requires_grad for x in kept[-1]) if kept else not self._inline for kept in graphs
-        )
+        yet; of steps the last run shows it, which may be a dummy."""
+        held = [*self._graphs.values()] if self._inline else [self._graphs.get(p) for p in parts]
+        return any(not kept or any(x.requires_grad for x in kept[-1]) for kept in held)
 
     def _run_forward(self, place: int) -> None:
         kind, part = self._schedule[place]
