@@ -186,8 +186,9 @@ def rows_in_steps(
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
                 count, on_host = len(steps), steps.stats.on_host
         ledger = Ledger(steps, schedule.steps(len(steps), trains), True, on_host)
-        scored = [len(part.scored(forward.units.predictor)[0]) for part in steps]
-        modes = modes_of_steps(model, ledger, scored, recompute, forward, trains)
+        scored = [part.scored(forward.units.predictor) for part in steps]
+        counts = [len(units) for units, _ in scored]
+        modes = modes_of_steps(model, ledger, counts, recompute, forward, trains)
     except Exception as failure:
         # raised once the others know
         problem, count = failure, _FAILED
@@ -205,7 +206,7 @@ def rows_in_steps(
     if num_runs == 1:
         return None
     assert modes is not None
-    runs = PartRuns(model, transformer, forward, steps, modes, trains, "packed.{}")
+    runs = PartRuns(model, transformer, forward, steps, scored, modes, trains, "packed.{}")
 
     def check() -> None:
         if (change := runs.change()) is not None:

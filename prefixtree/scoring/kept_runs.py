@@ -174,14 +174,15 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             members = np.sort(np.concatenate([batch.sequence_indices for batch in batches]))
         self._forward = forward = prepare(packed, members)
         self.packed = packed = forward.packed
-        scored = [len(part.scored(forward.units.predictor)[0]) for part in self._steps or ()]
+        scored = [part.scored(forward.units.predictor) for part in self._steps or ()]
         held_bytes = 0
         if forward.loss is not None and trunks is not None:
             # of a micro-batch, and of trunks that are alive
             most = max(batch.num_tokens for batch in batches) + trunks.stats.alive_tokens
             held_bytes = forward.loss.held_bytes() * most // packed.num_tokens
         given = *modes, forward, self._trains, held_bytes
-        self._modes = modes_of(model, trunks, self._steps, scored, *given)
+        counts = [len(units) for units, _ in scored]
+        self._modes = modes_of(model, trunks, self._steps, counts, *given)
         spans = () if trunks is None else trunks.spans
         again = self._modes.runs_again
         self._schedule = schedule.kept(spans, len(batches), self._trains, again)
@@ -189,7 +190,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             # what each forward would refuse
             recomputed_forward(model, self._transformer, packed, 0, mode)
         self._runs = PartRuns(
-            *(model, self._transformer, forward, self._steps, self._modes, self._trains),
+            *(model, self._transformer, forward, self._steps, scored, self._modes, self._trains),
             inputs_of="{} of the plan",
         )
 

@@ -6,7 +6,7 @@ Legend: U units that get a row (edges, or tokens), t own tokens of a part.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -75,12 +75,13 @@ class PartRuns:
         model: what is called. transformer: the transformers model inside it.
         forward: what it is called for.
         steps: the parts; None where all are dummies.
+        scored: per part, the units whose rows it gives, and the own tokens that give them.
         modes: what layers compute again.
         trains: whether there are backwards.
         inputs_of: what the caller knows as the owner of the forward's inputs, for messages.
 
     Attributes:
-        scored: per part, the units whose rows it gives, and the own tokens that give them.
+        scored: as given.
         wrapped: the wrappers.
     """
 
@@ -90,13 +91,13 @@ class PartRuns:
         transformer: Any,
         forward: PartForward,
         steps: Steps | None,
+        scored: Sequence[tuple[np.ndarray, np.ndarray]],
         modes: PartModes,
         trains: bool,
         inputs_of: str,
     ) -> None:
         self._model, self._transformer, self._forward = model, transformer, forward
-        self._steps, self._modes = steps, modes
-        self.scored = [part.scored(forward.units.predictor) for part in steps or ()]
+        self._steps, self.scored, self._modes = steps, scored, modes
         self.wrapped = Wrapped(model, forward.packed.device)
         self._stamp: ModelStamp | None = None
         if trains:
@@ -122,7 +123,7 @@ class PartRuns:
             return self._forward(PartCall(tokens.mask, inputs, *scored, tokens.own_tokens, mode))
 
     def settle(self, runs: str) -> None:
-        """Behind the first forward, from which on the model may not change.
+        """Ends the first forward: from here on the model may not change.
 
         Args:
             runs: what calls the model several times, for a warning of its hooks.

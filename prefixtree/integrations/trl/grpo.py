@@ -406,7 +406,7 @@ def _padded(scores: SequenceScores, prompts: list[int], width: int) -> _Scores:
 
 
 def _joined(parts: list[_Scores]) -> _Scores:
-    """Those of all rows, and the mean of the losses."""
+    """Joins the scores of all rows, and takes the mean of the losses."""
     logps, entropies, losses = ([x for x in of if x is not None] for of in zip(*parts, strict=True))
     return (
         torch.cat(logps),
