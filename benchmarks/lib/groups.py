@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from prefixtree import PackedForest
 from prefixtree.packing.copies import RowRuns
-from prefixtree.parallel import ranks as exchange_of_ranks
+from prefixtree.parallel import heads, ranks, transport
 from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.ledger import CellExchanges
+from prefixtree.parallel.states import part_mask
 from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups as shares
 
@@ -126,11 +128,12 @@ def gathering() -> Iterator[None]:
     def split(packed: PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
         return GatheredParts(packed, chunk_owner(packed.num_tokens, ranks), ranks)
 
-    def mask(parts: Parts, index: int, group: Any, states_of: Any = None) -> PartMask:
-        exchange: Any = GatherExchange(parts, index, group)
-        return PartMask(exchange.part, lambda module: exchange, states_of)
+    def mask(exchanges: CellExchanges, by_heads: bool) -> PartMask:
+        ledger = exchanges.ledger
+        exchange: Any = GatherExchange(ledger.division.parts, ledger.rank, ledger.group)
+        return PartMask(exchange.part, lambda module: exchange, part_mask(exchanges).states_of)
 
-    with patch.object(shares, "split_tokens", split), patch.object(shares, "rank_mask", mask):
+    with patch.object(shares, "split_tokens", split), patch.object(shares, "part_mask", mask):
         yield
 
 
@@ -152,8 +155,7 @@ def wire(cut: bool = False) -> Iterator[list[int]]:
             multiplies NaN draws less power, and runs faster.)
     """
     arrived: list[int] = []
-    here = exchange_of_ranks
-    start, gather, scatter = here.start_all_to_all, all_gather, reduce_scatter
+    start, gather, scatter = ranks.start_all_to_all, all_gather, reduce_scatter
 
     def started(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> Any:
         foreign = sum(received) - received[dist.get_rank(group)]
@@ -179,7 +181,8 @@ def wire(cut: bool = False) -> Iterator[list[int]]:
         return numbers[index].clone() if cut else scatter(numbers, index, group)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(here, "start_all_to_all", started))
+        for module in (heads, ranks, transport):
+            stack.enter_context(patch.object(module, "start_all_to_all", started))
         stack.enter_context(patch(f"{__name__}.all_gather", gathered))
         stack.enter_context(patch(f"{__name__}.reduce_scatter", scattered))
         yield arrived

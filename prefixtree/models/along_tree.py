@@ -131,7 +131,7 @@ def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> 
 class KeepsStates(Protocol):
     """Takes states from beyond a call and hands them on.
 
-    Those of steps (`parallel.states`), of ranks (`parallel.state_heads`), or of a growing forest
+    Those of a divided forest (`parallel.states`), or of a growing forest
     (`sampling.forest_cache`): with a tree mask its forward is the prefill, without one it is of the
     rows' new tokens.
     """

@@ -43,7 +43,7 @@ from prefixtree.models.tower import picture_attention
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.layout import LABELS, NoLabels
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.attention import PartMask
 
 # of the tensors of a trace, which have shapes and no values
 _TRACED = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
@@ -73,7 +73,7 @@ def prefixtree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    tree_mask: TreeMask | DividedMask | None = None,
+    tree_mask: TreeMask | PartMask | None = None,
     forest_cache: KeepsKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -92,7 +92,7 @@ def prefixtree_attention(
         sliding_window: as `window` of `tree_attention`.
         softcap: as in `tree_attention`.
         s_aux: as `sinks` of `tree_attention`.
-        tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes its part
+        tree_mask: the packed forest's mask. A PartMask where a rank or a step computes its part
             of the forest: T is then the number of own tokens.
         forest_cache: the keys and values of a growing forest (`sampling`): with a tree
             mask it keeps those of this call, without one the tokens of the call see its own.
@@ -102,7 +102,7 @@ def prefixtree_attention(
         ([1, T, H, Dv], None).
 
     Raises:
-        TypeError: a tree_mask that is neither a TreeMask nor a DividedMask.
+        TypeError: a tree_mask that is neither a TreeMask nor a PartMask.
         ValueError: arguments that do not fit a packed forest.
         UnsupportedError: a model or setting that does not run exactly on packed forests.
     """
@@ -150,7 +150,7 @@ def prefixtree_attention(
             blocks,
             **kwargs,
         )
-    mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
+    mask = tree_mask.mask if isinstance(tree_mask, PartMask) else tree_mask
     check_mask(mask, "tree_mask")
     chosen, entries = blocks if indices is None else indices, None
     if isinstance(attention_mask, ForestMask) and chosen is not None:
@@ -211,10 +211,10 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: TreeMask | DividedMask,
+    mask: TreeMask | PartMask,
     **options: Any,
 ) -> torch.Tensor:
-    if isinstance(mask, DividedMask):
+    if isinstance(mask, PartMask):
         return mask.attend(layer, q, k, v, **options)
     out: torch.Tensor = tree_attention(q, k, v, mask, **options)
     return out
@@ -225,7 +225,7 @@ def _attend_by_group(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: TreeMask | DividedMask,
+    mask: TreeMask | PartMask,
     *,
     chosen: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -236,7 +236,7 @@ def _attend_by_group(
     assert sinks is None
     count = len(chosen)
     groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
-    attended = mask.attended if isinstance(mask, DividedMask) else mask
+    attended = mask.attended if isinstance(mask, PartMask) else mask
     with as_one_call(attended.host, "attention"):
         parts = [
             _attend((module, i), a, b, c, mask, chosen=bits, **options)

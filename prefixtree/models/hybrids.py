@@ -41,12 +41,9 @@ from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.state_heads import StatesOfRanks
+from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.states import LayerStates
 
-# in the place of the mask where a forest is divided, among steps or ranks
-_DividedStates = LayerStates | StatesOfRanks
 _MARK = "_prefixtree_prepared"
 _HELD = "_prefixtree_registers"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -158,7 +155,7 @@ def _conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    tree_mask: TreeMask | _DividedStates | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -179,7 +176,7 @@ def _delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    tree_mask: TreeMask | _DividedStates | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     forest_cache: KeepsForest | None = None,
     key_copies: int = 1,
     **kwargs: Any,
@@ -204,7 +201,7 @@ def _ssd(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    tree_mask: TreeMask | _DividedStates | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -232,17 +229,17 @@ def _not_fused(
 
 
 def _states_of(
-    tree_mask: TreeMask | _DividedStates | None, forest_cache: KeepsForest | None
+    tree_mask: TreeMask | LayerStates | None, forest_cache: KeepsForest | None
 ) -> KeepsStates:
     """Where states come from and go to: this call, other steps or ranks, or a growing forest."""
     if forest_cache is not None:
         return forest_cache.states
     assert tree_mask is not None
-    return tree_mask if isinstance(tree_mask, _DividedStates) else WholeForest(tree_mask)
+    return tree_mask if isinstance(tree_mask, LayerStates) else WholeForest(tree_mask)
 
 
 def _check_call(
-    tree_mask: TreeMask | _DividedStates | None, x: torch.Tensor, kwargs: dict[str, Any]
+    tree_mask: TreeMask | LayerStates | None, x: torch.Tensor, kwargs: dict[str, Any]
 ) -> None:
     """x [B, n, ..]; what the attention layers refuse, before a state mixes it. Without a mask:
     tokens of a growing forest's rows."""
@@ -250,7 +247,7 @@ def _check_call(
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask is None:
         return
-    if not isinstance(tree_mask, _DividedStates):
+    if not isinstance(tree_mask, LayerStates):
         check_mask(tree_mask, "tree_mask")
     if tree_mask.query_tokens is not None:
         raise UnsupportedError(
@@ -300,7 +297,7 @@ def _of_layer(forward: Any) -> Any:
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("tree_mask")
-        if isinstance(mask, DividedMask):
+        if isinstance(mask, PartMask):
             kwargs["tree_mask"] = mask.of_layer(self)
         heads = getattr(self, "num_v_heads", 1), getattr(self, "num_k_heads", 1)
         if heads[0] > heads[1] and ("tree_mask" in kwargs or "forest_cache" in kwargs):

@@ -54,7 +54,7 @@ from prefixtree.models.paths import (
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.attention import PartMask
 
 # scores of queries held at once where a kernel sums the heads: 64 MiB
 _SCORES = 1 << 24
@@ -171,7 +171,7 @@ def _of_attention(original: Any) -> dict[str, Any]:
         mask, given = kwargs.get("tree_mask"), kwargs.get("attention_mask")
         if kwargs.get("forest_cache") is not None:
             raise not_kept()
-        if isinstance(mask, DividedMask) and getattr(self, _LAYER_TYPE) in COMPRESSED_TYPES:
+        if isinstance(mask, PartMask) and getattr(self, _LAYER_TYPE) in COMPRESSED_TYPES:
             raise not_handed_on()
         # most families hand them on to the attention function, these do not
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
@@ -208,8 +208,8 @@ def _pads_left(attention: Any, mask: Any) -> bool:
     return not bool((first if first.dtype == torch.bool else first == 0).all())
 
 
-def _forest_mask(mask: TreeMask | DividedMask) -> ForestMask:
-    if isinstance(mask, DividedMask):
+def _forest_mask(mask: TreeMask | PartMask) -> ForestMask:
+    if isinstance(mask, PartMask):
         return ForestMask(mask.mask, mask)
     check_mask(mask, "tree_mask")
     if mask.query_tokens is not None:

@@ -14,7 +14,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import to_bits, words
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.attention import PartMask
 
 # scores of all index heads held at once: 128 MiB in float32
 CHUNK = 1 << 25
@@ -65,7 +65,7 @@ class ForestMask:
 
     entries: Entries | None = None
 
-    def __init__(self, mask: TreeMask, part: DividedMask | None = None) -> None:
+    def __init__(self, mask: TreeMask, part: PartMask | None = None) -> None:
         self.mask, self.part = mask, part
         self.deepest = (mask if part is None else part.part).host.deepest
 

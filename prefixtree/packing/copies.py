@@ -195,12 +195,22 @@ class RowRuns:
         few = len(first) <= _MOST_RUNS
         self._by_slices = few and self.count >= _LEAST_LENGTH * len(first)
 
+    @classmethod
+    def of(cls, rows: np.ndarray, device: torch.device) -> RowRuns:
+        """From the rows themselves: integers [count], each once."""
+        first = np.flatnonzero(np.diff(rows, prepend=rows[:1] - 2) != 1)
+        return cls(rows[first].astype(np.int64), np.diff(first, append=len(rows)), device)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [count], each row."""
+        before = np.cumsum(self._length) - self._length
+        return np.repeat(self._first - before, self._length) + np.arange(self.count)
+
     @cached_property
     def index(self) -> torch.Tensor:
         """int64 [count], each row on the device."""
-        before = np.cumsum(self._length) - self._length
-        rows = np.repeat(self._first - before, self._length) + np.arange(self.count)
-        return move(torch.from_numpy(rows), self._device)
+        return move(torch.from_numpy(self.rows), self._device)
 
     def take(self, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copies the rows out of a larger tensor.

@@ -1,23 +1,28 @@
 """`part_attention`: attention of a part's own tokens to these and to the ancestors it borrows.
 
-Exchange and attention are one autograd Function. Between two of them, autograd would cast the
-gradients of keys and values to the dtype of the activations before other parts' are added; here
-they stay in float32 until all are summed. Legend: t own tokens, K rows of the part (own and
-borrowed), H query heads, Hk kv heads, D and Dv head dims.
+Ranks of a group may exchange tokens for heads before it, and heads for tokens after it
+(`parallel.heads`). Exchange and attention are one autograd Function. Between two of them, autograd
+would cast the gradients of keys and values to the dtype of the activations before other parts' are
+added; here they stay in float32 until all are summed. Legend: t own tokens, K rows of the part (own
+and borrowed), H query heads, Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from prefixtree.kernels.attention.api import check_chosen, checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
-from prefixtree.kernels.operators import uncompiled
+from prefixtree.kernels.chosen import words
+from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.heads import TokensForHeads, heads_problem
 from prefixtree.planning.parts import Part
 
 
@@ -40,15 +45,12 @@ class KeyValueExchange(Protocol):
         """
         ...
 
-    def give_back(
-        self, dkey: torch.Tensor, dvalue: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def give_back(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the gradients of borrowed rows to their owners, and adds up those of own rows.
 
         Args:
-            dkey: [K, Hk, D] float32 (float64 for float64 keys), what the part's queries give. In
-                the dtype of the keys if the part neither lends nor borrows.
-            dvalue: [K, Hk, Dv] likewise.
+            gradients: [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), what the
+                part's queries give. In the dtype of the keys if the part neither lends nor borrows.
 
         Returns:
             [t, Hk, D] and [t, Hk, Dv] in the dtypes given: the gradients of the own rows, with
@@ -57,29 +59,37 @@ class KeyValueExchange(Protocol):
         ...
 
 
-class DividedMask:
+class PartMask:
     """In the place of a mask among the keywords of a model's forward, whose inputs are the own
-    tokens of a part.
+    tokens of a part, which borrows keys and values.
 
     It is not a dataclass, for the reason that `TreeMask` is none.
 
     Attributes:
         part: the part.
         mask: `part.mask`.
+        exchange_of: gives the exchange of an attention layer, or of an indexer. It gets the module.
         states_of: gives what stands in the place of this mask in a recurrent layer. It gets the
             layer. None where states are not handed on.
     """
 
-    def __init__(self, part: Part, states_of: Callable[[nn.Module], Any] | None = None) -> None:
+    def __init__(
+        self,
+        part: Part,
+        exchange_of: Callable[[Any], KeyValueExchange],
+        states_of: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
         self.part = part
         self.mask = part.mask
-        self.states_of = states_of
+        self.exchange_of, self.states_of = exchange_of, states_of
 
     @property
     def attended(self) -> TreeMask:
         """The mask over which attention runs."""
         return self.mask
 
+    # Dynamo is kept out: the exchange talks to other processes, or keeps what it gets
+    @uncompiled
     def attend(
         self,
         layer: Hashable,
@@ -100,7 +110,8 @@ class DividedMask:
         Returns:
             [t, H, Dv] in the dtype of `query`.
         """
-        raise NotImplementedError
+        exchange = self.exchange_of(layer)
+        return part_attention(query, key, value, self.part, exchange, **options)
 
     def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
         """An indexer's keys of all rows of the part. They carry no gradient, as transformers
@@ -113,7 +124,7 @@ class DividedMask:
         Returns:
             [K, D], rows in the order of `Part.tokens`.
         """
-        raise NotImplementedError
+        return self.exchange_of(indexer).borrow(own)[0]
 
     @uncompiled
     def of_layer(self, layer: nn.Module) -> Any:
@@ -129,37 +140,46 @@ class DividedMask:
         return f"{type(self).__name__}({self.part!r})"
 
 
-class PartMask(DividedMask):
-    """The part borrows keys and values.
+class Stays:
+    """Tokens stay where they are, and every process computes all heads: in the place of
+    `TokensForHeads`."""
+
+    ranks = 1
+
+    def turns(self, *heads: int) -> int:
+        return 1
+
+    def of_turns(self, rows: Sequence[torch.Tensor], turns: int) -> list[list[torch.Tensor]]:
+        return [[*rows]]
+
+    def joined(self, of_turns: Sequence[torch.Tensor]) -> torch.Tensor:
+        return of_turns[0]
+
+    def of_rank(self, parameter: Any, turn: int, turns: int) -> Any:
+        return parameter
+
+    def all_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def start_to_heads(self, rows: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: [*rows]
+
+    start_to_tokens = start_to_heads
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """How ranks compute some heads each of all tokens of a slot.
 
     Attributes:
-        exchange_of: gives the exchange of an attention layer, or of an indexer. It gets the module.
+        flight: exchanges tokens for heads.
+        part: all tokens of the slot.
+        exchange_of: gives the exchange of this rank's heads of a turn, by its number.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        exchange_of: Callable[[Any], KeyValueExchange],
-        states_of: Callable[[nn.Module], Any] | None = None,
-    ) -> None:
-        super().__init__(part, states_of)
-        self.exchange_of = exchange_of
-
-    # Dynamo is kept out: the exchange talks to other processes, or keeps what it gets
-    @uncompiled
-    def attend(
-        self,
-        layer: Hashable,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        exchange = self.exchange_of(layer)
-        return part_attention(query, key, value, self.part, exchange, **options)
-
-    def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
-        return self.exchange_of(indexer).borrow(own)[0]
+    flight: TokensForHeads
+    part: Part
+    exchange_of: Callable[[int], KeyValueExchange]
 
 
 @uncompiled
@@ -168,7 +188,7 @@ def part_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     part: Part,
-    exchange: KeyValueExchange,
+    exchange: KeyValueExchange | ByHeads,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -188,7 +208,8 @@ def part_attention(
         key: [t, Hk, D], the keys of the same tokens.
         value: [t, Hk, Dv], their values.
         part: the part.
-        exchange: brings the borrowed rows, and takes their gradients back.
+        exchange: brings the borrowed rows, and takes their gradients back; or says how ranks
+            exchange tokens for heads.
         scale, window, softcap, sinks, chosen, deterministic, backend: as in `tree_attention`. The
             part's mask has the defaults of the last two. The flash backend serves parts that lend
             or borrow where query heads share kv heads.
@@ -206,10 +227,27 @@ def part_attention(
     )
     if chosen is not None:
         check_chosen(chosen, query, mask)
-    # whoever shares no row adds nothing to a gradient
-    wide = bool(part.num_borrowed or len(part.exchange.send_runs))
+    flight: Stays | TokensForHeads = Stays()
+    exchanges: list[KeyValueExchange] = []
+    if isinstance(exchange, ByHeads):
+        flight, part = exchange.flight, exchange.part
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if (problem := heads_problem(heads, kv_heads, flight.ranks)) is not None:
+            raise ValueError(problem)
+        turns = flight.turns(heads, max(kv_heads, flight.ranks))
+        exchanges = [exchange.exchange_of(turn) for turn in range(turns)]
+        if chosen is not None:
+            # to all ranks, in as many words as the longest path of the slot takes
+            chosen = pad(chosen, (0, words(part.mask.host.deepest) - chosen.shape[1]))
+            of_ranks = chosen[:, None].expand(-1, flight.ranks, -1)
+            chosen = flight.start_to_heads([of_ranks])()[0][:, 0]
+    else:
+        exchanges = [exchange]
+    # whoever shares no row adds nothing to a gradient; a kv head that several ranks have gets its
+    # gradient from all of them
+    wide = bool(part.num_borrowed or len(part.exchange.send_runs)) or flight.ranks > key.shape[1]
     out: torch.Tensor = _PartAttention.apply(
-        query, key, value, sinks, mask.handle, exchange, options._replace(wide=wide), chosen
+        query, key, value, sinks, part.mask, exchanges, flight, options._replace(wide=wide), chosen
     )
     return out
 
@@ -219,31 +257,63 @@ class _PartAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         query: torch.Tensor,
-        own_key: torch.Tensor,
-        own_value: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         sinks: torch.Tensor | None,
-        handle: torch.Tensor,
-        exchange: KeyValueExchange,
+        mask: TreeMask,
+        exchanges: list[KeyValueExchange],
+        flight: Stays | TokensForHeads,
         options: tuple[Any, ...],
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        key, value = exchange.borrow(own_key, own_value)
-        out, lse = TREE_ATTENTION(query, key, value, sinks, handle, *options, False, chosen)
-        ctx.save_for_backward(query, key, value, sinks, out, lse, handle, chosen)
-        ctx.exchange, ctx.options = exchange, options
-        return out
+        handle, turns = mask.handle, len(exchanges)
+        ctx.copies = max(1, flight.ranks // key.shape[1])
+        if ctx.copies > 1:
+            key, value = (x.repeat_interleave(ctx.copies, 1) for x in (key, value))
+        arrivals = [*map(flight.start_to_heads, flight.of_turns([query, key, value], turns))]
+        saved: list[Any] = []
+        back = []
+        with as_one_call(mask.host, "attention"):
+            for turn, (arrived, exchange) in enumerate(zip(arrivals, exchanges, strict=True)):
+                own_sinks = flight.of_rank(sinks, turn, turns)
+                asking, *own = arrived()
+                rows = asking, *exchange.borrow(*own)
+                out, lse = TREE_ATTENTION(*rows, own_sinks, handle, *options, False, chosen)
+                back.append(flight.start_to_tokens([out]))
+                saved += [*rows, own_sinks, out, lse]
+        ctx.save_for_backward(handle, chosen, *saved)
+        ctx.exchanges, ctx.flight, ctx.options = exchanges, flight, options
+        ctx.dtypes = key.dtype, value.dtype, None if sinks is None else sinks.dtype
+        return flight.joined([arrived()[0] for arrived in back])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, sinks, out, lse, handle, chosen = ctx.saved_tensors
-        dquery, dkey, dvalue, *dsinks = TREE_ATTENTION_BACKWARD(
-            dout, None, query, key, value, sinks, out, lse, handle, *ctx.options, chosen
-        )
-        # the same on all ranks: which tensors need gradients is a matter of the model
-        if any(ctx.needs_input_grad[1:3]):
-            dkey, dvalue = ctx.exchange.give_back(dkey, dvalue)
-            dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)
-        else:
-            dkey = dvalue = None
-        return dquery, dkey, dvalue, dsinks[0] if dsinks else None, None, None, None, None
+        handle, chosen, *saved = ctx.saved_tensors
+        flight, turns = ctx.flight, len(ctx.exchanges)
+        *dtypes, sinks_dtype = ctx.dtypes
+        back, of_sinks = [], []
+        arrivals = [*map(flight.start_to_heads, flight.of_turns([dout], turns))]
+        for turn, (arrived, exchange) in enumerate(zip(arrivals, ctx.exchanges, strict=True)):
+            *rows, sinks, out, lse = saved[6 * turn : 6 * (turn + 1)]
+            dquery, dkey, dvalue, *dsinks = TREE_ATTENTION_BACKWARD(
+                *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options, chosen
+            )
+            of_sinks += dsinks
+            own: tuple[torch.Tensor, ...] = ()
+            # the same on all ranks: which tensors need gradients is a matter of the model
+            if any(ctx.needs_input_grad[1:3]):
+                own = exchange.give_back(dkey, dvalue)
+                if ctx.copies == 1:
+                    own = tuple(x.to(dtype) for x, dtype in zip(own, dtypes, strict=True))
+            back.append(flight.start_to_tokens([dquery, *own]))
+        each = zip(*(arrived() for arrived in back), strict=True)
+        dquery, *both = (flight.joined(of_turns) for of_turns in each)
+        if ctx.copies > 1:
+            both = [
+                x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype)
+                for x, dtype in zip(both, dtypes, strict=False)
+            ]
+        dkey, dvalue = both or (None, None)
+        dsink = flight.all_ranks(torch.cat(of_sinks)).to(sinks_dtype) if of_sinks else None
+        return dquery, dkey, dvalue, dsink, *(None,) * 5

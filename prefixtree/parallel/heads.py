@@ -1,28 +1,189 @@
-"""Attention of a forest whose tokens are divided among ranks, each of which computes some heads.
+"""The exchange between ranks that hold all heads of their tokens and ranks that hold some heads of
+all tokens.
 
-Ranks exchange tokens for heads before the attention, and heads for tokens after it (DeepSpeed
-Ulysses, arXiv 2309.14509). Every query moves, where the exchange of `parallel.ranks` moves borrowed
-keys alone. Attention is balanced whatever the forest. Legend: T packed tokens, t own tokens, n
-ranks, H query heads, Hk kv heads, D and Dv head dims.
+Ranks exchange tokens for heads before an attention or a recurrence, and heads for tokens after it
+(DeepSpeed Ulysses, arXiv 2309.14509). Every query moves, where `parallel.transport` moves borrowed
+keys alone. The work is even whatever the forest is and whoever owns its tokens. Legend: T tokens of
+a slot in packed order, t own tokens, n ranks, H query heads, Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
-from torch.nn.functional import pad
 
-from prefixtree.kernels.attention.api import check_chosen, checked_call
-from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
-from prefixtree.kernels.chosen import words
-from prefixtree.kernels.operators import as_one_call, uncompiled
-from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.ranks import RankExchange, TokensForHeads, divides
-from prefixtree.planning.parts import Parts
+from prefixtree.packing.copies import RowRuns
+from prefixtree.parallel.ranks import start_all_to_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: of rows, -> a function that waits for what arrives
+_Start = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
+
+
+def divides(heads: int, shared: int, ranks: int) -> bool:
+    """Whether heads divide among ranks, and those that several of them share do too. A shared head
+    goes to several ranks where there are more ranks than shared heads."""
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+
+class TokensForHeads:
+    """The exchange between ranks that hold all heads of their tokens and ranks that hold some heads
+    of all tokens. All layers may share it, as it keeps nothing of them.
+
+    Args:
+        owner: int [T], the rank that owns each token of the slot.
+        index: this rank's place in the group.
+        group: the process group.
+        device: of the tokens.
+
+    Attributes:
+        ranks: n.
+        index, group: as given.
+    """
+
+    def __init__(
+        self, owner: np.ndarray, index: int, group: ProcessGroup, device: torch.device
+    ) -> None:
+        import torch.distributed as dist
+
+        self.ranks, self.index, self.group = dist.get_world_size(group), index, group
+        self._owner, self._device = owner, device
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The own tokens of each rank."""
+        counts: list[int] = np.bincount(self._owner, minlength=self.ranks).tolist()
+        return counts
+
+    @cached_property
+    def _runs(self) -> list[RowRuns]:
+        """The tokens of each rank."""
+        first = np.flatnonzero(np.diff(self._owner, prepend=-1))
+        length = np.diff(first, append=len(self._owner))
+        of_runs = self._owner[first]
+        return [
+            RowRuns(first[of_runs == rank], length[of_runs == rank], self._device)
+            for rank in range(self.ranks)
+        ]
+
+    def of_rank(self, parameter: Any, turn: int, turns: int) -> Any:
+        """The heads of a turn on this rank, of [H, ..], or None."""
+        if parameter is None:
+            return None
+        return parameter.chunk(self.ranks)[self.index].chunk(turns)[turn]
+
+    def all_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """A gradient [H / n] of this rank's heads -> [H], of the others 0: ranks' add up."""
+        out = own.new_zeros(self.ranks, len(own))
+        out[self.index] = own
+        return out.flatten()
+
+    def _but_own(self, counts: Sequence[int]) -> list[int]:
+        """Own rows are copied: through the exchange they would take as long as another rank's."""
+        return [0 if rank == self.index else count for rank, count in enumerate(counts)]
+
+    def turns(self, *heads: int) -> int:
+        """The number of turns in which so many heads each may be exchanged and computed: while a
+        turn's heads are computed, those of the next are on their way, and those of the last on
+        their way back. 1 where a rank's heads cannot be halved."""
+        return 2 if all(count % (2 * self.ranks) == 0 for count in heads) else 1
+
+    def of_turns(self, rows: Sequence[torch.Tensor], turns: int) -> list[list[torch.Tensor]]:
+        """[t, n h, d] each -> per turn [t, n, h / turns, d] each, views; one turn's as they are."""
+        if turns == 1:
+            return [[*rows]]
+        return [
+            [x.unflatten(1, (self.ranks, turns, -1))[:, :, turn] for x in rows]
+            for turn in range(turns)
+        ]
+
+    def joined(self, of_turns: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Per turn [t, n h / turns, d] -> [t, n h, d]."""
+        if len(of_turns) == 1:
+            return of_turns[0]
+        return torch.stack([x.unflatten(1, (self.ranks, -1)) for x in of_turns], 2).flatten(1, 3)
+
+    def start_to_heads(self, rows: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Sends [t, n h, d] or [t, n, h, d] each. Of several dtypes the bits travel.
+
+        Returns:
+            A function that waits for what arrives, on a GPU in the stream alone, and returns
+            [T, h, d] each of this rank's heads, in packed order.
+        """
+        ranks, own = self.ranks, self._counts[self.index]
+        pieces = [
+            (x if x.ndim == 4 else x.unflatten(1, (ranks, -1))).flatten(2)
+            for x in _in_one_dtype(rows)
+        ]
+        widths = [x.shape[2] for x in pieces]
+        sent = pieces[0].new_empty(ranks - 1, own, sum(widths))
+        others = [rank for rank in range(ranks) if rank != self.index]
+        for to_rank, rank in zip(sent, others, strict=True):
+            torch.cat([x[:, rank] for x in pieces], 1, out=to_rank)
+        to_ranks, of_ranks = self._but_own([own] * ranks), self._but_own(self._counts)
+        got, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
+        found = sent.new_empty(sum(self._counts), sum(widths))
+        for x, columns in zip(pieces, found.split(widths, 1), strict=True):
+            self._runs[self.index].put(columns, x[:, self.index])
+
+        def arrived() -> list[torch.Tensor]:
+            on_its_way.wait()
+            for runs, of_rank in zip(self._runs, got.split(of_ranks), strict=True):
+                if len(of_rank):
+                    runs.put(found, of_rank)
+            return [
+                _in_its_dtype(y, x.dtype).unflatten(1, (-1, x.shape[-1]))
+                for x, y in zip(rows, found.split(widths, 1), strict=True)
+            ]
+
+        return arrived
+
+    def start_to_tokens(self, heads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """The reverse, of [T, h, d] each; the function returns [t, n h, d] each."""
+        ranks, own = self.ranks, self._counts[self.index]
+        pieces = [x.flatten(1) for x in _in_one_dtype(heads)]
+        widths = [x.shape[1] for x in pieces]
+        to_ranks, of_ranks = self._but_own(self._counts), self._but_own([own] * ranks)
+        sent = pieces[0].new_empty(sum(to_ranks), sum(widths))
+        for runs, to_rank in zip(self._runs, sent.split(to_ranks), strict=True):
+            if len(to_rank):
+                for x, columns in zip(pieces, to_rank.split(widths, 1), strict=True):
+                    runs.take(x, columns)
+        got, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
+        found = [x.new_empty(own, ranks, width) for x, width in zip(pieces, widths, strict=True)]
+        for x, out in zip(pieces, found, strict=True):
+            self._runs[self.index].take(x, out[:, self.index])
+
+        def arrived() -> list[torch.Tensor]:
+            on_its_way.wait()
+            for rank, of_rank in enumerate(got.split(of_ranks)):
+                if len(of_rank):
+                    for out, columns in zip(found, of_rank.split(widths, 1), strict=True):
+                        out[:, rank] = columns
+            return [
+                _in_its_dtype(y.flatten(1), x.dtype).unflatten(1, (ranks * x.shape[1], x.shape[2]))
+                for x, y in zip(heads, found, strict=True)
+            ]
+
+        return arrived
+
+
+def _in_one_dtype(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The bits of all rows in the narrowest of their dtypes, which every backend sends."""
+    narrow = min((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
+    return [x if x.dtype == narrow else x.contiguous().view(narrow) for x in rows]
+
+
+def _in_its_dtype(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bits [rows, numbers] in the dtype that they came from."""
+    # a copy: what is wider must stand at a multiple of its size
+    return bits if bits.dtype == dtype else bits.contiguous().view(dtype)
 
 
 def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
@@ -39,135 +200,116 @@ def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
     )
 
 
-class HeadsMask(DividedMask):
-    """Every rank computes some heads of all tokens.
+def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
+    """Says why the heads of a recurrence cannot be divided among ranks; None where they can.
 
     Args:
-        parts: the forest divided among the ranks of the group.
+        heads: of values, each with a state. shared: heads of keys, or groups of Mamba-2, that
+            several of them share. ranks: n.
+    """
+    if divides(heads, shared, ranks):
+        return None
+    return (
+        f"the {heads} heads of a recurrent layer, which share {shared} heads of keys (groups of "
+        f"Mamba-2), do not divide among {ranks} ranks: expected a number of ranks that divides the "
+        "heads, and divides or is a multiple of those that they share; take another size of the "
+        "group"
+    )
+
+
+def in_turns(
+    exchange: TokensForHeads,
+    rows: Sequence[torch.Tensor],
+    compute: Callable[[Sequence[torch.Tensor], int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Computes with some heads of all tokens: [t, H] or [t, H, d] each -> [t, H, V].
+
+    Args:
         exchange: of tokens for heads.
-        states_of: as in `DividedMask`.
+        rows: of all heads of the own tokens.
+        compute: of a turn's [T, h] or [T, h, d] each, the turn and their number: [T, h, V].
+    """
+    turns = exchange.turns(*(x.shape[1] for x in rows))
+    with_size = [x if x.ndim == 3 else x[..., None] for x in rows]
+    there, back = [], []
+    # all of them before any is waited for; autograd runs the backward in the reverse order
+    for some in exchange.of_turns(with_size, turns):
+        flight = _Flight(exchange.start_to_heads, exchange.start_to_tokens)
+        there.append((flight, _Sent.apply(flight, exchange.ranks, *some)))
+    for turn, last in enumerate(there):
+        arrived = zip(rows, _Arrived.apply(*last), strict=True)
+        of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in arrived]
+        out = compute(of_heads, turn, turns)
+        flight = _Flight(exchange.start_to_tokens, exchange.start_to_heads)
+        back.append((flight, _Sent.apply(flight, 1, out)))
+    return exchange.joined([_Arrived.apply(*last)[0] for last in back])
+
+
+class _Flight:
+    """Rows on their way in a forward, and their gradients on their way back in its backward.
+
+    Args:
+        there: sends them, and returns a function that waits for what arrives. back: the reverse.
+
+    Attributes:
+        waited: what to wait for, while something is on its way.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        exchange: TokensForHeads,
-        states_of: Callable[[nn.Module], Any] | None = None,
-    ) -> None:
-        super().__init__(parts[exchange.index], states_of)
-        self.whole = parts.packed.mask
-        self.exchange = exchange
-        self._rows = RankExchange(parts, exchange.index, exchange.group)
+    def __init__(self, there: _Start, back: _Start) -> None:
+        self.there, self.back = there, back
+        self.waited: Callable[[], list[torch.Tensor]] | None = None
 
-    @property
-    def attended(self) -> TreeMask:
-        return self.whole
-
-    def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
-        # every rank chooses for its own tokens, as heads of one query choose alike
-        return self._rows.borrow(own)[0]
-
-    @uncompiled
-    def attend(
-        self,
-        layer: Hashable,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        return _attend(self, query, key, value, **options)
+    def take(self) -> list[torch.Tensor]:
+        assert self.waited is not None
+        arrived, self.waited = self.waited(), None
+        return arrived
 
 
-def _attend(
-    mask: HeadsMask,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    chosen: torch.Tensor | None = None,
-) -> torch.Tensor:
-    ranks, heads, kv_heads = mask.exchange.ranks, query.shape[1], key.shape[1]
-    options = checked_call(
-        query, key, value, mask.mask, scale, window, softcap, sinks, None, None, part=True
-    )
-    if (problem := heads_problem(heads, kv_heads, ranks)) is not None:
-        raise ValueError(problem)
-    if chosen is not None:
-        check_chosen(chosen, query, mask.mask)
-        # to all ranks, in as many words as the longest path of the forest takes
-        chosen = pad(chosen, (0, words(mask.whole.host.deepest) - chosen.shape[1]))
-        (chosen,) = mask.exchange.start_to_heads([chosen[:, None].expand(-1, ranks, -1)])()
-        chosen = chosen[:, 0]
-    # a kv head that several ranks have gets its gradient from all of them
-    wide = ranks > kv_heads
-    out: torch.Tensor = _HeadsAttention.apply(
-        query, key, value, sinks, mask, options._replace(wide=wide), chosen
-    )
-    return out
+class _Sent(torch.autograd.Function):
+    """Starts a flight; -> a token [0] that orders what waits for it behind it. The backward waits
+    for the gradients. Heads [t, H, d] that are fewer than ranks go to several, and get the sum of
+    their gradients."""
 
-
-class _HeadsAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        mask: HeadsMask,
-        options: tuple[Any, ...],
-        chosen: torch.Tensor | None,
-    ) -> torch.Tensor:
-        exchange, handle = mask.exchange, mask.whole.handle
-        ctx.copies = max(1, exchange.ranks // key.shape[1])
-        if ctx.copies > 1:
-            key, value = (x.repeat_interleave(ctx.copies, 1) for x in (key, value))
-        turns = exchange.turns(query.shape[1], key.shape[1])
-        of_turns = exchange.of_turns([query, key, value], turns)
-        own_sinks: list[Any] = [None] * turns
-        if sinks is not None:
-            own_sinks = [*sinks.chunk(exchange.ranks)[exchange.index].chunk(turns)]
-        saved: list[Any] = []
-        back = []
-        arrivals = [exchange.start_to_heads(rows) for rows in of_turns]
-        with as_one_call(mask.whole.host, "attention"):
-            for arrived, its_sinks in zip(arrivals, own_sinks, strict=True):
-                rows = arrived()
-                out, lse = TREE_ATTENTION(*rows, its_sinks, handle, *options, False, chosen)
-                back.append(exchange.start_to_tokens([out]))
-                saved += [*rows, its_sinks, out, lse]
-        ctx.save_for_backward(handle, chosen, *saved)
-        ctx.exchange, ctx.options, ctx.turns = exchange, options, turns
-        ctx.sinks_dtype = None if sinks is None else sinks.dtype
-        return exchange.joined([arrived()[0] for arrived in back])
+    def forward(ctx: Any, flight: _Flight, ranks: int, *rows: torch.Tensor) -> torch.Tensor:
+        ctx.flight, ctx.shapes = flight, [x.shape for x in rows]
+        ctx.copies = [max(1, ranks // x.shape[1]) for x in rows]
+        flight.waited = flight.there(
+            [
+                x if copies == 1 else x.repeat_interleave(copies, 1)
+                for x, copies in zip(rows, ctx.copies, strict=True)
+            ]
+        )
+        return rows[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        handle, chosen, *saved = ctx.saved_tensors
-        exchange, turns, dtype = ctx.exchange, ctx.turns, dout.dtype
-        back, of_sinks = [], []
-        arrivals = [exchange.start_to_heads(rows) for rows in exchange.of_turns([dout], turns)]
-        for turn, arrived in enumerate(arrivals):
-            *rows, sinks, out, lse = saved[6 * turn : 6 * (turn + 1)]
-            dq, dk, dv, *dsinks = TREE_ATTENTION_BACKWARD(
-                *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options, chosen
-            )
-            back.append(exchange.start_to_tokens([dq, dk, dv]))
-            of_sinks += dsinks
-        each = zip(*(arrived() for arrived in back), strict=True)
-        dq, dk, dv = (exchange.joined(of_turns) for of_turns in each)
-        if ctx.copies > 1:
-            dk, dv = (x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype) for x in (dk, dv))
-        dsink = None
-        if of_sinks:
-            own = torch.cat(of_sinks)
-            dsink = own.new_zeros(exchange.ranks, len(own))
-            dsink[exchange.index] = own
-            dsink = dsink.flatten().to(ctx.sinks_dtype)
-        return dq, dk, dv, dsink, None, None, None
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = (
+            (x if copies == 1 else _sum_of_copies(x.unflatten(1, (-1, copies)))).view(shape)
+            for x, copies, shape in zip(ctx.flight.take(), ctx.copies, ctx.shapes, strict=True)
+        )
+        return None, None, *gradients
+
+
+class _Arrived(torch.autograd.Function):
+    """Ends a flight; -> what arrived. The backward starts that of the gradients, so that it goes on
+    beside the backward of another turn."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.flight = flight
+        ctx.save_for_backward(token)
+        return tuple(flight.take())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.flight.waited = ctx.flight.back(gradients)
+        (token,) = ctx.saved_tensors
+        return None, torch.zeros_like(token)
+
+
+def _sum_of_copies(x: torch.Tensor) -> torch.Tensor:
+    """[t, H, copies, d] -> [t, H, d]."""
+    return x.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)

@@ -1,19 +1,21 @@
-"""The ledger of one rank: what parts of a forest hand to later ones, and what comes back for it.
+"""The ledger of one rank: what cells of a forest hand to others, and what comes back for it.
 
-Keys and values, the keys of indexers, states of recurrent layers and the tails of convolutions are
-rows alike. A part lends rows of its own in its first forward, later parts read them whenever they
-run, and what their backwards give waits for the lender's backward. It is summed in float32 (float64
-of a model in float64), in the order of the backwards. Rows are known by the module and the number
-of its call: checkpointing runs layers again in another order.
+Keys and values, the keys of indexers, states of recurrent layers and the inputs of convolutions are
+rows alike. A cell lends rows of its own in its first forward, cells of later slots read them
+whenever they run, and what their backwards give waits for the lender's backward. It is summed in
+float32 (float64 of a model in float64), in the order of the backwards. Rows are known by the module
+and the number of its call: checkpointing runs layers again in another order. Rows wait at the rank
+that made them. What other ranks read, of earlier slots or of this one, travels in
+`parallel.transport`: with one rank nothing travels, with one slot nothing waits.
 
-When rows are read follows from the schedule. Behind the last run that reads them they are freed.
+When rows are read follows from the schedule. After the last run that reads them they are freed.
 What steps lend lies on one path, the one above the first token of the next step. So what they read
 is a stack: a step adds to its top, and what its successor does not see any more leaves it. Only the
 stack is on the device, and what left it waits on the host for the backward. Rows of kept trunks
 stay on the device between their readers. Where rows do not fit there at all, they wait on the host,
 and each layer fetches its own.
 
-Legend: t own tokens of a part, K rows of it (own and borrowed), Hk kv heads, D and Dv head dims.
+Legend: t own tokens of a cell, K rows of it (own and borrowed), Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -21,15 +23,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.packing.copies import move, to_pinned
+from prefixtree.packing.copies import RowRuns, move, to_pinned
+from prefixtree.parallel.heads import TokensForHeads
+from prefixtree.parallel.transport import Transport
+from prefixtree.planning import schedule
+from prefixtree.planning.division import Division
 from prefixtree.planning.part_states import KEYS, STATES, PartStates
+from prefixtree.planning.parts import Parts
 from prefixtree.planning.schedule import BACKWARD, KEEP, Life, Lives, Schedule
-from prefixtree.planning.steps import Steps
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Rows = tuple[torch.Tensor, ...]
 #: A layer, and the number of the call in its forward.
@@ -38,22 +49,22 @@ Key = tuple[Hashable, int]
 
 @dataclass(eq=False)
 class Loan:
-    """Rows that one part lends, all of which the same parts read.
+    """Rows that one cell lends, all of which the same slots read.
 
     Attributes:
-        lender: the part that owns the rows.
-        readers: the parts that read them, ascending.
+        lender: the slot of the cell.
+        readers: the slots that read them, ascending.
         tokens: int64 [r], their packed tokens, ascending.
-        rows: int64 [r] on the device, their places among the rows that the lender makes, ascending.
+        rows: [r], their places among the rows that the lender makes, ascending.
         life: when they are read.
-        values: by layer and call, [r, ...] each; on the host while no part needs them.
+        values: by layer and call, [r, ...] each; on the host while no slot needs them.
         gradients: by layer and call, the sums of what readers returned so far.
     """
 
     lender: int
     readers: tuple[int, ...]
     tokens: np.ndarray
-    rows: torch.Tensor
+    rows: RowRuns
     life: Life
     values: dict[Key, Rows] = field(default_factory=dict)
     gradients: dict[Key, Rows] = field(default_factory=dict)
@@ -63,22 +74,22 @@ class Loans:
     """All loans of one kind of rows.
 
     Attributes:
-        of_lender: per part, what it lends, ascending in packed order.
-        of_reader: per part, what it reads, by lender.
-        ending: by place in the schedule, the loans that nobody reads behind it.
-        parking, fetching: by place, those that wait on the host from behind it, or until it.
+        of_lender: per slot, what its cell lends, ascending in packed order.
+        of_reader: per slot, what it reads, by lender.
+        ending: by place in the schedule, the loans that nobody reads after it.
+        parking, fetching: by place, those that wait on the host from then on, or until it.
     """
 
-    def __init__(self, parts: int, loans: list[Loan]) -> None:
-        self.of_lender: list[list[Loan]] = [[] for _ in range(parts)]
-        self.of_reader: list[list[Loan]] = [[] for _ in range(parts)]
+    def __init__(self, slots: int, loans: list[Loan]) -> None:
+        self.of_lender: list[list[Loan]] = [[] for _ in range(slots)]
+        self.of_reader: list[list[Loan]] = [[] for _ in range(slots)]
         self.ending: dict[int, list[Loan]] = {}
         self.parking: dict[int, list[Loan]] = {}
         self.fetching: dict[int, list[Loan]] = {}
         for loan in loans:
             self.of_lender[loan.lender].append(loan)
-            for part in loan.readers:
-                self.of_reader[part].append(loan)
+            for slot in loan.readers:
+                self.of_reader[slot].append(loan)
             self.ending.setdefault(loan.life.last, []).append(loan)
             if loan.life.pause is not None:
                 behind, until = loan.life.pause
@@ -90,109 +101,138 @@ class Loans:
 
 
 class Ledger:
-    """The rows that parts lend to later ones over a schedule, and the gradients that come back.
+    """The rows that cells of a rank lend over a schedule, and the gradients that come back.
 
     It holds nothing until a layer asks.
 
     Args:
-        steps: parts that read from earlier ones.
-        schedule: in what order they run.
+        division: of the forest among slots and ranks.
+        events: in what order the slots run.
         parks: whether rows wait on the host between the last forward and the first backward that
             read them, as steps need it. Else they stay.
         on_host: whether rows wait on the host until a layer reads them.
+        rank: this rank's place in the group.
+        group: the process group, where there are several ranks.
     """
 
     def __init__(
-        self, steps: Steps, schedule: Schedule, parks: bool, on_host: bool = False
+        self,
+        division: Division,
+        events: Schedule,
+        parks: bool,
+        on_host: bool = False,
+        rank: int = 0,
+        group: ProcessGroup | None = None,
     ) -> None:
-        self.steps = steps
-        self.schedule = schedule
-        self._lives = Lives(schedule, len(steps))
+        self.division, self.rank, self.group = division, rank, group
+        self.schedule = events
+        self._lives = Lives(events, len(division))
         self._parks, self._on_host = parks and not on_host, on_host
-        self._device = steps.packed.device
-        self._states: dict[int, PartStates] = {}
+        self._device = division.packed.device
         self._loans: dict[int, Loans] = {}
+        self._transports: dict[tuple[int, int], Transport | None] = {}
 
-    def states_of(self, part: int) -> PartStates:
-        """Where states enter and leave a part."""
-        if part not in self._states:
-            self._states[part] = PartStates(self.steps[part])
-        return self._states[part]
+    @cached_property
+    def of_heads(self) -> Ledger:
+        """What cells lend of this rank's own heads of all tokens of their slots."""
+        arguments = self.division.in_time, self.schedule, self._parks, self._on_host
+        return Ledger(*arguments)
+
+    @property
+    def _of_heads(self) -> dict[int, Loans]:
+        """The loans of `of_heads`, where that is another ledger that was used."""
+        other = self.__dict__.get("of_heads", self)
+        return {} if other is self else other._loans
+
+    @property
+    def _every(self) -> Iterator[Loan]:
+        both = *self._loans.values(), *self._of_heads.values()
+        return (loan for loans in both for loan in loans)
 
     def loans(self, kind: int) -> Loans:
         """The loans of a kind of rows: KEYS, STATES, or a convolution's inputs by its taps."""
         if kind not in self._loans:
-            parts = range(len(self.steps))
-            read = None if kind == KEYS else [self.states_of(part).read(kind) for part in parts]
             found = []
-            for lender, readers, tokens in self.steps.loans(read):
-                # one state behind each own token that others continue; else a row of each own token
-                made = self.steps[lender].own_tokens
-                made = self.states_of(lender).left if kind == STATES else made
-                rows = self._on_device(np.searchsorted(made, tokens))
-                found.append(Loan(lender, readers, tokens, rows, self._lives.of(readers)))
-            self._loans[kind] = Loans(len(self.steps), found)
+            for slot, readers, tokens in self.division.loans(kind, self.rank):
+                # one state of each own token that others continue; else a row of each own token
+                made = self.division.cell(slot, self.rank).own_tokens
+                if kind == STATES:
+                    made = self.division.states(slot, self.rank).left
+                rows = RowRuns.of(np.searchsorted(made, tokens), self._device)
+                found.append(Loan(slot, readers, tokens, rows, self._lives.of(readers)))
+            self._loans[kind] = Loans(len(self.division), found)
         return self._loans[kind]
 
+    def transport(self, kind: int, slot: int) -> Transport | None:
+        """How rows of a kind travel in a slot; None where none do on any rank."""
+        key = kind, slot
+        if key not in self._transports:
+            self._transports[key] = None
+            if self.group is not None and self.division.travels(kind, slot):
+                held = [loan.tokens for loan in self.loans(kind).of_reader[slot]]
+                tokens = np.concatenate([np.empty(0, np.int64), *held])
+                where = self.division, kind, slot, self.rank
+                self._transports[key] = Transport(*where, tokens, self.group)
+        return self._transports[key]
+
     @contextmanager
-    def running(self, event: int) -> Iterator[PartExchanges]:
-        """A forward of a part. What it gives serves the part's backward too.
+    def running(self, event: int) -> Iterator[CellExchanges]:
+        """A forward of a slot. What it gives serves the slot's backward too.
 
         Args:
             event: its place in the schedule.
         """
-        part = self.schedule[event].at
+        slot = self.schedule[event].at
         if self._parks:
             for loan in self._at("fetching", event):
                 loan.values = {key: self.fetch(rows) for key, rows in loan.values.items()}
         # a second forward computes again what the first one lent
-        exchanges = PartExchanges(self, part, lends=self._lives.first[part] == event)
+        exchanges = CellExchanges(self, slot, lends=self._lives.first[slot] == event)
         yield exchanges
         # layers that are recomputed lend no second time
-        exchanges.lends = False
-        self._behind(event)
+        exchanges.end()
+        self._after(event)
 
     def end_backward(self, event: int) -> None:
-        """Behind the backward of a part.
+        """Ends the backward of a slot.
 
         Raises:
             RuntimeError: a layer's backward did not take what readers returned for its rows.
         """
         self.close(self.schedule[event].at)
-        self._behind(event)
+        self._after(event)
 
-    def _behind(self, event: int) -> None:
+    def _after(self, event: int) -> None:
         for loan in self._at("ending", event):
             loan.values = {}
         if self._parks:
             for loan in self._at("parking", event):
                 loan.values = {key: to_host(rows) for key, rows in loan.values.items()}
 
-    def close(self, part: int) -> None:
-        """Raises a RuntimeError where gradients were returned to a part and not taken."""
+    def close(self, slot: int) -> None:
+        """Raises a RuntimeError where gradients were returned to a cell and not taken."""
         left = [
             (kind, key)
-            for kind, loans in self._loans.items()
-            for loan in loans.of_lender[part]
+            for kind, loans in (*self._loans.items(), *self._of_heads.items())
+            for loan in loans.of_lender[slot]
             for key in loan.gradients
         ]
         what = None
         if layers := dict.fromkeys(_module_of(layer) for kind, (layer, _) in left if kind == KEYS):
             what = f"the attention of {len(layers)} layers ({next(iter(layers))}), whose keys"
-        elif calls := [f"{type(layer).__name__}, call {n}" for _, (layer, n) in left]:
+        elif calls := [f"{type(_module_of(layer)).__name__}, call {n}" for _, (layer, n) in left]:
             what = f"{len(calls)} calls of recurrent layers ({calls[0]}), whose states"
         if what is not None:
             raise RuntimeError(
-                f"the backward of step {part} did not reach {what} later steps borrowed: their "
+                f"the backward of step {slot} did not reach {what} later steps borrowed: their "
                 "gradients are lost. A hook or a checkpoint of the model stops gradients there; "
                 "score without max_tokens, or without kept_trunks"
             )
 
     def clear(self) -> None:
         """Lets go of everything, also where a graph knows the loans."""
-        for loans in self._loans.values():
-            for loan in loans:
-                loan.values, loan.gradients = {}, {}
+        for loan in self._every:
+            loan.values, loan.gradients = {}, {}
 
     def park(self, rows: Rows) -> Rows:
         """Where rows wait for the next part that needs them."""
@@ -203,11 +243,11 @@ class Ledger:
         return to_device(rows, self._device)
 
     def most_waiting(self, kind: int) -> np.ndarray:
-        """The most rows, and rows of gradients, that are on the device beside a part's runs with a
-        graph: int64 [parts, 2]."""
+        """The most rows, and rows of gradients, that are on the device beside a slot's runs with a
+        graph: int64 [slots, 2]."""
         backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
         change = np.zeros((len(self.schedule) + 1, 2), np.int64)
-        found = np.zeros((len(self.steps), 2), np.int64)
+        found = np.zeros((len(self.division), 2), np.int64)
         if self._on_host or not backward:
             return found
         for loan in self.loans(kind):
@@ -215,15 +255,15 @@ class Ledger:
             change[self._lives.first[loan.lender], 0] += count
             change[loan.life.last + 1, 0] -= count
             if self._parks and loan.life.pause is not None:
-                behind, until = loan.life.pause
-                change[behind + 1, 0] -= count
+                after, until = loan.life.pause
+                change[after + 1, 0] -= count
                 change[until, 0] += count
-            change[min(backward[part] for part in loan.readers), 1] += count
+            change[min(backward[slot] for slot in loan.readers), 1] += count
             change[backward[loan.lender] + 1, 1] -= count
         waiting = np.cumsum(change, 0)
-        for place, (what, part) in enumerate(self.schedule):
-            if what in (KEEP, BACKWARD) and 0 <= part < len(found):
-                found[part] = np.maximum(found[part], waiting[place])
+        for place, (what, slot) in enumerate(self.schedule):
+            if what in (KEEP, BACKWARD) and 0 <= slot < len(found):
+                found[slot] = np.maximum(found[slot], waiting[place])
         return found
 
     @property
@@ -233,69 +273,121 @@ class Ledger:
 
     def held_bytes(self) -> tuple[int, int]:
         """Bytes of lent rows, and bytes of gradients, wherever they are."""
-        every = [loan for loans in self._loans.values() for loan in loans]
+        every = list(self._every)
         return (
             sum(x.nbytes for loan in every for rows in loan.values.values() for x in rows),
             sum(x.nbytes for loan in every for rows in loan.gradients.values() for x in rows),
         )
 
-    def order_of(self, part: int, kind: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """How rows that a part reads, loan after loan, come to stand in packed order; of keys the
-        own rows stand behind them.
+    def order_of(self, slot: int, kind: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """How rows that a cell reads of this rank, loan after loan, and its own rows after them
+        come to stand in packed order; states have no own ones.
 
         Returns:
             int64, the place of each row in that order, and the reverse; None where the two orders
             are one, as keys of steps.
         """
-        tokens = [loan.tokens for loan in self.loans(kind).of_reader[part]]
-        if kind == KEYS:
-            tokens.append(self.steps[part].own_tokens)
+        tokens = [loan.tokens for loan in self.loans(kind).of_reader[slot]]
+        if kind != STATES:
+            tokens.append(self.division.cell(slot, self.rank).own_tokens)
         joined = np.concatenate([np.empty(0, np.int64), *tokens])
         if (np.diff(joined) > 0).all():
             return None
         order = np.argsort(joined)
-        both = self._on_device(np.stack([order, np.argsort(order)]))
+        both = move(torch.from_numpy(np.stack([order, np.argsort(order)])), self._device)
         return both[0], both[1]
 
     def _at(self, what: str, event: int) -> Iterator[Loan]:
-        return (
-            loan for loans in self._loans.values() for loan in getattr(loans, what).get(event, [])
-        )
-
-    def _on_device(self, index: np.ndarray) -> torch.Tensor:
-        return move(torch.from_numpy(index.astype(np.int64)), self._device)
+        both = *self._loans.values(), *self._of_heads.values()
+        return (loan for loans in both for loan in getattr(loans, what).get(event, []))
 
 
-class PartExchanges:
-    """The exchanges of one part's layers: `PartMask.exchange_of`.
+def of_group(parts: Parts, rank: int, group: ProcessGroup) -> CellExchanges:
+    """The exchanges of a rank of a group that computes a forest in one forward; one object may
+    serve all its layers, as nothing waits."""
+    events = schedule.steps(1, trains=True)
+    ledger = Ledger(Division(parts, len(parts)), events, parks=False, rank=rank, group=group)
+    return CellExchanges(ledger, 0, lends=False)
+
+
+class CellExchanges:
+    """The exchanges of one cell's layers: `PartMask.exchange_of`.
 
     Attributes:
         ledger: what it reads and lends.
-        part: the part.
+        slot: of the cell.
+        part: the cell.
         lends: whether forwards lend rows.
     """
 
-    def __init__(self, ledger: Ledger, part: int, lends: bool) -> None:
-        self.ledger, self.part = ledger, part
-        # a part that lends nothing may run a layer as often as it likes
-        self.lends = lends and len(ledger.steps[part].exchange.send_runs) > 0
+    def __init__(self, ledger: Ledger, slot: int, lends: bool) -> None:
+        self.ledger, self.slot = ledger, slot
+        self.part = ledger.division.cell(slot, ledger.rank)
+        # a cell that lends nothing may run a layer as often as it likes
+        self.lends = lends and len(self.part.exchange.send_runs) > 0
+        self._lends_heads = lends
         self._seen: set[Hashable] = set()
         self._orders: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._lent: dict[int, tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]] = {}
 
-    def __call__(self, layer: Hashable) -> KeyExchange:
-        """The exchange of a layer, known by its attention module.
+    @property
+    def states(self) -> PartStates:
+        """Where states enter and leave the cell."""
+        return self.ledger.division.states(self.slot, self.ledger.rank)
+
+    @cached_property
+    def flight(self) -> TokensForHeads | None:
+        """The exchange of tokens for heads in the slot; None without a group."""
+        ledger = self.ledger
+        if ledger.group is None:
+            return None
+        owner, device = ledger.division.ranks_of(self.slot), ledger.division.packed.device
+        return TokensForHeads(owner, ledger.rank, ledger.group, device)
+
+    @cached_property
+    def of_heads(self) -> CellExchanges:
+        """Those of this rank's own heads of all tokens of the slot."""
+        return CellExchanges(self.ledger.of_heads, self.slot, self._lends_heads)
+
+    def end(self) -> None:
+        """From now on layers lend nothing."""
+        self.lends = self._lends_heads = False
+        if "of_heads" in self.__dict__:
+            self.of_heads.lends = False
+
+    def __call__(self, layer: Hashable) -> Exchange:
+        """The exchange of the keys of an attention layer, or of an indexer, known by its module.
 
         Raises:
-            UnsupportedError: a module that attends twice per forward, in a part's first forward.
+            UnsupportedError: a module that attends twice per forward, in a cell's first forward.
         """
         self.note(layer, "attends", "keys")
-        return KeyExchange(self.exchange(KEYS, (layer, 1)))
+        return self.exchange(KEYS, (layer, 1), in_place=True)
 
-    def exchange(self, kind: int, key: Key) -> Exchange:
-        """That of one call of a layer."""
+    def exchange(self, kind: int, key: Key, in_place: bool = False) -> Exchange:
+        """That of one call of a layer.
+
+        Args:
+            in_place: whether the gradients that come are there for it alone.
+        """
         if kind not in self._orders:
-            self._orders[kind] = self.ledger.order_of(self.part, kind)
-        return Exchange(self, kind, key, self._orders[kind])
+            self._orders[kind] = self.ledger.order_of(self.slot, kind)
+        return Exchange(self, kind, key, self._orders[kind], in_place)
+
+    def lent_rows(self, kind: int) -> tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]:
+        """The own rows that others read, int64 [r], each once; and for the rows of each reader,
+        int64, their places among these."""
+        if kind not in self._lent:
+            transport = self.ledger.transport(kind, self.slot)
+            every = [loan.rows for loan in self.ledger.loans(kind).of_lender[self.slot]]
+            every += [] if transport is None else transport.lent
+            of_all = np.concatenate([rows.rows for rows in every])
+            lent, place = np.unique(of_all, return_inverse=True)
+            both = np.concatenate([lent, place.reshape(-1)])
+            on_device = move(torch.from_numpy(both), self.part.mask.device)
+            first, *places = on_device.split([len(lent), *(rows.count for rows in every)])
+            self._lent[kind] = first, dict(zip(every, places, strict=True))
+        return self._lent[kind]
 
     def note(self, layer: Hashable, does: str, rows: str) -> None:
         """That a layer runs.
@@ -313,65 +405,81 @@ class PartExchanges:
 
 
 class Exchange:
-    """One call of one layer in one part, for one kind of rows.
+    """One call of one layer in one cell, for one kind of rows: a `KeyValueExchange`.
 
     Attributes:
         ledger: that it reads and writes.
         kind: of the rows.
         key: the call.
-        lent: what the part lends.
-        read: what it reads.
+        lent: what the cell lends to later slots.
+        read: what its slot reads of this rank.
     """
 
     def __init__(
         self,
-        of_part: PartExchanges,
+        of_cell: CellExchanges,
         kind: int,
         key: Key,
         order: tuple[torch.Tensor, torch.Tensor] | None,
+        in_place: bool,
     ) -> None:
-        loans = of_part.ledger.loans(kind)
-        self.lent, self.read = loans.of_lender[of_part.part], loans.of_reader[of_part.part]
-        self.ledger, self.kind, self.key = of_part.ledger, kind, key
-        self._of_part, self._order = of_part, order
+        loans = of_cell.ledger.loans(kind)
+        self.lent, self.read = loans.of_lender[of_cell.slot], loans.of_reader[of_cell.slot]
+        self.ledger, self.kind, self.key = of_cell.ledger, kind, key
+        self._of_cell, self._order, self._in_place = of_cell, order, in_place
+        self._transport = self.ledger.transport(kind, of_cell.slot)
+
+    @property
+    def reads(self) -> bool:
+        """Whether `borrow` gives more than own rows, on any rank of the group."""
+        return bool(self.read) or self._transport is not None
 
     def lend(self, *made: torch.Tensor) -> None:
-        """made [m, ...]: of all rows that the part makes, later parts read some."""
-        if not self._of_part.lends:
+        """made [m, ...]: of all rows that the cell makes, later slots read some."""
+        if not self._of_cell.lends:
             return
         for loan in self.lent:
             # copies of their own memory, which is free again when the loan ends
-            rows = tuple(x.detach().index_select(0, loan.rows) for x in made)
-            loan.values[self.key] = self.ledger.park(rows)
+            count = loan.rows.count
+            rows = (loan.rows.take(x.detach(), x.new_empty(count, *x.shape[1:])) for x in made)
+            loan.values[self.key] = self.ledger.park(tuple(rows))
 
     def borrow(self, *own: torch.Tensor) -> Rows:
-        """[I, ...] each: all that the part reads, and own rows behind it if there are any, in
-        packed order."""
+        """[t, ...] each, which are lent -> [K, ...] each with those that the cell reads, in packed
+        order; see `KeyValueExchange`. Of states, which are lent apart, all that it reads."""
+        own = tuple(x.detach() for x in own)
+        self.lend(*own)
+        if not self.reads:
+            return own
         pieces = [self.ledger.fetch(loan.values[self.key]) for loan in self.read]
-        joined = tuple(map(torch.cat, zip(*pieces, *([own] if own else []), strict=True)))
+        if self._transport is not None:
+            return self._transport.there(_joined(pieces), own)
+        joined = _joined([*pieces, own] if own else pieces)
         if self._order is None:
             return joined
         return tuple(x.index_select(0, self._order[0]) for x in joined)
 
     def give_back(self, *gradients: torch.Tensor) -> Rows:
-        """gradients [I, ...] of what `borrow` gave -> those of the own rows. Readers add up in the
-        order of their backwards."""
-        if self._order is not None:
-            gradients = tuple(x.index_select(0, self._order[1]) for x in gradients)
-        first = 0
-        for loan in self.read:
-            returned = tuple(x[first : first + len(loan.rows)] for x in gradients)
-            first += len(loan.rows)
-            if self.key in loan.gradients:
-                before = self.ledger.fetch(loan.gradients[self.key])
-                total = tuple(x.add_(y) for x, y in zip(before, returned, strict=True))
-            else:
-                total = tuple(x.clone() for x in returned)
-            loan.gradients[self.key] = self.ledger.park(total)
-        return tuple(x[first:] for x in gradients)
+        """gradients [K, ...] of what `borrow` gave -> those of the own rows [t, ...], with what
+        others returned for them; of states nothing. Readers add up in the order of their
+        backwards."""
+        own, of_ranks = gradients, list[Rows]()
+        if self._transport is not None:
+            held, own, of_ranks = self._transport.back(gradients)
+            self._return(held)
+        elif self.read:
+            if self._order is not None:
+                gradients = tuple(x.index_select(0, self._order[1]) for x in gradients)
+            count = sum(loan.rows.count for loan in self.read)
+            self._return(tuple(x[:count] for x in gradients))
+            own = tuple(x[count:] for x in gradients)
+        if self.kind == STATES:
+            return ()
+        lanes = [] if self._transport is None else self._transport.lent
+        return self._added(own, [*zip(lanes, of_ranks, strict=True), *self.take()])
 
-    def take(self) -> list[tuple[torch.Tensor, Rows]]:
-        """The gradients [r, ...] that readers returned for rows that the part lends, with the
+    def take(self) -> list[tuple[RowRuns, Rows]]:
+        """The gradients [r, ...] that later slots returned for rows that the cell lends, with the
         places of these among the rows that it makes, each once."""
         found = []
         for loan in self.lent:
@@ -380,32 +488,45 @@ class Exchange:
                 found.append((loan.rows, self.ledger.fetch(waiting)))
         return found
 
+    def _return(self, gradients: Rows) -> None:
+        """gradients [H, ...] of the rows of loans that the slot reads, loan after loan."""
+        first = 0
+        for loan in self.read:
+            returned = tuple(x[first : first + loan.rows.count] for x in gradients)
+            first += loan.rows.count
+            if self.key in loan.gradients:
+                before = self.ledger.fetch(loan.gradients[self.key])
+                total = tuple(x.add_(y) for x, y in zip(before, returned, strict=True))
+            else:
+                total = tuple(
+                    x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in returned
+                )
+            loan.gradients[self.key] = self.ledger.park(total)
 
-class KeyExchange:
-    """The exchange of the keys and values of one layer in one part: a `KeyValueExchange`.
+    def _added(self, own: Rows, returned: list[tuple[RowRuns, Rows]]) -> Rows:
+        """Own gradients [t, ...] each, and what was returned for some of their rows, summed in
+        float32 or wider, in the dtypes of the own ones."""
+        if not returned:
+            return own
+        out = []
+        for at, x in enumerate(own):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            if self._in_place and x.dtype == wide:
+                for rows, pieces in returned:
+                    rows.add(x, pieces[at])
+                out.append(x)
+                continue
+            lent, places = self._of_cell.lent_rows(self.kind)
+            total = x.index_select(0, lent).to(wide)
+            for rows, pieces in returned:
+                # each row once
+                total.index_add_(0, places[rows], pieces[at].to(wide))
+            out.append(x.index_copy(0, lent, total.to(x.dtype)))
+        return tuple(out)
 
-    Attributes:
-        exchange: that of their rows.
-    """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-
-    def borrow(self, *own: torch.Tensor) -> Rows:
-        """See `KeyValueExchange`."""
-        own = tuple(x.detach() for x in own)
-        self.exchange.lend(*own)
-        return self.exchange.borrow(*own) if self.exchange.read else own
-
-    def give_back(
-        self, dkey: torch.Tensor, dvalue: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KeyValueExchange`."""
-        own = self.exchange.give_back(dkey, dvalue)
-        for rows, returned in self.exchange.take():
-            for x, more in zip(own, returned, strict=True):
-                x.index_add_(0, rows, more)
-        return own[0], own[1]
+def _joined(pieces: list[Rows]) -> Rows:
+    return tuple(map(torch.cat, zip(*pieces, strict=True)))
 
 
 def _module_of(layer: Hashable) -> Hashable:

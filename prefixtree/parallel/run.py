@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.ledger import CellExchanges, Ledger
 from prefixtree.planning import schedule
 from prefixtree.planning.schedule import Schedule
 
@@ -24,7 +24,7 @@ Rows = tuple[torch.Tensor, ...]
 #: Runs a part, or a dummy, which has no exchanges, through the model: (part, exchanges, whether it
 #: is the last run with a graph) -> rows [u, columns] of what it scores, then as many tensors as any
 #: other part gives, with a row per token of its own.
-Compute = Callable[[int, PartExchanges | None, bool], Rows]
+Compute = Callable[[int, CellExchanges | None, bool], Rows]
 
 
 class Run:
@@ -54,7 +54,7 @@ class Run:
         inline: bool,
     ) -> None:
         self.ledger = ledger
-        self._parts = 0 if ledger is None else len(ledger.steps)
+        self._parts = 0 if ledger is None else len(ledger.division)
         self._gives, self._compute, self._check, self._inline = gives, compute, check, inline
         self._schedule = events
         # what is left of it, by place

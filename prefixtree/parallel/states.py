@@ -1,63 +1,116 @@
-"""States of recurrent layers, and the tails of their convolutions, handed from part to part.
+"""Recurrent layers of a forest that is divided, among steps or ranks.
 
-A part borrows the states behind tokens of earlier parts, from which its own tokens go on, and lends
-those behind its own tokens that later parts continue. A convolution borrows the W - 1 tokens above
-each such place: its tail. States are float32, tails of the dtype of the layer's inputs. Both wait
-in `parallel.ledger`.
+A cell borrows the states of tokens of earlier slots, from which its own tokens go on, and lends
+those of its own tokens that later slots continue. States never pass between ranks. In a group they
+pass within one rank, in one of two ways that `Division.computes_above` chooses between. Where few
+tokens of others stand above a rank's own, it gets these and computes its own after them, all heads.
+Else each rank computes some heads: ranks exchange tokens for heads before a recurrence, and heads
+for tokens after it. A convolution stays with the tokens, because the layer's code splits its
+channels afterwards: a cell borrows the W - 1 tokens above each place where other tokens of its own
+begin (tails). States are float32, tails of the dtype of the layer's inputs. Both wait in
+`parallel.ledger`, and tails travel as keys do.
 
-Legend: t own tokens of a part, D channels, W taps, I states that enter, F states that leave.
+Legend: t own tokens of a cell, D channels, W taps, H heads, I states that enter, F that leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from prefixtree.kernels.operators import note_call, uncompiled
+from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.packing.mask import StateBorders
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.ledger import Exchange, PartExchanges
-from prefixtree.planning.part_states import STATES
+from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.attention import ByHeads, PartMask, part_attention
+from prefixtree.parallel.heads import in_turns, state_heads_problem
+from prefixtree.parallel.ledger import CellExchanges, Exchange
+from prefixtree.planning.part_states import KEYS, STATES
+
+# a rule, of its tensors, a mask or the borders of states, and options
+_Rule = Callable[..., Any]
 
 
-def part_mask(exchanges: PartExchanges) -> PartMask:
-    """The stand-in for the mask in a forward of a part."""
-    part = exchanges.ledger.steps[exchanges.part]
-    return PartMask(part, exchanges, partial(LayerStates, exchanges))
+def part_mask(exchanges: CellExchanges, by_heads: bool = False) -> PartMask:
+    """The stand-in for the mask in a forward of a cell.
+
+    Args:
+        exchanges: of the cell.
+        by_heads: whether ranks exchange tokens for heads in attention too.
+    """
+    if by_heads:
+        return HeadsMask(exchanges)
+    return PartMask(exchanges.part, exchanges, partial(LayerStates, exchanges))
+
+
+class HeadsMask(PartMask):
+    """Every rank computes some heads of all tokens of the slot."""
+
+    def __init__(self, exchanges: CellExchanges) -> None:
+        whole = exchanges.of_heads.part.mask
+        states_of = partial(LayerStates, exchanges, counted=whole)
+        # every rank chooses keys for its own tokens, as heads of one query choose alike
+        super().__init__(exchanges.part, exchanges, states_of)
+        self._exchanges, self._whole = exchanges, whole
+
+    @property
+    def attended(self) -> TreeMask:
+        return self._whole
+
+    @uncompiled
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        of_heads = self._exchanges.of_heads
+        of_heads.note(layer, "attends", "keys")
+        flight = self._exchanges.flight
+        assert flight is not None
+
+        def exchange_of(turn: int) -> Exchange:
+            return of_heads.exchange(KEYS, ((layer, turn), 1), in_place=True)
+
+        heads = ByHeads(flight, of_heads.part, exchange_of)
+        return part_attention(query, key, value, self.part, heads, **options)
 
 
 class LayerStates:
-    """In the place of the mask among the keywords of a recurrent layer's forward, in a part.
+    """In the place of the mask among the keywords of a recurrent layer's forward, in a cell.
 
     A layer may call its functions several times (Kimi's has three convolutions). The calls of a
-    forward are told apart by their order, which is that of the layer's code.
+    forward are told apart by their order, which is that of the layer's code. All ranks of a group
+    must make the same calls, in the same order.
 
     Args:
-        exchanges: of the part.
-        layer: the module.
+        exchanges: of the cell.
+        layer: the module, or what stands for it.
+        counted: the mask by which the forward counts its calls. Default: that of the cell.
 
     Attributes:
         num_tokens: t.
 
     Raises:
-        UnsupportedError: a layer that runs twice per forward, in a part's first forward.
+        UnsupportedError: a layer that runs twice per forward, in a cell's first forward.
     """
 
     query_tokens = None
 
-    def __init__(self, exchanges: PartExchanges, layer: nn.Module) -> None:
+    def __init__(
+        self, exchanges: CellExchanges, layer: Any, counted: TreeMask | None = None
+    ) -> None:
         exchanges.note(layer, "runs", "states")
-        self._exchanges, self._layer = exchanges, layer
-        self._states = exchanges.ledger.states_of(exchanges.part)
-        self._calls = 0
-        self.num_tokens = self._states.part.num_tokens
+        self._exchanges, self._layer, self._calls = exchanges, layer, 0
+        self._states = exchanges.states
+        self._counted = (exchanges.part.mask if counted is None else counted).host
+        self.num_tokens = exchanges.part.num_tokens
 
-    # Dynamo is kept out: what is lent is kept beside the graph
+    # Dynamo is kept out: ranks talk to one another, and what is lent is kept beside the graph
     @uncompiled
     def conv(
         self,
@@ -67,48 +120,115 @@ class LayerStates:
         activation: str | None,
     ) -> torch.Tensor:
         """`tree_conv` of the own tokens: x [t, D] -> [t, D]."""
-        exchange = self._exchange(weight.shape[1])
-        exchange.lend(x)
-        if exchange.lent:
-            x = _LentRows.apply(x, exchange)
-        if not exchange.read:
-            return tree_conv(x, weight, bias, self._states.borders.mask, activation)
-        tails = self._states.tails(weight.shape[1])
-        # what it lends is x alone: its gradient goes no further where x has none
-        borrowed = _Borrowed.apply(exchange, x)
-        return tails.own(tree_conv(tails.join(borrowed, x), weight, bias, tails.mask, activation))
+        self._calls += 1
+        width = weight.shape[1]
+        with as_one_call(self._counted, "recurrence"):
+            rows, is_joined = self._joined(width, self._layer, x)
+            if not is_joined:
+                return tree_conv(rows, weight, bias, self._states.borders.mask, activation)
+            tails = self._states.tails(width)
+            return tails.own(tree_conv(rows, weight, bias, tails.mask, activation))
 
     @uncompiled
-    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """`tree_delta_rule` of the own tokens: query, key, value, g, beta."""
-        return self._scan(tree_delta_rule, tensors, options)
+    def delta_rule(self, *rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`tree_delta_rule` of the own tokens: query and key [t, Hk, K], value [t, H, V], g and
+        beta -> [t, H, V]."""
+        rule = partial(tree_delta_rule, **options)
+        return self._compute(rows, lambda of_all: rule, (), rows[2].shape[1], rows[1].shape[1])
 
     @uncompiled
-    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """`tree_ssd` of the own tokens: x, dt, A, B, C."""
-        return self._scan(tree_ssd, tensors, options)
+    def ssd(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        *,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]. A, D and dt_bias [H, ..] are
+        those of all heads, and their gradients of what this rank computes: ranks' add up."""
+
+        def rule_of(of_all: Sequence[Any]) -> _Rule:
+            A, D, dt_bias = of_all
+
+            def rule(C: Any, x: Any, dt: Any, B: Any, where: Any, **more: Any) -> Any:
+                return tree_ssd(x, dt, A, B, C, where, D=D, dt_bias=dt_bias, **options, **more)
+
+            return rule
+
+        return self._compute((C, x, dt, B), rule_of, (A, D, dt_bias), x.shape[1], B.shape[1])
+
+    def _compute(
+        self,
+        rows: tuple[torch.Tensor, ...],
+        rule_of: Callable[[Sequence[Any]], _Rule],
+        parameters: tuple[torch.Tensor | None, ...],
+        heads: int,
+        shared: int,
+    ) -> torch.Tensor:
+        """A rule over the own tokens.
+
+        Args:
+            rows: [t, H, ..] each; the first shapes a token's own result alone, the others states.
+            rule_of: of parameters, makes the rule: (rows.., mask) -> out, or (rows.., borders of
+                states, initial=) -> out, final.
+            parameters: [H, ..] each, or None.
+            heads: H. shared: the heads of keys, or groups of Mamba-2, that they share.
+        """
+        self._calls += 1
+        flight = self._exchanges.flight
+        with as_one_call(self._counted, "recurrence"):
+            if flight is None:
+                return self._scan(
+                    self._exchanges, self._layer, rows, rule_of(parameters), parameters
+                )
+            if self._exchanges.ledger.division.computes_above:
+                tails, (asking, *others) = self._states.tails(None), rows
+                blank = asking.new_zeros(len(tails.tokens), *asking.shape[1:])
+                above = [self._joined(KEYS, (self._layer, i), x)[0] for i, x in enumerate(others)]
+                out = rule_of(parameters)(tails.join(blank, asking), *above, tails.mask)
+                return tails.own(out)
+            if (problem := state_heads_problem(heads, shared, flight.ranks)) is not None:
+                raise ValueError(problem)
+
+            def of_turn(some: Sequence[torch.Tensor], turn: int, turns: int) -> torch.Tensor:
+                own = tuple(flight.of_rank(parameter, turn, turns) for parameter in parameters)
+                layer = self._layer, turn
+                return self._scan(self._exchanges.of_heads, layer, some, rule_of(own), own)
+
+            return in_turns(flight, rows, of_turn)
 
     def _scan(
         self,
-        rule: Callable[..., Any],
-        tensors: tuple[torch.Tensor, ...],
-        options: dict[str, Any],
+        exchanges: CellExchanges,
+        layer: Hashable,
+        rows: Sequence[torch.Tensor],
+        rule: _Rule,
+        parameters: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """rule: (tensors.., borders, initial=) -> out, final."""
-        exchange = self._exchange(STATES)
-        borders: StateBorders = self._states.borders
+        """All tokens of a cell, from the states that enter."""
+        exchange = exchanges.exchange(STATES, (layer, self._calls))
+        borders = exchanges.states.borders
+        if not (exchange.read or exchange.lent):
+            return rule(*rows, borders.mask)
         # dt_bias shapes states too
-        shaped_by = *tensors, *(x for x in options.values() if isinstance(x, torch.Tensor))
+        shaped_by = *rows, *(x for x in parameters if x is not None)
         initial = _Borrowed.apply(exchange, *shaped_by) if exchange.read else None
-        out, final = rule(*tensors, borders, initial=initial, **options)
+        out, final = rule(*rows, borders, initial=initial)
         exchange.lend(final)
         return _Lent.apply(out, final, exchange) if exchange.lent else out
 
-    def _exchange(self, kind: int) -> Exchange:
-        self._calls += 1
-        # the counter of calls knows the part's mask
-        note_call(self._states.part.mask.host, "recurrence")
-        return self._exchanges.exchange(kind, (self._layer, self._calls))
+    def _joined(self, kind: int, layer: Hashable, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Own rows [t, ..] with those of others that the cell reads, and whether there are any on
+        any rank."""
+        exchange = self._exchanges.exchange(kind, (layer, self._calls))
+        if exchange.reads or exchange.lent:
+            x = _Joined.apply(x, exchange)
+        return x, exchange.reads
 
 
 class _Borrowed(torch.autograd.Function):
@@ -125,7 +245,7 @@ class _Borrowed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        ctx.exchange.give_back(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
+        ctx.exchange.give_back(gradient)
         return (None,) * (1 + ctx.count)
 
 
@@ -146,24 +266,22 @@ class _Lent(torch.autograd.Function):
         for rows, (returned,) in ctx.exchange.take():
             if total is None:
                 total = returned.new_zeros(ctx.num_states, *returned.shape[1:])
-            total.index_copy_(0, rows, returned)
+            rows.put(total, returned)
         return dout, total, None
 
 
-class _LentRows(torch.autograd.Function):
-    """Hands x on; adds what borrowers returned to the gradients of the rows that are lent."""
+class _Joined(torch.autograd.Function):
+    """Own rows x [t, ..] and those that the cell reads, in packed order: [K, ..]. One node, which
+    every rank reaches, so that all take part in the exchange of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return x.view_as(x)
+        (rows,) = exchange.borrow(x)
+        return rows.view_as(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        taken = ctx.exchange.take()
-        total = dx.clone() if taken else dx
-        for rows, (returned,) in taken:
-            both = dx.index_select(0, rows).to(returned.dtype) + returned
-            total.index_copy_(0, rows, both.to(dx.dtype))
-        return total, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (own,) = ctx.exchange.give_back(gradient)
+        return own, None

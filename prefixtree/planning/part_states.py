@@ -70,16 +70,14 @@ class PartStates:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        own = part.own_tokens
-        predictor = part.host.predictor
-        is_own = np.zeros(len(predictor) + 1, bool)
+        own, predictor = part.own_tokens, part.host.predictor
+        self._is_own = is_own = np.zeros(len(predictor), bool)
         is_own[own] = True
-        # the last place stands for no predictor
         above = predictor[own]
         self._entries = np.flatnonzero((above >= 0) & ~is_own[above])
         self.entered, self._rows = np.unique(above[self._entries], return_inverse=True)
-        self._is_own = is_own[:-1]
-        others = predictor[~self._is_own]
+        others = predictor[~is_own]
+        others = others[others >= 0]
         self.left = np.unique(others[is_own[others]])
         self._tails: dict[int | None, Tails] = {}
 
@@ -89,13 +87,9 @@ class PartStates:
         those that leave are in the order of `left`. Parts are steps, or keep their order: no token
         in an earlier part than a token above it."""
         exits = np.searchsorted(self.part.own_tokens, self.left)
-        mask = self._mask(self.part.own_tokens)
+        part = self.part
+        mask = self._mask(part.own_tokens) if part.num_borrowed else part.mask
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
-
-    def read(self, kind: int) -> np.ndarray:
-        """int32, the packed tokens of other parts whose rows of a kind (STATES, or the inputs of a
-        convolution by its taps) the part reads, ascending."""
-        return self.entered if kind == STATES else self.tails(kind).tokens
 
     def tails(self, width: int | None) -> Tails:
         """The tokens that a convolution with `width` taps reads, for None all above the own ones;
@@ -104,7 +98,7 @@ class PartStates:
             own = self.part.own_tokens
             tokens = np.sort(self.part.borrowed_tokens)
             if width is not None:
-                tokens = tail_tokens(self.part.host.predictor, self._is_own, width)
+                tokens = tokens_read(self.part.host.predictor, self._is_own, width)
             own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
             tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
             joined = np.empty(len(tokens) + len(own), np.int64)
@@ -131,13 +125,13 @@ class PartStates:
         return f"PartStates({self.part!r}, {len(self.entered)} enter, {len(self.left)} leave)"
 
 
-def tail_tokens(predictor: np.ndarray, is_own: np.ndarray, width: int) -> np.ndarray:
-    """The tokens that a convolution over some of the packed tokens reads beside these.
+def tokens_read(predictor: np.ndarray, is_own: np.ndarray, kind: int) -> np.ndarray:
+    """The tokens of others that recurrent layers over some of the packed tokens read.
 
     Args:
         predictor: int32 [T], the token above each; -1 for none.
-        is_own: bool [T], which tokens the convolution computes.
-        width: W, its taps.
+        is_own: bool [T], which tokens they compute.
+        kind: STATES, or the taps W of a convolution, which reads the W - 1 tokens above.
 
     Returns:
         int32 [b], ascending.
@@ -146,8 +140,10 @@ def tail_tokens(predictor: np.ndarray, is_own: np.ndarray, width: int) -> np.nda
     above = above[above >= 0]
     # few: most tokens continue one of their own part
     at = np.unique(above[~is_own[above]])
+    if kind == STATES:
+        return at
     found = [at[:0]]
-    for _ in range(width - 1):
+    for _ in range(kind - 1):
         found.append(at)
         at = predictor[at]
         at = np.unique(at[at >= 0])

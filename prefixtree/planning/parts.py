@@ -99,7 +99,7 @@ class Part:
     ) -> None:
         self.index = index
         self.exchange = exchange
-        mask = packed.mask
+        self._whole = mask = packed.mask
         self.host, self._home = mask.host, packed.device
         self._options = mask.backend, mask.deterministic
         self.tokens, self._subtree_end = loops.parts.lay_out(
@@ -145,6 +145,8 @@ class Part:
         packed forest. Where nothing is borrowed, it is a mask for all queries.
         """
         runs = None
+        if self.num_tokens == len(self.host.subtree_end):
+            return self._whole
         if self.num_borrowed:
             row, length = self.own_runs[:, 1], self.own_runs[:, 2]
             # (row of the part, row of q, length)
@@ -299,38 +301,22 @@ class Parts:
         np.add.at(change, np.searchsorted(border, end), -1)
         return border, np.cumsum(change)[:-1] > 0
 
-    def loans(
-        self, read: Sequence[np.ndarray] | None = None
-    ) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
-        """Finds the tokens that the same parts read from another one.
+    def read_runs(self, read: Sequence[np.ndarray] | None = None) -> tuple[np.ndarray, ...]:
+        """Finds the tokens that parts read of other parts, as runs of one owner.
 
         Args:
             read: per part, the packed tokens of others that it reads, ascending. Default: all that
                 it borrows.
 
         Returns:
-            (lender, readers, packed tokens int64) by lender, then by first token; readers and
-            tokens ascending.
+            int64 [*] each: the part that reads a run, its first packed token, its length, and the
+            part that owns it; by reader, ascending.
         """
-        is_foreign = self._pieces[:, 2] != self._borrower
-        reader, (start, length, _) = self._borrower[is_foreign], self._pieces[is_foreign].T
         if read is not None:
-            reader, start, length = _runs_by_reader(read, self.owner)
-        border = np.unique(np.concatenate([start, start + length]))
-        first, stop = np.searchsorted(border, start), np.searchsorted(border, start + length)
-        readers: list[list[int]] = [[] for _ in border]
-        for part, low, high in zip(reader.tolist(), first.tolist(), stop.tolist(), strict=True):
-            for run in range(low, high):
-                readers[run].append(part)
-        # what is read lies in a run of one reader, which has one owner
-        owner = self._run_part[np.searchsorted(self._run_start, border[:-1], side="right") - 1]
-        found: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
-        for run in range(len(border) - 1):
-            if readers[run]:
-                key = int(owner[run]), tuple(readers[run])
-                found.setdefault(key, []).append(np.arange(border[run], border[run + 1]))
-        loans = [(*key, np.concatenate(tokens)) for key, tokens in found.items()]
-        return sorted(loans, key=lambda loan: (loan[0], loan[2][0]))
+            return _runs_by_reader(read, self.owner)
+        is_foreign = self._pieces[:, 2] != self._borrower
+        start, length, owner = self._pieces[is_foreign].T
+        return self._borrower[is_foreign], start, length, owner
 
     def __len__(self) -> int:
         return len(self._ptr) - 1
@@ -390,16 +376,14 @@ def borrowed_rows(borrower: np.ndarray, pieces: np.ndarray, num_parts: int) -> n
     return _sums(pair, pieces[foreign, 1], num_parts**2).reshape(num_parts, num_parts)
 
 
-def _runs_by_reader(
-    read: Sequence[np.ndarray], owner: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int64 [*] each, runs of tokens with one owner: who reads them, the first, how many."""
+def _runs_by_reader(read: Sequence[np.ndarray], owner: np.ndarray) -> tuple[np.ndarray, ...]:
     reader = np.repeat(np.arange(len(read)), [len(tokens) for tokens in read])
     tokens = np.concatenate(read).astype(np.int64)
     new = np.ones(len(tokens), bool)
     new[1:] = (np.diff(reader) > 0) | (np.diff(tokens) != 1) | (np.diff(owner[tokens]) != 0)
     first = np.flatnonzero(new)
-    return reader[first], tokens[first], np.diff(first, append=len(tokens))
+    length = np.diff(first, append=len(tokens))
+    return reader[first], tokens[first], length, owner[tokens[first]].astype(np.int64)
 
 
 def _sums(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:

@@ -28,6 +28,7 @@ from prefixtree.models.routers import RouterLoss
 from prefixtree.models.vision import PlacedPictures
 from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.part_states import KEYS, STATES
+from prefixtree.planning.parts import Parts
 from prefixtree.planning.schedule import graphs_beside, kept
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
@@ -404,7 +405,7 @@ def modes_of_steps(
     Raises:
         torch.OutOfMemoryError, UnsupportedError, ValueError: as `modes_of`.
     """
-    steps = ledger.steps
+    steps = ledger.division.parts
     if recompute != "auto" or not trains:
         mode = None if recompute == "auto" else recompute
         return PartModes([mode] * len(steps), mode, False)
@@ -418,7 +419,7 @@ def modes_of_steps(
 
 def _planned(
     model: nn.Module,
-    steps: Steps,
+    steps: Parts,
     num_scored: Sequence[int],
     states: np.ndarray,
     spans: Sequence[Span],

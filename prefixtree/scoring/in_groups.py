@@ -23,10 +23,11 @@ from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import Parts, agree
-from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.heads import HeadsMask
-from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
-from prefixtree.parallel.state_heads import StatesOfRanks, state_heads_problem
+from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.heads import state_heads_problem
+from prefixtree.parallel.ledger import of_group
+from prefixtree.parallel.ranks import arrival, gather_rows
+from prefixtree.parallel.states import part_mask
 from prefixtree.pictures import Pictures
 from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
 from prefixtree.planning.model_cost import model_cost, state_heads
@@ -224,7 +225,7 @@ def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> Local
     )
 
 
-def part_inputs(inputs: dict[str, Any], part: Part, mask: DividedMask) -> dict[str, Any]:
+def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
     """The keywords of a forward over a part, from those of the whole forest."""
     own = part.tables().own_tokens
     rows = {name: x.index_select(axis, own) for name, axis, x in of_tokens(inputs)}
@@ -361,7 +362,7 @@ class _RankPart:
         tokens: this rank's.
         attended: the mask over which layers attend.
         index: this rank's place in the group.
-        states: of its recurrent layers.
+        computes_above: whether ranks compute the tokens above their own again, for states.
     """
 
     def __init__(
@@ -372,14 +373,10 @@ class _RankPart:
         self._placed, self._mode = placed, mode
         self.split, self._group, self.index = split, group, dist.get_rank(group)
         self.tokens = split[self.index]
-        exchange = TokensForHeads(split, self.index, group)
-        self.attended = split.packed.mask if mode == "heads" else self.tokens.mask
-        self.states = states = StatesOfRanks(split, exchange, self.attended)
-        self._mask: DividedMask
-        if mode == "heads":
-            self._mask = HeadsMask(split, exchange, lambda layer: states)
-        else:
-            self._mask = rank_mask(split, self.index, group, lambda layer: states)
+        exchanges = of_group(split, self.index, group)
+        self.computes_above = exchanges.ledger.division.computes_above
+        self._mask = part_mask(exchanges, by_heads=mode == "heads")
+        self.attended = self._mask.attended
 
     def inputs(self, config: Any) -> dict[str, Any]:
         """The keywords of the model's forward over the own tokens."""
@@ -407,7 +404,7 @@ class _RankPart:
             most = max(groups, default=0.0)
             work = replace(work, borrowed=round(own * most / 2), wide=own * (most + 1))
         else:
-            above = borrowed if self.states.computes_above else 0
+            above = borrowed if self.computes_above else 0
             # gradients of all rows and of own ones, those that go back and those that come
             wide = 2 * (own + borrowed) + sent if borrowed or sent else 0
             work = replace(work, wide=wide, above=above)
@@ -495,7 +492,7 @@ def _part_of_rank(
         own = _RankPart(split, placed, group, mode)
         for heads, shared in state_heads(inner):
             problem = state_heads_problem(heads, shared, ranks)
-            if problem and not own.states.computes_above:
+            if problem and not own.computes_above:
                 raise ValueError(problem)
         part = local(inner, found, own)
         return (inner, part), {

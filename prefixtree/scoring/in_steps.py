@@ -24,6 +24,7 @@ from prefixtree.parallel.ledger import Ledger
 from prefixtree.parallel.run import Rows, Run
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost, borrow_cost_of
+from prefixtree.planning.division import Division
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.kept_modes import modes_of_steps
@@ -185,7 +186,8 @@ def rows_in_steps(
                 cost = borrow_cost or step_cost_of(model, transformer, device, recompute)
                 steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
                 count, on_host = len(steps), steps.stats.on_host
-        ledger = Ledger(steps, schedule.steps(len(steps), trains), True, on_host)
+        events = schedule.steps(len(steps), trains)
+        ledger = Ledger(Division(steps), events, parks=True, on_host=on_host)
         scored = [part.scored(forward.units.predictor) for part in steps]
         counts = [len(units) for units, _ in scored]
         modes = modes_of_steps(model, ledger, counts, recompute, forward, trains)
@@ -217,7 +219,7 @@ def rows_in_steps(
             )
 
     events = schedule.steps(num_runs, trains)
-    ledger = Ledger(steps, events, parks=True, on_host=on_host)
+    ledger = Ledger(ledger.division, events, parks=True, on_host=on_host)
     found = Run(events, ledger, [range(len(steps))], runs, check, inline=True).give()
     assert found is not None
     runs.settle("each step of max_tokens=")

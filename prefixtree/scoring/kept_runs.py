@@ -33,6 +33,7 @@ from prefixtree.parallel.agreement import agree_on_order, among_ranks, order_of
 from prefixtree.parallel.ledger import Ledger
 from prefixtree.parallel.run import Rows, Run
 from prefixtree.planning import schedule
+from prefixtree.planning.division import Division
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
@@ -200,7 +201,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         if self._trunks is not None and self._steps is not None:
             # trunks are read again and again: what they lend stays where it is
             on_host = self._trunks.stats.on_host
-            ledger = Ledger(self._steps, events, parks=False, on_host=on_host)
+            ledger = Ledger(Division(self._steps), events, parks=False, on_host=on_host)
         self._gives = [self._parts_of(at) for at in range(len(self._batches))]
         return Run(events, ledger, self._gives, self._runs, self._check, inline=False)
 

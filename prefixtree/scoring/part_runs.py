@@ -20,7 +20,7 @@ from prefixtree.models.checks import warn_of_hooks
 from prefixtree.models.families import forward_inputs
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.ledger import PartExchanges
+from prefixtree.parallel.ledger import CellExchanges
 from prefixtree.parallel.run import Rows
 from prefixtree.parallel.states import part_mask
 from prefixtree.planning.steps import Steps
@@ -109,7 +109,7 @@ class PartRuns:
             pixels = {} if forward.placed is None else forward.placed.pixels()
             self._stamp = ModelStamp(model, read | pixels, for_backward=True)
 
-    def __call__(self, part: int, exchanges: PartExchanges | None, is_last: bool) -> Rows:
+    def __call__(self, part: int, exchanges: CellExchanges | None, is_last: bool) -> Rows:
         with self.wrapped.as_in_the_forward(is_last):
             if exchanges is None or self._steps is None:
                 # none of its tokens is scored
@@ -117,7 +117,7 @@ class PartRuns:
                 inputs = forward_inputs(dummy, self._transformer.config)
                 nothings = nothing, nothing, nothing
                 return self._forward(PartCall(dummy.mask, inputs, *nothings, self._modes.of_dummy))
-            tokens = self._steps[part]
+            tokens = exchanges.part
             inputs = part_inputs(self._forward.inputs, tokens, part_mask(exchanges))
             scored, mode = self.scored[part], self._modes.of_part[part]
             return self._forward(PartCall(tokens.mask, inputs, *scored, tokens.own_tokens, mode))

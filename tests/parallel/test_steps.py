@@ -17,6 +17,7 @@ from prefixtree.parallel.attention import part_attention
 from prefixtree.parallel.ledger import Ledger
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.division import Division
 from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.steps import Steps, plan_steps
 from tests.support.part_exchange import attend_whole, random_values
@@ -36,7 +37,7 @@ def some_steps(forest: PrefixForest, size: int) -> Steps:
 def ledger_of(steps: Steps, trains: bool = True, **options: Any) -> Ledger:
     """Its schedule ends with a dummy, so that all steps run forward without a graph."""
     events = schedule.steps(len(steps) + 1, trains)
-    return Ledger(steps, events, parks=True, **options)
+    return Ledger(Division(steps), events, parks=True, **options)
 
 
 def place(ledger: Ledger, kind: str, step: int) -> int:
@@ -51,13 +52,13 @@ def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
         borrowed = [loan for loan in loans if step.index in loan.readers]
         lenders = [steps[loan.lender] for loan in borrowed]
         tokens = [
-            lender.own_tokens[loan.rows.numpy()]
+            lender.own_tokens[loan.rows.rows]
             for lender, loan in zip(lenders, borrowed, strict=True)
         ]
         assert np.concatenate([[], *tokens]).tolist() == step.borrowed_tokens.tolist()
         # the borrowed rows stand before the own ones
         assert step.tokens.tolist() == [*step.borrowed_tokens, *step.own_tokens]
-        lent = [loan.rows.numpy() for loan in loans if loan.lender == step.index]
+        lent = [loan.rows.rows for loan in loans if loan.lender == step.index]
         assert np.concatenate([[], *lent]).tolist() == step.lent_rows.tolist()
     assert all(
         loan.readers == tuple(range(loan.lender + 1, loan.readers[-1] + 1)) for loan in loans
@@ -164,7 +165,7 @@ def test_what_waits_beside_each_step(forest: PrefixForest, size: int, parks: boo
     """Event by event: rows from their lender on, gradients until the lender's backward."""
     steps = some_steps(forest, size)
     events = schedule.steps(len(steps), trains=True)
-    ledger = Ledger(steps, events, parks=parks)
+    ledger = Ledger(Division(steps), events, parks=parks)
     expected = np.zeros((len(steps), 2), np.int64)
     for at, (kind, step) in enumerate(events):
         before, behind = events[: at + 1], events[at:]

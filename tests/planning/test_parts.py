@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixtree import ForestError, PackedForest, PrefixForest, TileShape, pack
-from prefixtree.planning.part_states import STATES, PartStates
+from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.parts import Parts
 from tests.support.part_exchange import (
     attend_in_parts,
@@ -54,32 +54,6 @@ def test_a_part_is_the_whole_restricted_to_its_rows(parts: Parts) -> None:
         assert (part.mask.position_ids.numpy() == packed.position_ids.numpy()[rows]).all()
         for start, row, length in part.own_runs:
             assert (part.tokens[row : row + length] == np.arange(start, start + length)).all()
-
-
-@given(divisions(), st.integers(0, 99), st.sampled_from(["all", "states", "tails", "any"]))
-def test_loans_are_what_the_same_parts_read(parts: Parts, seed: int, what: str) -> None:
-    rng, states = np.random.default_rng(seed), [PartStates(part) for part in parts]
-    read = {
-        "all": [np.sort(part.borrowed_tokens) for part in parts],
-        "states": [each.read(STATES) for each in states],
-        "tails": [each.read(3) for each in states],
-        "any": [
-            np.flatnonzero((parts.owner != i) & (rng.random(len(parts.owner)) < 0.5))
-            for i in range(len(parts))
-        ],
-    }[what]
-    expected: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for token, owner in enumerate(parts.owner.tolist()):
-        readers = tuple(i for i, tokens in enumerate(read) if token in tokens.tolist())
-        if readers:
-            expected.setdefault((owner, readers), []).append(token)
-    loans = parts.loans(None if what == "all" else read)
-    assert {(lender, readers): tokens.tolist() for lender, readers, tokens in loans} == expected
-    assert len(loans) == len(expected)
-    firsts = [(lender, tokens[0]) for lender, _, tokens in loans]
-    assert firsts == sorted(firsts)
-    for loan_of, _, tokens in loans:
-        assert what != "states" or set(tokens) <= set(states[loan_of].left.tolist())
 
 
 @given(divisions())

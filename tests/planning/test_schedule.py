@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from prefixtree import ForestError, PrefixForest
 from prefixtree.parallel.agreement import order_of
 from prefixtree.planning import schedule
+from prefixtree.planning.division import Division
+from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.schedule import BACKWARD, FORWARD, GIVE, KEEP, TAKE, Event
 from prefixtree.planning.trunks import Span, Trunks, plan_trunks
 from tests.support.step_ranks import LIGHT
@@ -168,7 +170,7 @@ def test_lives(trunks: Trunks, in_steps: bool, trains: bool, again: bool) -> Non
         events = schedule.kept(trunks.spans, len(trunks.sequences), trains, again)
     lives = schedule.Lives(events, len(parts))
     runs = [i for i, (kind, _) in enumerate(events) if kind in RUNS]
-    for lender, borrowers, _ in parts.loans():
+    for lender, borrowers, _ in Division(parts).loans(KEYS, 0):
         life = lives.of(borrowers)
         reads = [i for i in runs if events[i].at in borrowers]
         own = [i for i in runs if events[i].at == lender]

@@ -10,11 +10,12 @@ from torch import nn
 
 from prefixtree import PackedForest
 from prefixtree.models import families
-from prefixtree.parallel.ledger import Ledger, PartExchanges
+from prefixtree.parallel.ledger import CellExchanges, Ledger
 from prefixtree.parallel.run import Run as PartRun
 from prefixtree.parallel.states import part_mask
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.division import Division
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.in_groups import part_inputs
@@ -88,7 +89,7 @@ def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[tor
     edges = packed.edges()
     scored = [part.scored(edges.predictor) for part in steps]
 
-    def compute(step: int, exchanges: PartExchanges | None, _: bool) -> tuple[torch.Tensor]:
+    def compute(step: int, exchanges: CellExchanges | None, _: bool) -> tuple[torch.Tensor]:
         assert exchanges is not None
         part = steps[step]
         which, at = (torch.from_numpy(x) for x in scored[step])
@@ -97,7 +98,7 @@ def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[tor
         return (logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None],)
 
     events = schedule.steps(len(steps), trains=True)
-    ledger, parts = Ledger(steps, events, parks=True), [range(len(steps))]
+    ledger, parts = Ledger(Division(steps), events, parks=True), [range(len(steps))]
     found = PartRun(events, ledger, parts, compute, lambda: None, inline=True).give()
     assert found is not None
     of_edges = torch.cat([rows[:, 0] for (rows,) in found])

@@ -13,7 +13,7 @@ from prefixtree.kernels.chosen import from_bits, to_bits
 from prefixtree.models import indexers, paths
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.ledger import KeyExchange, Ledger
+from prefixtree.parallel.ledger import Exchange, Ledger
 from prefixtree.scoring import refusals
 from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
@@ -96,16 +96,16 @@ def test_keys_of_indexers_are_lent_and_freed(monkeypatch: pytest.MonkeyPatch) ->
     model, longest = prepare(build("glm_moe_dsa")), ragged_packed().mask.host.deepest
     index = {module for module in model.modules() if hasattr(module, "index_topk")}
     ledgers: set[Ledger] = set()
-    shapes, borrow = {}, KeyExchange.borrow
+    shapes, borrow = {}, Exchange.borrow
 
-    def noted(self: KeyExchange, *own: torch.Tensor) -> Any:
-        ledgers.add(self.exchange.ledger)
+    def noted(self: Exchange, *own: torch.Tensor) -> Any:
+        ledgers.add(self.ledger)
         if len(own) == 1:
-            shapes[self.exchange.key[0]] = own[0].shape[1:]
+            shapes[self.key[0]] = own[0].shape[1:]
             assert not own[0].requires_grad
         return borrow(self, *own)
 
-    monkeypatch.setattr(KeyExchange, "borrow", noted)
+    monkeypatch.setattr(Exchange, "borrow", noted)
     run(model)
     kept_cases.run(model)
     assert len(index) == 2 and shapes == dict.fromkeys(index, (16,))

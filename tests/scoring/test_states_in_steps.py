@@ -17,6 +17,7 @@ from prefixtree.parallel.ledger import Ledger
 from prefixtree.parallel.states import LayerStates
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.division import Division
 from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
@@ -224,7 +225,7 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
     layer, packed = nn.Linear(2, 2), pack_sequences(ragged_objective().sequences)
     steps = plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT)
     events = schedule.steps(len(steps), trains=True)
-    ledger = Ledger(steps, events, parks=True)
+    ledger = Ledger(Division(steps), events, parks=True)
     with ledger.running(0) as lending:
         LayerStates(lending, layer)
         with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):

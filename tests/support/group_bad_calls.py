@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prefixtree import PrefixForest, pack
-from prefixtree.parallel import state_heads
+from prefixtree.planning import division
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_cases
 from tests.support.hooks import place
@@ -116,7 +116,7 @@ def _one_raises(rank: int, group: Any) -> Any:
 
 def _odd_heads_of_states(rank: int, group: Any) -> Any:
     model = build("qwen3_5", linear_num_key_heads=3, linear_num_value_heads=3)
-    with patch.object(state_heads, "MOST_ABOVE", 0.0):
+    with patch.object(division, "MOST_ABOVE", 0.0):
         return scored(rank, group, model=model)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import prefixtree as pt
-from prefixtree.parallel.ranks import RankExchange
+from prefixtree.parallel.ledger import Exchange
 from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward
 from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
@@ -126,14 +126,14 @@ def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
     "auto" plans them."""
     packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 90)])
     parts = Parts(packed, OWNERS[owner](packed.num_tokens, 2), 2)
-    giving_back, planning = RankExchange.give_back, forward.plan_for
+    giving_back, planning = Exchange.give_back, forward.plan_for
     seen: dict[str, float] = {}
 
     def plan_for(memory: Any, work: Any, *given: Any, **options: Any) -> Any:
         seen["planned"] = work.wide
         return planning(memory, work, *given, **options)
 
-    def give_back(self: RankExchange, *gradients: torch.Tensor) -> Any:
+    def give_back(self: Exchange, *gradients: torch.Tensor) -> Any:
         live = LiveBytes(gradients)
         with live:
             own = giving_back(self, *gradients)
@@ -144,7 +144,7 @@ def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
     model = build("llama")
     with (
         patch.object(forward, "plan_for", plan_for),
-        patch.object(RankExchange, "give_back", give_back),
+        patch.object(Exchange, "give_back", give_back),
         patch.object(shares, "split_tokens", lambda *_, **__: parts),
     ):
         rows = pt.sequence_logprobs(model, packed, recompute="auto", group=group).logprobs

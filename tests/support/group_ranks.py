@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import prefixtree as pt
-from prefixtree.parallel import heads
-from prefixtree.parallel import ranks as exchange_of_ranks
 from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.ledger import Exchange, of_group
+from prefixtree.parallel.states import part_mask
+from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.split import split_tokens
 from prefixtree.scoring import in_groups as shares
@@ -43,7 +44,7 @@ from tests.support.group_cases import (
     objective_of,
     packed_of,
 )
-from tests.support.hooks import place
+from tests.support.hooks import inner, own_gradients_alone, place
 from tests.support.models import (
     build,
     gradients,
@@ -59,13 +60,14 @@ from tests.support.spawn import ROOT
 @contextmanager
 def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
     """Notes own rows, and the rows that come to them, of each exchange in a forward."""
-    borrowing = exchange_of_ranks.RankExchange.borrow
-    starting = exchange_of_ranks.TokensForHeads.start_to_heads
+    borrowing, starting = Exchange.borrow, inner("heads of tokens")
 
     def borrow(self: Any, *own: torch.Tensor) -> Any:
-        key, value = borrowing(self, *own)
-        calls.append((len(own[0]), len(key) - len(own[0])))
-        return key, value
+        joined = borrowing(self, *own)
+        # keys with their values; those of heads are all there
+        if len(own) == 2 and self.ledger.group is not None:
+            calls.append((len(own[0]), len(joined[0]) - len(own[0])))
+        return joined
 
     def start_to_heads(self: Any, rows: Any) -> Any:
         arrived = starting(self, rows)
@@ -81,8 +83,8 @@ def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
         return noted
 
     with (
-        patch.object(exchange_of_ranks.RankExchange, "borrow", borrow),
-        patch.object(exchange_of_ranks.TokensForHeads, "start_to_heads", start_to_heads),
+        patch.object(Exchange, "borrow", borrow),
+        patch.object(*place("heads of tokens"), start_to_heads),
     ):
         yield
 
@@ -160,21 +162,13 @@ def _check_wrapped(case: Case, model: nn.Module) -> None:
 # ---- what goes wrong is seen ------------------------------------------------------------------
 
 
-def _gradients_kept(self: Any, *gradients: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Takes part in the exchange, and adds nothing."""
-    _GIVE_BACK(self, *gradients)
-    rows = self._rows.own
-    return [rows.take(x, x.new_empty(rows.count, *x.shape[1:])) for x in gradients]
-
-
 def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     """As if a sum over ranks followed, not a mean."""
     return gradient.split(ctx.counts)[ctx.index], None, None, None
 
 
-_GIVE_BACK = exchange_of_ranks.RankExchange.give_back
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "borrowers' gradients": (exchange_of_ranks.RankExchange, "give_back", _gradients_kept),
+    "borrowers' gradients": own_gradients_alone(lambda kind, _: kind == KEYS),
     "scale": (*place("backward of gathered rows"), staticmethod(_own_rows_alone)),
 }
 
@@ -283,7 +277,7 @@ def _heads_in_bfloat16(rank: int, group: Any) -> list[torch.Tensor]:
     """out, dq, dk and dv of the own tokens, with two ranks for each kv head; and the tokens."""
     packed, (*qkv, dout) = rows_in_bfloat16()
     parts = split_tokens(packed, dist.get_world_size())
-    mask = heads.HeadsMask(parts, exchange_of_ranks.TokensForHeads(parts, rank, group))
+    mask = part_mask(of_group(parts, rank, group), by_heads=True)
     leaves = [mask.part.own(x).requires_grad_() for x in qkv]
     out = mask.attend(nn.Module(), *leaves)
     gradients = torch.autograd.grad(out, leaves, mask.part.own(dout))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import prefixtree
+from prefixtree.planning.part_states import KEYS
 
 # Names below `prefixtree`, imported as they are used. `tools/reach.py` follows none of them: a test
 # runs what it changes, and so reaches it without them.
@@ -44,9 +45,8 @@ LIMITS = {
 }
 #: Calls: tests count them, change what they give, or leave them out.
 CALLS = {
-    "a rank's A, D and dt_bias": "parallel.state_heads:StatesOfRanks._of_rank",
+    "a rank's A, D and dt_bias": "parallel.heads:TokensForHeads.of_rank",
     "backward of borrowed states": "parallel.states:_Lent.backward",
-    "backward of borrowed tails": "parallel.states:_LentRows.backward",
     "backward of gathered rows": "parallel.ranks:_GatherRows.backward",
     "backward of parts": "parallel.run:_backward",
     "backward of pictures' rows": "parallel.ranks:_ExchangeRows.backward",
@@ -63,8 +63,11 @@ CALLS = {
     "gradients in the demo": "demo.training:_gradients",
     "gradients of a trunk's scores": "parallel.run:_sum",
     "gradients of initial states": "kernels.recurrence.chunked:_add_to_entries",
-    "gradients of tails": "parallel.state_heads:_Tails.part",
+    "gradients of joined rows": "parallel.states:_Joined.backward",
+    "gradients of other ranks": "parallel.transport:Transport.back",
+    "heads of tokens": "parallel.heads:TokensForHeads.start_to_heads",
     "images of rows": "integrations.trl.data_set_trainers:_images_of",
+    "joined heads": "parallel.heads:TokensForHeads.joined",
     "joined runs of a tower": "models.tower:_joined",
     "kernels of an indexer": "models.indexers:_kernels_for",
     "kernels of best keys": "kernels.chosen:_kernels_for",
@@ -83,11 +86,10 @@ CALLS = {
     "product of patches": "models.tower:_product",
     "ranks in lockstep": "models.vision:_runs_in_lockstep",
     "replay in routers": "models.routers:_prepare",
-    "returned gradients of keys": "parallel.ledger:KeyExchange.give_back",
     "returned gradients of rows": "parallel.ledger:Exchange.give_back",
     "rotary table": "integrations.megatron.layers:_AtDepths.__call__",
     "scores of a router": "integrations.megatron.routers:ForestRouter._weighed",
-    "sum of a state's copies": "parallel.state_heads:_sum_of_copies",
+    "sum of a state's copies": "parallel.heads:_sum_of_copies",
     "taken gradients of rows": "parallel.ledger:Exchange.take",
     "verify's run": "testing.verify:_run_all",
     "version of transformers for routes": "models.routers:_TRANSFORMERS",
@@ -154,11 +156,12 @@ def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
 def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of borrowed keys and values."""
 
-    def lost(give_back: Any, keys: Any, *gradients: torch.Tensor) -> Any:
-        keys.exchange.take()
-        return give_back(keys, *gradients)
+    def lost(give_back: Any, exchange: Any, *gradients: torch.Tensor) -> Any:
+        if exchange.kind == KEYS:
+            exchange.take()
+        return give_back(exchange, *gradients)
 
-    wrap(monkeypatch, "returned gradients of keys", lost)
+    wrap(monkeypatch, "returned gradients of rows", lost)
 
 
 def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +177,13 @@ def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def lose_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the borrowed tails of convolutions."""
 
-    def backward(ctx: Any, dx: torch.Tensor) -> Any:
-        ctx.exchange.take()
-        return dx, None
+    real = inner("gradients of joined rows")
 
-    put(monkeypatch, "backward of borrowed tails", backward)
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.exchange.take()
+        return real(ctx, gradient)
+
+    put(monkeypatch, "gradients of joined rows", backward)
 
 
 def round_lent(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
@@ -213,6 +218,23 @@ def lose_kept(monkeypatch: pytest.MonkeyPatch, behind: int = 0) -> None:
         return total(before, more.index_fill(-1, columns, 0))
 
     wrap(monkeypatch, "gradients of a trunk's scores", lost)
+
+
+def own_gradients_alone(of: Callable[[int, int], bool]) -> tuple[Any, str, Any]:
+    """Ranks exchange gradients and add none, of some rows; as `patch.object` takes it.
+
+    Args:
+        of: whether they are meant, by their kind and the number of tensors that travel together.
+    """
+    real = inner("gradients of other ranks")
+
+    def back(transport: Any, gradients: Any) -> Any:
+        held, own, of_ranks = real(transport, gradients)
+        if of(transport.kind, len(gradients)):
+            of_ranks = [tuple(map(torch.zeros_like, pieces)) for pieces in of_ranks]
+        return held, own, of_ranks
+
+    return *place("gradients of other ranks"), back
 
 
 def lose_pictures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,22 +19,17 @@ from transformers import CONFIG_MAPPING
 import prefixtree as pt
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.family_table import OLDEST_WITH_INDEXERS
-from prefixtree.parallel import state_heads
-from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.heads import HeadsMask
-from prefixtree.parallel.ranks import (
-    RankExchange,
-    TokensForHeads,
-    arrival,
-    gather_rows,
-    rank_mask,
-)
-from prefixtree.parallel.state_heads import StatesOfRanks
+from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.ledger import of_group
+from prefixtree.parallel.ranks import arrival, gather_rows
+from prefixtree.parallel.states import part_mask
+from prefixtree.planning import division
+from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups
 from tests.support.family_configs import INDEXED
 from tests.support.full import asked_for, quick_ones_run
-from tests.support.hooks import inner, place
+from tests.support.hooks import inner, own_gradients_alone, place
 from tests.support.hybrid_cases import (
     Float64,
     in_float64,
@@ -171,18 +166,12 @@ def loss_of(logprobs: list[torch.Tensor]) -> torch.Tensor:
 def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
     """Log-probabilities of the sequences, and gradients averaged over the ranks."""
     packed, ranks = long_packed(), dist.get_world_size(group)
-    most = patch.object(state_heads, "MOST_ABOVE", 1e9 if case.is_above else -1.0)
+    most = patch.object(division, "MOST_ABOVE", 1e9 if case.is_above else -1.0)
     with Float64(), LowestFirst(), most:
         model = case.model()
         parts = Parts(packed, OWNERS[case.owner](packed.num_tokens, ranks), ranks)
-        exchange, part = TokensForHeads(parts, rank, group), parts[rank]
-        counted = packed.mask if case.group_mode == "heads" else part.mask
-        states = StatesOfRanks(parts, exchange, counted)
-        mask: DividedMask
-        if case.group_mode == "heads":
-            mask = HeadsMask(parts, exchange, lambda layer: states)
-        else:
-            mask = rank_mask(parts, rank, group, lambda layer: states)
+        part = parts[rank]
+        mask = part_mask(of_group(parts, rank, group), by_heads=case.group_mode == "heads")
         inputs = forward_inputs(packed, model.config)
         own = torch.from_numpy(part.own_tokens).long()
         for name in ("input_ids", "position_ids"):
@@ -245,20 +234,9 @@ def family_run(
 # ---- what goes wrong is seen ---------------------------------------------------------------------
 
 
-def _tails_kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Takes part in the exchange, and adds nothing."""
-    _PART(self, gradient)
-    return self.own(gradient)
-
-
-def _above_kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Those of convolutions are added."""
-    return _PART(self, gradient) if gradient.ndim == 2 else _tails_kept(self, gradient)
-
-
 def _not_of_rank_1(self: Any, parameter: Any, *turn: int) -> Any:
     mine = _OF_RANK(self, parameter, *turn)
-    return mine if parameter is None or self._exchange.index == 0 else mine.detach()
+    return mine if parameter is None or self.index == 0 else mine.detach()
 
 
 def _first_turn_alone(self: Any, of_turns: Any) -> torch.Tensor:
@@ -269,18 +247,21 @@ def _first_copy_alone(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, 0]
 
 
-_PART = inner("gradients of tails")
 _OF_RANK = inner("a rank's A, D and dt_bias")
-_JOINED = TokensForHeads.joined
+_JOINED = inner("joined heads")
 MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
-    "gradients of tails": (*place("gradients of tails"), _tails_kept, "qwen3_5"),
-    "gradients of tokens above": (*place("gradients of tails"), _above_kept, "kimi_linear"),
+    "gradients of tails": (*own_gradients_alone(lambda kind, _: kind != KEYS), "qwen3_5"),
+    "gradients of tokens above": (
+        # keys travel with their values
+        *own_gradients_alone(lambda kind, count: kind == KEYS and count == 1),
+        "kimi_linear",
+    ),
     "A, D and dt_bias of a rank": (
         *place("a rank's A, D and dt_bias"),
         _not_of_rank_1,
         "nemotron_h",
     ),
-    "heads of the second turn": (TokensForHeads, "joined", _first_turn_alone, "olmo_hybrid"),
+    "heads of the second turn": (*place("joined heads"), _first_turn_alone, "olmo_hybrid"),
 }
 # where heads of keys or groups are fewer than ranks
 WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
@@ -288,16 +269,13 @@ WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
-def _of_own_tokens_alone(self: RankExchange, *own: torch.Tensor) -> Any:
-    """Keys of an indexer."""
-    joined = _BORROW(self, *own)
-    if len(own) == 1:
-        rows = self.part.tables().own_rows.long()
-        return (torch.zeros_like(joined[0]).index_copy(0, rows, own[0]),)
-    return joined
+def _of_own_tokens_alone(self: PartMask, indexer: Any, own: torch.Tensor) -> torch.Tensor:
+    joined = _KEYS(self, indexer, own)
+    rows = self.part.tables().own_rows.long()
+    return torch.zeros_like(joined).index_copy(0, rows, own)
 
 
-_BORROW = RankExchange.borrow
+_KEYS = PartMask.index_keys
 
 
 def _tried(compute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -316,11 +294,11 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     mistakes = MISTAKES if ranks == 2 else WIDE_MISTAKES if ranks == 4 else {}
     if quick_ones_run() or ranks > 2:
         for name, (*mistake, family) in mistakes.items():
-            most = patch.object(state_heads, "MOST_ABOVE", 1e9 if "above" in name else -1.0)
+            most = patch.object(division, "MOST_ABOVE", 1e9 if "above" in name else -1.0)
             with patch.object(*mistake), most:
                 results["mistake", name] = _tried(family_run, family, group, "parts")
     if ranks == 2 and quick_ones_run() and WITH_INDEXERS:
-        with patch.object(RankExchange, "borrow", _of_own_tokens_alone):
+        with patch.object(PartMask, "index_keys", _of_own_tokens_alone):
             for mode in ("parts", "heads"):
                 results["choice", mode] = _tried(family_run, "glm_moe_dsa", group, mode)
     for family in HALF[ranks]:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from prefixtree import MicroBatch, MicroBatchPlan, PackedForest, PrefixForest, TreeMask, pack
+from prefixtree.planning.division import Division
 from prefixtree.planning.parts import Parts
 
 Sequences = list[list[int]]
@@ -108,6 +109,20 @@ def divisions(draw: st.DrawFn) -> Parts:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     owner = random_owner(rng, packed.num_tokens, num_parts, draw(st.sampled_from(_KINDS)))
     return Parts(packed, owner, num_parts)
+
+
+def drawn_division(draw: st.DrawFn) -> Division:
+    """A small forest divided among 1 to 4 slots and 1 to 3 ranks, in any way that keeps the order
+    of slots."""
+    packed = pack(draw(forests(max_nodes=8)), draw(st.sampled_from([None, 4])))
+    ranks, slots = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rank = random_owner(rng, packed.num_tokens, ranks, draw(st.sampled_from(_KINDS)))
+    slot = random_owner(rng, packed.num_tokens, slots, draw(st.sampled_from(_KINDS)))
+    for token, above in enumerate(packed.mask.host.predictor.tolist()):
+        if above >= 0:
+            slot[token] = max(slot[token], slot[above])
+    return Division(Parts(packed, slot * ranks + rank, slots * ranks), ranks)
 
 
 def subtree_ends(forest: PrefixForest) -> np.ndarray:

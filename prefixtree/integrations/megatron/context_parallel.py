@@ -31,8 +31,9 @@ from prefixtree.models.along_tree import KeepsStates, WholeForest
 from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
-from prefixtree.parallel.ranks import TokensForHeads, arrival, rank_mask
-from prefixtree.parallel.state_heads import StatesOfRanks
+from prefixtree.parallel.ledger import of_group
+from prefixtree.parallel.ranks import arrival
+from prefixtree.parallel.states import LayerStates, part_mask
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.in_groups import (
@@ -77,9 +78,9 @@ class LocalForest:
             self._index = torch.distributed.get_rank(group)
             self._part = split[self._index]
             self.mask = self._part.mask
-            self._divided = rank_mask(split, self._index, group)
-            exchange = TokensForHeads(split, self._index, group)
-            self.states = StatesOfRanks(split, exchange, self.mask)
+            exchanges = of_group(split, self._index, group)
+            self._divided = part_mask(exchanges)
+            self.states = LayerStates(exchanges, self)
             ids, self.position_ids, self.copies = (
                 self._part.own(x) for x in (ids, self.position_ids, self.copies)
             )

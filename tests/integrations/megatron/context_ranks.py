@@ -26,8 +26,8 @@ from prefixtree import PrefixForest, pack
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs
 from prefixtree.packing.layout import PackedForest
-from prefixtree.parallel.ranks import RankExchange
-from prefixtree.parallel.state_heads import StatesOfRanks
+from prefixtree.parallel.states import LayerStates
+from prefixtree.planning.part_states import KEYS
 from tests.integrations.megatron import context_stages, router_runs, state_runs
 from tests.integrations.megatron.replay_runs import routes_of
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
@@ -46,7 +46,7 @@ from tests.integrations.megatron.runs import (
 )
 from tests.integrations.megatron.state_runs import DELTA, MAMBA
 from tests.integrations.megatron.test_one_process import FULL
-from tests.support.hooks import place
+from tests.support.hooks import own_gradients_alone
 from tests.support.megatron_cpu import DEVICE, in_float64
 from tests.support.megatron_states import stand_in_for_kernels
 
@@ -190,13 +190,7 @@ def errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> d
 def lent_keys_without_gradient() -> Any:
     """Borrowers give nothing back."""
 
-    def kept(self: Any, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        rows = self._rows.own
-        return tuple(
-            rows.take(x, x.new_empty(self.part.num_tokens, *x.shape[1:])) for x in (dkey, dvalue)
-        )
-
-    return patch.object(RankExchange, "give_back", kept)
+    return patch.object(*own_gradients_alone(lambda kind, _: kind == KEYS))
 
 
 def summed_over_ranks() -> Any:
@@ -207,19 +201,16 @@ def summed_over_ranks() -> Any:
 def tails_without_gradient() -> Any:
     """A convolution gives nothing back for the tokens above its own that another rank has."""
 
-    def kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return self.own(gradient)
-
-    return patch.object(*place("gradients of tails"), kept)
+    return patch.object(*own_gradients_alone(lambda kind, _: kind != KEYS))
 
 
 def decay_without_gradient() -> Any:
-    rule = StatesOfRanks.delta_rule
+    rule = LayerStates.delta_rule
 
     def cut(self: Any, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
         return rule(self, query, key, value, g.detach(), beta)
 
-    return patch.object(StatesOfRanks, "delta_rule", cut)
+    return patch.object(LayerStates, "delta_rule", cut)
 
 
 #: Name -> the case that shows it, and the mistake.

@@ -19,8 +19,8 @@ from verl.models.transformers import monkey_patch
 from prefixtree import PrefixForest, plan_micro_batches
 from prefixtree.integrations.verl import engine
 from prefixtree.integrations.verl.batches import sequences_of, split
-from prefixtree.parallel.ranks import RankExchange
-from prefixtree.parallel.state_heads import StatesOfRanks
+from prefixtree.parallel.states import LayerStates
+from prefixtree.parallel.transport import Transport
 from tests.integrations.verl.cases import (
     CASES,
     HYBRID_CASES,
@@ -78,8 +78,8 @@ def counted_exchanges() -> Iterator[Counter[str]]:
     heads = monkey_patch.gather_heads_scatter_seq
     with (
         patch.object(monkey_patch, "gather_heads_scatter_seq", counted("heads", heads)),
-        patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
-        patch.object(StatesOfRanks, "conv", counted("tails", StatesOfRanks.conv)),
+        patch.object(Transport, "there", counted("keys", Transport.there)),
+        patch.object(LayerStates, "conv", counted("tails", LayerStates.conv)),
         patch.object(engine, "kept_trunks", counted("trunks", engine.kept_trunks)),
         patch.object(engine, "kept_values", counted("trunks of critics", engine.kept_values)),
     ):
