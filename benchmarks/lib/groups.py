@@ -125,7 +125,7 @@ def reduce_scatter(numbers: torch.Tensor, index: int, group: Any) -> torch.Tenso
 def gathering() -> Iterator[None]:
     """Within it, `group_mode="parts"` gathers all keys and values, whatever is borrowed."""
 
-    def split(packed: PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
+    def split(packed: PackedForest, border: Any, ranks: int, *_: Any, **__: Any) -> Parts:
         return GatheredParts(packed, chunk_owner(packed.num_tokens, ranks), ranks)
 
     def mask(exchanges: CellExchanges, by_heads: bool) -> PartMask:
@@ -133,7 +133,7 @@ def gathering() -> Iterator[None]:
         exchange: Any = GatherExchange(ledger.division.parts, ledger.rank, ledger.group)
         return PartMask(exchange.part, lambda module: exchange, part_mask(exchanges).states_of)
 
-    with patch.object(shares, "split_tokens", split), patch.object(shares, "part_mask", mask):
+    with patch.object(shares, "split_slots", split), patch.object(shares, "part_mask", mask):
         yield
 
 

@@ -36,7 +36,7 @@ from prefixtree.parallel.transport import Transport
 from prefixtree.planning import schedule
 from prefixtree.planning.division import Division
 from prefixtree.planning.part_states import KEYS, STATES, PartStates
-from prefixtree.planning.parts import Parts
+from prefixtree.planning.parts import Part, Parts
 from prefixtree.planning.schedule import BACKWARD, KEEP, Life, Lives, Schedule
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Ledger:
 
     @cached_property
     def of_heads(self) -> Ledger:
-        """What cells lend of this rank's own heads of all tokens of their slots."""
+        """The ledger of this rank's own heads of all tokens of the slots."""
         arguments = self.division.in_time, self.schedule, self._parks, self._on_host
         return Ledger(*arguments)
 
@@ -302,12 +302,42 @@ class Ledger:
         return (loan for loans in both for loan in getattr(loans, what).get(event, []))
 
 
-def of_group(parts: Parts, rank: int, group: ProcessGroup) -> CellExchanges:
-    """The exchanges of a rank of a group that computes a forest in one forward; one object may
-    serve all its layers, as nothing waits."""
-    events = schedule.steps(1, trains=True)
-    ledger = Ledger(Division(parts, len(parts)), events, parks=False, rank=rank, group=group)
-    return CellExchanges(ledger, 0, lends=False)
+@dataclass(frozen=True)
+class Divided:
+    """What one process computes of a divided forest.
+
+    Attributes:
+        division: of the forest among slots and ranks.
+        on_host: whether what slots borrow waits on the host.
+        rank: this rank's place in the group.
+        group: the process group, where there are several ranks.
+        by_heads: whether ranks exchange tokens for heads in attention too.
+    """
+
+    division: Division
+    on_host: bool = False
+    rank: int = 0
+    group: ProcessGroup | None = None
+    by_heads: bool = False
+
+    @property
+    def cells(self) -> list[Part]:
+        """Those of this rank, slot by slot."""
+        return [self.division.cell(slot, self.rank) for slot in range(len(self.division))]
+
+    @classmethod
+    def of_group(cls, parts: Parts, rank: int, group: ProcessGroup) -> Divided:
+        """One slot, a part per rank."""
+        return cls(Division(parts, len(parts)), rank=rank, group=group)
+
+    def ledger(self, events: Schedule, parks: bool) -> Ledger:
+        """A new ledger over a schedule; `parks` as in `Ledger`."""
+        return Ledger(self.division, events, parks, self.on_host, self.rank, self.group)
+
+    def at_once(self) -> CellExchanges:
+        """The exchanges of one forward over the only slot, where nothing waits."""
+        ledger = self.ledger(schedule.steps(1, trains=True), parks=False)
+        return CellExchanges(ledger, 0, lends=False)
 
 
 class CellExchanges:

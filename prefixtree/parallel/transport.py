@@ -31,7 +31,7 @@ Rows = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Lane:
-    """What goes to another rank: rows of those held [H], then of the own ones [t]."""
+    """Rows that go to another rank: of those held [H], then of the own ones [t]."""
 
     held: RowRuns
     own: RowRuns

@@ -150,38 +150,106 @@ def split_tokens(
         )
     cost_model = CostModel() if cost_model is None else cost_model
     borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
+    costs = cost_model, borrow_cost, scored
+    tile = -(-_tile_of(num_tokens, num_parts, tile) // multiple) * multiple
+    each, start, owner = _dealt(packed, np.array([0, num_tokens]), num_parts, [tile], costs)
+    split = Split.__new__(Split)
+    split.chunks_per_part, split.tile = each, tile
+    split._init(packed, start, owner, num_parts)
+    split._costs = cost_model, scored, borrow_cost
+    return split
+
+
+def split_slots(
+    packed: PackedForest,
+    border: np.ndarray,
+    ranks: int,
+    cost_model: CostModel,
+    scored: Edges | None = None,
+    *,
+    borrow_cost: BorrowCost,
+    tile: int = 128,
+) -> Parts:
+    """Divides each slot of a forest among ranks, as `split_tokens` does a whole forest.
+
+    Args:
+        packed: the packed forest.
+        border: int64 [S + 1], ascending from 0 to T, the tokens between which a slot's lie; at
+            least `ranks` each.
+        ranks: n.
+        cost_model, scored, borrow_cost, tile: as in `split_tokens`.
+
+    Returns:
+        The cells; part slot * n + rank is that of a rank. Each has a token.
+    """
+    tiles = [_tile_of(count, ranks, tile) for count in np.diff(border).tolist()]
+    costs = cost_model, borrow_cost, scored
+    _, start, owner = _dealt(packed, border, ranks, tiles, costs)
+    parts = Parts.__new__(Parts)
+    parts._init(packed, start, owner, ranks * len(tiles))
+    return parts
+
+
+def _tile_of(num_tokens: int, num_parts: int, tile: int) -> int:
     while tile > 1 and num_tokens < num_parts * tile * _TILES:
         tile //= 2
-    tile = -(-tile // multiple) * multiple
-    num_tiles = -(-num_tokens // tile)
-    grid = np.minimum(np.arange(num_tiles + 1) * tile, num_tokens)
-    seconds = _work(packed, grid, cost_model, borrow_cost, scored)[1]
-    before = np.concatenate([[0.0], np.cumsum(seconds)])
+    return tile
 
+
+def _dealt(
+    packed: PackedForest,
+    border: np.ndarray,
+    ranks: int,
+    tiles: list[int],
+    costs: tuple[CostModel, BorrowCost, Edges | None],
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """Deals the chunks of each slot to ranks.
+
+    Args:
+        border: of slots. tiles: of each, its tokens between which it may be cut.
+
+    Returns:
+        The number of chunks per rank, and int64 [Q] each: the first token of each run of one cell,
+        and the cell.
+    """
+    cost_model, borrow_cost, scored = costs
+    slots = [
+        np.minimum(np.arange(first, stop + tile, tile), stop)
+        for first, stop, tile in zip(border[:-1], border[1:], tiles, strict=True)
+    ]
+    grid = np.concatenate([*(slot[:-1] for slot in slots), border[-1:]])
+    seconds = _work(packed, grid, cost_model, borrow_cost, scored)[1]
+    of_slots = np.split(seconds, np.cumsum([len(slot) - 1 for slot in slots])[:-1])
+    cells = ranks * len(slots)
     best, least = None, np.inf
-    for each in _CHUNKS if num_parts > 1 else _CHUNKS[:1]:
-        count = each * num_parts
-        if count > num_tiles:
+    for each in _CHUNKS if ranks > 1 else _CHUNKS[:1]:
+        if best is not None and all(each * ranks >= len(slot) for slot in slots):
             break
-        border = num_tiles * np.arange(count + 1) // count
-        chunk = np.diff(before[border])
-        tiles = np.diff(border)
-        order = np.argsort(-chunk, kind="stable")
-        part = loops.parts.deal(chunk, order, tiles > num_tiles // count, num_parts, each)
-        new = np.concatenate([[True], part[1:] != part[:-1]])
-        start, owner = grid[border[:-1]][new], part[new]
-        ptr, pieces = find_pieces(packed, np.append(start, num_tokens), owner, num_parts)
-        rows = borrowed_rows(np.repeat(np.arange(num_parts), np.diff(ptr)), pieces, num_parts)
-        busiest = np.bincount(part, chunk, num_parts).max()
-        predicted = busiest + borrow_cost.exchange_seconds(rows)
+        starts, owners, predicted = [], [], 0.0
+        for number, (slot, its_seconds) in enumerate(zip(slots, of_slots, strict=True)):
+            num_tiles = len(slot) - 1
+            chunks = min(each, num_tiles // ranks)
+            count = chunks * ranks
+            cut = num_tiles * np.arange(count + 1) // count
+            before = np.concatenate([[0.0], np.cumsum(its_seconds)])
+            chunk, widths = np.diff(before[cut]), np.diff(cut)
+            order = np.argsort(-chunk, kind="stable")
+            rank = loops.parts.deal(chunk, order, widths > num_tiles // count, ranks, chunks)
+            new = np.concatenate([[True], rank[1:] != rank[:-1]])
+            starts.append(slot[cut[:-1]][new])
+            owners.append(number * ranks + rank[new])
+            predicted += np.bincount(rank, chunk, ranks).max()
+        start, owner = np.concatenate(starts), np.concatenate(owners)
+        ptr, pieces = find_pieces(packed, np.append(start, border[-1]), owner, cells)
+        rows = borrowed_rows(np.repeat(np.arange(cells), np.diff(ptr)), pieces, cells)
+        # of earlier slots a row comes from the rank that holds it
+        between = rows.reshape(len(slots), ranks, len(slots), ranks).sum(2)
+        between[:, range(ranks), range(ranks)] = 0
+        predicted += sum(borrow_cost.exchange_seconds(of_slot) for of_slot in between)
         if predicted < least:
             best, least = (each, start, owner), predicted
     assert best is not None
-    split = Split.__new__(Split)
-    split.chunks_per_part, split.tile = best[0], tile
-    split._init(packed, *best[1:], num_parts)
-    split._costs = cost_model, scored, borrow_cost
-    return split
+    return best
 
 
 def split_stats(

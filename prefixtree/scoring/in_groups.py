@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -25,14 +25,15 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import Parts, agree
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.heads import state_heads_problem
-from prefixtree.parallel.ledger import of_group
+from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.ranks import arrival, gather_rows
 from prefixtree.parallel.states import part_mask
 from prefixtree.pictures import Pictures
 from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
+from prefixtree.planning.division import Division
 from prefixtree.planning.model_cost import model_cost, state_heads
 from prefixtree.planning.parts import Part
-from prefixtree.planning.split import Split, split_tokens
+from prefixtree.planning.split import split_slots
 from prefixtree.recompute.forward import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
@@ -181,6 +182,9 @@ class LocalPart:
         shown: of a rank's part, the pictures that it encodes and those of its tokens. Default: text
             alone, or a whole forest.
         share: of a rank's part, for recompute="auto". Default: none, as of other modes.
+        divided: what a rank computes of each step, where there may be several. Default: one
+            forward.
+        of_steps: keywords of a forward over the whole forest, where there may be steps.
     """
 
     inputs: dict[str, Any]
@@ -192,6 +196,8 @@ class LocalPart:
     order: Callable[[], np.ndarray] | None = None
     shown: EncodedPictures | None = None
     share: GroupShare | None = None
+    divided: Divided | None = None
+    of_steps: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,14 +205,63 @@ class TokenPart:
     """The same where a model gives a value per token.
 
     Attributes:
-        inputs, mask, share: as in `LocalPart`.
+        inputs, mask, share, divided, of_steps: as in `LocalPart`.
         gathered: from the values of this process's tokens [t, ...] to those of all, [T, ...].
     """
 
     inputs: dict[str, Any]
     mask: TreeMask
     share: GroupShare | None
+    divided: Divided | None
+    of_steps: dict[str, Any]
     gathered: Callable[[torch.Tensor], torch.Tensor]
+
+
+class SplitInSlots:
+    """Divides slots of a packed forest among the ranks of a group, of which this is one.
+
+    Args:
+        model: the transformers model. packed: the forest, of a token per rank or more.
+        found: what is scored; None of values, which are of every token.
+        group: the process group. mode: what its ranks exchange.
+
+    Attributes:
+        packed, group: as given.
+        ranks: n.
+        rank: this rank's place in the group.
+        by_heads: whether ranks exchange tokens for heads in attention too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        packed: PackedForest,
+        found: ScoredEdges | None,
+        group: ProcessGroup,
+        mode: GroupMode,
+    ) -> None:
+        import torch.distributed as dist
+
+        self.packed, self.group, self.by_heads = packed, group, mode == "heads"
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._scored = edges_of(found)
+        self._cost_model, self._borrow_cost = costs_of(model)
+        if self.by_heads:
+            # attention is even anyway, and nobody borrows
+            cost_model = replace(self._cost_model, attention=0.0, windowed=0.0, window=None)
+            self._cost_model = cost_model
+            self._borrow_cost = replace(self._borrow_cost, kv_heads=0)
+
+    def __call__(self, border: np.ndarray, on_host: bool = False) -> Divided:
+        """The slots between these borders, int64 [S + 1]; `on_host` as in `Divided`."""
+        costs = self._cost_model, self._scored
+        parts = split_slots(self.packed, border, self.ranks, *costs, borrow_cost=self._borrow_cost)
+        where = on_host, self.rank, self.group, self.by_heads
+        return Divided(Division(parts, self.ranks), *where)
+
+
+#: Divides a forest into steps: (transformers model, how slots are divided) -> slots and ranks.
+Divide = Callable[[Any, SplitInSlots], Divided]
 
 
 def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> LocalPart:
@@ -215,8 +270,10 @@ def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> Local
     Args:
         packed: the packed forest. found: what is scored of it. config: of the model.
     """
+    inputs = forward_inputs(packed, config)
     return LocalPart(
-        inputs=forward_inputs(packed, config),
+        inputs=inputs,
+        of_steps=inputs,
         mask=packed.mask,
         edges=edges_on_device(packed, found, None, found.predictor),
         gathered=lambda rows: rows,
@@ -254,6 +311,7 @@ def part_of_rank(
     options: dict[str, Any],
     mode: GroupMode,
     pictures: Pictures | None = None,
+    divide: Divide | None = None,
 ) -> tuple[Any, LocalPart]:
     """This rank's part of what the ranks of a group score together.
 
@@ -265,6 +323,7 @@ def part_of_rank(
         options: further arguments that must be the same on all ranks, `recompute` among them.
         mode: what ranks exchange.
         pictures: those of the forest. Default: text alone.
+        divide: divides the forest into steps. Default: one forward.
 
     Returns:
         The causal language model, and the share.
@@ -276,8 +335,9 @@ def part_of_rank(
 
     def local(causal_lm: Any, found: ScoredEdges, part: _RankPart) -> LocalPart:
         # with the token ids that the model knows
-        edges, to_sequences, row_of_unit = edges_of_part(part.split, part.index, found)
-        gathered = gathering(part.split, part.index, group, found.predictor)
+        where = part.owner, part.divided.rank
+        edges, to_sequences, row_of_unit = edges_of_part(part.packed, *where, found)
+        gathered = gathering(*where, group, found.predictor)
 
         def gathered_together(rows: Rows) -> Rows:
             scores, *of_tokens = rows
@@ -290,7 +350,7 @@ def part_of_rank(
 
         return LocalPart(
             inputs=part.inputs(causal_lm.config),
-            mask=part.attended,
+            mask=part.mask.attended,
             edges=edges,
             gathered=gathered_together,
             to_sequences=to_sequences,
@@ -298,9 +358,11 @@ def part_of_rank(
             order=row_of_unit,
             shown=part.shown(),
             share=part.share(causal_lm.config, options["recompute"]),
+            divided=None if divide is None else part.divided,
+            of_steps=part.of_all(causal_lm.config),
         )
 
-    return _part_of_rank(model, packed, group, check, options, mode, local, pictures)
+    return _part_of_rank(model, packed, group, check, options, mode, local, divide, pictures)
 
 
 def token_part_of_rank(
@@ -308,7 +370,8 @@ def token_part_of_rank(
     packed: PackedForest,
     group: ProcessGroup,
     check: Callable[[], Any],
-    recompute: Any,
+    options: dict[str, Any],
+    divide: Divide | None = None,
 ) -> TokenPart:
     """This rank's part where a model gives a value per token.
 
@@ -317,7 +380,8 @@ def token_part_of_rank(
         packed: the packed forest.
         group: the process group, of two ranks or more.
         check: gives the transformers model inside, or raises.
-        recompute: which must be the same on all ranks.
+        options: arguments that must be the same on all ranks, `recompute` among them.
+        divide: divides the forest into steps. Default: one forward.
 
     Returns:
         The share.
@@ -332,13 +396,14 @@ def token_part_of_rank(
     def local(transformer: Any, found: None, part: _RankPart) -> TokenPart:
         return TokenPart(
             inputs=part.inputs(transformer.config),
-            mask=part.attended,
-            share=part.share(transformer.config, recompute),
+            mask=part.mask.attended,
+            share=part.share(transformer.config, options["recompute"]),
+            divided=None if divide is None else part.divided,
+            of_steps=part.of_all(transformer.config),
             gathered=part.of_all_tokens(packed),
         )
 
-    options = {"recompute": recompute}
-    return _part_of_rank(model, packed, group, found, options, "parts", local)[1]
+    return _part_of_rank(model, packed, group, found, options, "parts", local, divide)[1]
 
 
 class _Together(torch.autograd.Function):
@@ -357,47 +422,49 @@ class _Together(torch.autograd.Function):
 class _RankPart:
     """A rank's part of a forest.
 
+    Args:
+        divided: slots and ranks. placed: the pictures of the forest.
+
     Attributes:
-        split: all parts.
-        tokens: this rank's.
-        attended: the mask over which layers attend.
-        index: this rank's place in the group.
+        packed: the forest.
+        divided: as given.
+        owner: int [T], the rank of each token.
+        mask: in the place of a mask in a forward over the first slot.
         computes_above: whether ranks compute the tokens above their own again, for states.
     """
 
-    def __init__(
-        self, split: Split, placed: PlacedPictures | None, group: ProcessGroup, mode: GroupMode
-    ) -> None:
-        import torch.distributed as dist
+    def __init__(self, divided: Divided, placed: PlacedPictures | None) -> None:
+        assert divided.group is not None
+        self._placed, self.divided, self._group = placed, divided, divided.group
+        division = divided.division
+        self.packed, self.owner = division.packed, division.parts.owner % division.ranks
+        self.computes_above = division.computes_above
+        self.mask = part_mask(divided.at_once(), divided.by_heads)
 
-        self._placed, self._mode = placed, mode
-        self.split, self._group, self.index = split, group, dist.get_rank(group)
-        self.tokens = split[self.index]
-        exchanges = of_group(split, self.index, group)
-        self.computes_above = exchanges.ledger.division.computes_above
-        self._mask = part_mask(exchanges, by_heads=mode == "heads")
-        self.attended = self._mask.attended
+    def of_all(self, config: Any) -> dict[str, Any]:
+        """The keywords of a forward over all tokens."""
+        more = {} if self._placed is None else self._placed.inputs
+        return forward_inputs(self.packed, config) | more
 
     def inputs(self, config: Any) -> dict[str, Any]:
         """The keywords of the model's forward over the own tokens."""
-        inputs = forward_inputs(self.split.packed, config)
-        if self._placed is not None:
-            inputs |= self._placed.inputs
-        return part_inputs(inputs, self.tokens, self._mask)
+        return part_inputs(self.of_all(config), self.mask.part, self.mask)
 
     def shown(self) -> EncodedPictures | None:
         """The pictures that this rank encodes, and those of its own tokens."""
         if self._placed is None:
             return None
-        return self._placed.of_rank(self.split, self.index, self._group)
+        divided = self.divided
+        return self._placed.of_rank(divided.division.parts, divided.rank, self._group)
 
     def share(self, config: Any, recompute: Any) -> GroupShare | None:
         """The part as "auto" plans it; None for other modes."""
         if recompute != "auto":
             return None
-        work, own = PartWork.of(self.tokens, 0, True), self.tokens.num_tokens
-        borrowed, sent = self.tokens.num_borrowed, len(self.tokens.exchange.send_rows)
-        if self._mode == "heads":
+        tokens = self.mask.part
+        work, own = PartWork.of(tokens, 0, True), tokens.num_tokens
+        borrowed, sent = tokens.num_borrowed, len(tokens.exchange.send_rows)
+        if self.divided.by_heads:
             # all tokens for some heads are as many rows as own tokens for all. Those of queries,
             # keys and values travel both ways, and outputs are kept before and after
             groups = [n / kv for n, kv in heads_of(config.get_text_config())]
@@ -413,51 +480,56 @@ class _RankPart:
     def of_all_tokens(self, packed: PackedForest) -> Callable[[torch.Tensor], torch.Tensor]:
         """From the values [t, C] of the own tokens to those of all tokens of the forest, [T, C]."""
         # of the forest that may be padded, so that every rank has a token
-        every = np.arange(self.split.packed.num_tokens)
-        gathered = gathering(self.split, self.index, self._group, every)
-        row_of_token, _ = arrival(self.split.owner, len(self.split))
+        every = np.arange(self.packed.num_tokens)
+        gathered = gathering(self.owner, self.divided.rank, self._group, every)
+        row_of_token, _ = arrival(self.owner, self.divided.division.ranks)
         row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
         order = GatherIndex(row_of_token, len(every), packed.device)
         return lambda values: gather(gathered(values), order)
 
 
 def edges_of_part(
-    split: Split, index: int, found: ScoredEdges
+    packed: PackedForest, owner: np.ndarray, rank: int, found: ScoredEdges
 ) -> tuple[DeviceEdges, GatherIndex, Callable[[], np.ndarray]]:
     """The edges that a rank of a group scores, and how all scores are read once gathered.
+
+    Args:
+        packed: the forest. owner: int [T], the rank of each token.
+        rank: this rank's place in the group. found: all that is scored.
 
     Returns:
         Its edges; from the gathered scores to the sequences; and what gives int64 [U], the row of
         each edge's scores among those that are gathered.
     """
-    packed = split.packed
-    which, rows = split[index].scored(found.predictor)
+    own = np.flatnonzero(owner == rank)
+    which = np.flatnonzero(owner[found.predictor] == rank)
 
     def row() -> np.ndarray:
-        return arrival(split.owner[found.predictor], len(split))[0]
+        return arrival(owner[found.predictor], 1 + int(owner.max()))[0]
 
     def of_copies() -> np.ndarray:
         # -1, of what is not scored, stays
         return np.append(row(), -1).astype(np.int32)[found.of_copies]
 
+    rows = np.searchsorted(own, found.predictor[which])
     edges = edges_on_device(packed, found, which, rows)
     return edges, GatherIndex(of_copies, found.count, packed.device), row
 
 
 def gathering(
-    split: Split, index: int, group: ProcessGroup, tokens: np.ndarray
+    owner: np.ndarray, rank: int, group: ProcessGroup, tokens: np.ndarray
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that gathers the values of some packed tokens, which their owners compute.
 
     Args:
-        split: the forest. index: this rank's place in the group.
+        owner: int [T], the rank of each token. rank: this rank's place in the group.
         tokens: int64 [U], a token per value. Each rank has its values in this order.
 
     Returns:
         From this rank's values [u, C] to those of all, [U, C], rank by rank: see `arrival`.
     """
-    counts = np.bincount(split.owner[tokens], minlength=len(split)).tolist()
-    return lambda values: gather_rows(values, counts, index, group)
+    counts = np.bincount(owner[tokens], minlength=group.size()).tolist()
+    return lambda values: gather_rows(values, counts, rank, group)
 
 
 def _part_of_rank(
@@ -468,6 +540,7 @@ def _part_of_rank(
     options: dict[str, Any],
     mode: GroupMode,
     local: Callable[[Any, Any, _RankPart], _Local],
+    divide: Divide | None,
     pictures: Pictures | None = None,
 ) -> tuple[Any, _Local]:
     """The model that `check` gave, and what `local` makes of it, of what is scored and of the part
@@ -488,39 +561,25 @@ def _part_of_rank(
         if pictures is not None:
             placed = PlacedPictures(model, inner, whole, pictures)
             whole = placed.packed
-        split = _split(inner, whole, found, ranks, mode)
-        own = _RankPart(split, placed, group, mode)
+        split = SplitInSlots(inner, whole, found, group, mode)
+        at_once = np.array([0, whole.num_tokens])
+        divided = split(at_once) if divide is None else divide(inner, split)
+        own = _RankPart(divided, placed)
         for heads, shared in state_heads(inner):
             problem = state_heads_problem(heads, shared, ranks)
             if problem and not own.computes_above:
                 raise ValueError(problem)
-        part = local(inner, found, own)
+        part, runs = local(inner, found, own), divided.division.parts.runs
         return (inner, part), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
             "pictures": parts_of_pictures(placed),
             "model": parts_of_model(inner),
             "options": {"group_mode": mode, **options, **parts_of_state(inner, packed)},
-            "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
+            "division": dict(zip(("starts of runs", "their owners"), runs, strict=False)),
         }
 
     return agree(group, packed.device, prepare, FACTS)
-
-
-def _split(
-    model: nn.Module,
-    packed: PackedForest,
-    found: ScoredEdges | None,
-    ranks: int,
-    mode: GroupMode,
-) -> Split:
-    """The forest divided among ranks."""
-    cost_model, borrow_cost = costs_of(model)
-    if mode == "heads":
-        # attention is even anyway, and nobody borrows
-        cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
-        borrow_cost = replace(borrow_cost, kv_heads=0)
-    return split_tokens(packed, ranks, cost_model, edges_of(found), borrow_cost=borrow_cost)
 
 
 def padded_to_ranks(packed: PackedForest, least: int) -> PackedForest:

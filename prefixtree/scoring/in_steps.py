@@ -20,8 +20,9 @@ from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.copies import move
-from prefixtree.parallel.ledger import Ledger
+from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.run import Rows, Run
+from prefixtree.pictures import Pictures
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.division import Division
@@ -30,8 +31,9 @@ from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forwar
 from prefixtree.recompute.kept_modes import modes_of_steps
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.in_groups import Divide, SplitInSlots
 from prefixtree.scoring.part_runs import PartForward, PartRuns
-from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS
+from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS, STEPS_IN_GROUPS
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
@@ -39,19 +41,14 @@ _FAILED = 1 << 40
 _FEW, _MANY = 1 << 12, 1 << 13
 
 
-def check_arguments(max_tokens: int | None, borrow_cost: BorrowCost | None, group: Any) -> None:
+def check_arguments(max_tokens: int | None, borrow_cost: BorrowCost | None) -> None:
     """Refuses arguments that do not go together.
 
     Raises:
-        ValueError: a borrow_cost without max_tokens; max_tokens with a group.
+        ValueError: a borrow_cost without max_tokens.
     """
     if borrow_cost is not None and max_tokens is None:
         raise ValueError("borrow_cost goes with max_tokens, and only with it")
-    if max_tokens is not None and group is not None:
-        raise ValueError(
-            "a forest is divided among the ranks of a group or into steps, not both: give group or "
-            "max_tokens"
-        )
 
 
 def _refusal(model: nn.Module) -> UnsupportedError | None:
@@ -141,6 +138,57 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
     )
 
 
+def dividing(
+    model: nn.Module,
+    max_tokens: int | None,
+    borrow_cost: BorrowCost | None,
+    recompute: Recompute,
+    pictures: Pictures | None = None,
+) -> Divide | None:
+    """A function that divides a forest into steps, each of which the ranks of a group divide; None
+    without max_tokens.
+
+    It raises an UnsupportedError (`STEPS`, `SEVERAL_STEPS`, `STEPS_IN_GROUPS`), or a ForestError
+    for a path that fits no steps.
+
+    Args:
+        model: what is called.
+        max_tokens: what a rank may hold of one step, in own tokens; borrowed ones are weighed.
+        borrow_cost: what a borrowed token weighs. Default: read from the model.
+        recompute, pictures: as in `sequence_logprobs`.
+    """
+    if max_tokens is None:
+        return None
+
+    def divide(transformer: Any, split: SplitInSlots) -> Divided:
+        most, packed, ranks = at_least_one("max_tokens", max_tokens), split.packed, split.ranks
+        refuse(STEPS, model)
+        refuse(STEPS_IN_GROUPS, {"recompute": recompute, "pictures": pictures})
+        if packed.num_tokens <= most * ranks:
+            return split(np.array([0, packed.num_tokens]))
+        refuse(SEVERAL_STEPS, model)
+        cost = borrow_cost or step_cost_of(model, transformer, packed.device, recompute)
+        # of a token of a step a rank owns its share, and may borrow the rest; of some heads of all
+        # tokens it borrows no larger share than it owns
+        share = 1 / ranks
+        if not split.by_heads:
+            share += cost.weight * (1 - share)
+            cost = replace(cost, token_bytes=share * (cost.token_bytes or 0.0))
+        steps = plan_any_steps(packed, max(1, int(most / share)), borrow_cost=cost)
+        return split(_at_least(steps.runs[0], ranks), steps.stats.on_host)
+
+    return divide
+
+
+def _at_least(border: np.ndarray, least: int) -> np.ndarray:
+    """Borders of slots between which at least so many tokens lie, as each rank needs one."""
+    found = [int(border[-1])]
+    for start in border[-2:0:-1].tolist():
+        if least <= (start := min(start, found[-1] - least)):
+            found.append(start)
+    return np.array([0, *found[::-1]])
+
+
 def rows_in_steps(
     model: nn.Module,
     transformer: Any,
@@ -148,6 +196,7 @@ def rows_in_steps(
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
+    divided: Divided | None = None,
 ) -> Rows | None:
     """The rows of all units and tokens, in steps of at most `max_tokens`.
 
@@ -157,10 +206,13 @@ def rows_in_steps(
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
+        divided: among slots and the ranks of a group, on which all of them agreed. Default: this
+            process computes the forest alone.
 
     Returns:
-        As `forward`, of all units and tokens, with one node of the graph behind them where
-        gradients are enabled. None where the forests of all ranks fit one forward.
+        As `forward`, of all units and tokens (in a group: those of this rank), with one node of the
+        graph behind them where gradients are enabled. None where the forests of all ranks fit one
+        forward.
 
     Raises:
         UnsupportedError: see `STEPS`; a forest of several steps, see `SEVERAL_STEPS`.
@@ -170,8 +222,8 @@ def rows_in_steps(
     device = packed.device
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     problem, undivided, modes = None, None, None
-    # this rank's forest may fit where that of another does not
-    steps, count, on_host = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1), 1, False
+    scored: list[tuple[np.ndarray, np.ndarray]] = []
+    count = 1
     try:
         max_tokens = at_least_one("max_tokens", max_tokens)
         # however large the forest is
@@ -179,18 +231,24 @@ def rows_in_steps(
         # what each forward would refuse
         recomputed_forward(model, transformer, packed, 0, recompute)
         undivided = _refusal(model)
-        if packed.num_tokens > max_tokens:
+        if divided is not None:
+            count = len(divided.division)
+        elif packed.num_tokens <= max_tokens:
+            # this rank's forest may fit where that of another does not
+            steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
+            divided = Divided(Division(steps))
+        elif undivided is not None:
             count = 2
-            if undivided is None:
-                check_rope(transformer, packed.mask.host, divided="each step of max_tokens")
-                cost = borrow_cost or step_cost_of(model, transformer, device, recompute)
-                steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
-                count, on_host = len(steps), steps.stats.on_host
-        events = schedule.steps(len(steps), trains)
-        ledger = Ledger(Division(steps), events, parks=True, on_host=on_host)
-        scored = [part.scored(forward.units.predictor) for part in steps]
-        counts = [len(units) for units, _ in scored]
-        modes = modes_of_steps(model, ledger, counts, recompute, forward, trains)
+        else:
+            check_rope(transformer, packed.mask.host, divided="each step of max_tokens")
+            cost = borrow_cost or step_cost_of(model, transformer, device, recompute)
+            planned = plan_any_steps(packed, max_tokens, borrow_cost=cost)
+            divided, count = Divided(Division(planned), planned.stats.on_host), len(planned)
+        if divided is not None:
+            scored = [part.scored(forward.units.predictor) for part in divided.cells]
+            counts = [len(units) for units, _ in scored]
+            ledger = divided.ledger(schedule.steps(len(scored), trains), parks=True)
+            modes = modes_of_steps(model, ledger, counts, recompute, forward, trains)
     except Exception as failure:
         # raised once the others know
         problem, count = failure, _FAILED
@@ -207,8 +265,8 @@ def rows_in_steps(
         )
     if num_runs == 1:
         return None
-    assert modes is not None
-    runs = PartRuns(model, transformer, forward, steps, scored, modes, trains, "packed.{}")
+    assert modes is not None and divided is not None
+    runs = PartRuns(model, transformer, forward, divided, scored, modes, trains, "packed.{}")
 
     def check() -> None:
         if (change := runs.change()) is not None:
@@ -219,12 +277,12 @@ def rows_in_steps(
             )
 
     events = schedule.steps(num_runs, trains)
-    ledger = Ledger(ledger.division, events, parks=True, on_host=on_host)
-    found = Run(events, ledger, [range(len(steps))], runs, check, inline=True).give()
+    ledger, gives = divided.ledger(events, parks=True), [range(len(scored))]
+    found = Run(events, ledger, gives, runs, check, inline=True).give()
     assert found is not None
     runs.settle("each step of max_tokens=")
-    units = np.concatenate([units for units, _ in runs.scored])
-    tokens = np.concatenate([part.own_tokens for part in steps])
+    units = np.concatenate([units for units, _ in scored])
+    tokens = np.concatenate([part.own_tokens for part in divided.cells])
     return tuple(
         _in_order(torch.cat(rows), units if kind == 0 else tokens)
         for kind, rows in enumerate(zip(*found, strict=True))
@@ -233,6 +291,6 @@ def rows_in_steps(
 
 def _in_order(rows: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     """Rows as they are numbered: units by their tokens, which others than their steps may own."""
-    if (np.diff(place) == 1).all():
+    if (np.diff(place) > 0).all():
         return rows
     return rows.index_select(0, move(torch.from_numpy(np.argsort(place)), rows.device))

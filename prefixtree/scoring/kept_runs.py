@@ -30,7 +30,7 @@ from prefixtree.models.paths import not_handed_on
 from prefixtree.packing.copies import GatherIndex, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree_on_order, among_ranks, order_of
-from prefixtree.parallel.ledger import Ledger
+from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.run import Rows, Run
 from prefixtree.planning import schedule
 from prefixtree.planning.division import Division
@@ -170,7 +170,9 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         device = device_of(self._transformer)
         self._steps = None if trunks is None else trunks.on(device)
         packed, members = batches[-1].packed.to(device), None
-        if self._steps is not None:
+        self._divided = None
+        if trunks is not None and self._steps is not None:
+            self._divided = Divided(Division(self._steps), trunks.stats.on_host)
             packed = self._steps.packed
             members = np.sort(np.concatenate([batch.sequence_indices for batch in batches]))
         self._forward = forward = prepare(packed, members)
@@ -191,17 +193,14 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             # what each forward would refuse
             recomputed_forward(model, self._transformer, packed, 0, mode)
         self._runs = PartRuns(
-            *(model, self._transformer, forward, self._steps, scored, self._modes, self._trains),
+            *(model, self._transformer, forward, self._divided, scored, self._modes, self._trains),
             inputs_of="{} of the plan",
         )
 
     def _run_of(self, events: schedule.Schedule) -> Run:
         """The run of a schedule."""
-        ledger = None
-        if self._trunks is not None and self._steps is not None:
-            # trunks are read again and again: what they lend stays where it is
-            on_host = self._trunks.stats.on_host
-            ledger = Ledger(Division(self._steps), events, parks=False, on_host=on_host)
+        # trunks are read again and again: what they lend stays where it is
+        ledger = None if self._divided is None else self._divided.ledger(events, parks=False)
         self._gives = [self._parts_of(at) for at in range(len(self._batches))]
         return Run(events, ledger, self._gives, self._runs, self._check, inline=False)
 

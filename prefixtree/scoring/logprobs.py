@@ -47,7 +47,7 @@ from prefixtree.scoring.edges import (
     scores_of,
 )
 from prefixtree.scoring.in_groups import part_of_rank, whole_forest
-from prefixtree.scoring.in_steps import check_arguments, rows_in_steps
+from prefixtree.scoring.in_steps import check_arguments, dividing, rows_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 from prefixtree.scoring.part_runs import PartCall
 from prefixtree.scoring.refusals import GroupMode, check_group_mode
@@ -136,10 +136,10 @@ def sequence_logprobs(
             of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
             heads of all tokens, so all queries, keys, values and outputs move; the ranks must
             divide the query heads. Default: "parts".
-        max_tokens: what one step may hold, in own tokens. A borrowed token counts
-            `borrow_cost.weight`. Ranks of DDP and FSDP take as many steps as the rank with most.
-            Where the forests of all fit, each is computed in one forward. Not together with
-            `group`. Default: the forest in one forward.
+        max_tokens: what one step may hold, in own tokens; with `group` what a rank may hold of it,
+            as the ranks divide each step. A borrowed token counts `borrow_cost.weight`. Ranks of
+            DDP and FSDP take as many steps as the rank with most. Where the forests of all fit,
+            each is computed in one forward. Default: the forest in one forward.
         borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
 
     Returns:
@@ -161,14 +161,14 @@ def sequence_logprobs(
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
-            among the ranks; max_tokens below 1, or with a group; a borrow_cost
-            without max_tokens; pictures that were made for another model.
+            among the ranks; max_tokens below 1; a borrow_cost without
+            max_tokens; pictures that were made for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
     given = packed
     packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
-    check_arguments(max_tokens, borrow_cost, group)
+    check_arguments(max_tokens, borrow_cost)
     in_group = group is not None and num_ranks(group) > 1
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
@@ -193,8 +193,12 @@ def sequence_logprobs(
             "a measure": measure is not None,
             "output_router_logits": output_router_logits,
             "recompute": recompute,
+            "max_tokens": max_tokens,
+            "borrow_cost": borrow_cost,
         }
-        causal_lm, local = part_of_rank(model, packed, group, check, options, group_mode, pictures)
+        divide = dividing(model, max_tokens, borrow_cost, recompute, pictures)
+        how = options, group_mode, pictures, divide
+        causal_lm, local = part_of_rank(model, packed, group, check, *how)
     else:
         causal_lm, found = check()
         if pictures is not None:
@@ -202,18 +206,20 @@ def sequence_logprobs(
             packed = placed.packed
         local = whole_forest(packed, found, causal_lm.config)
         if placed is not None:
-            local = replace(local, inputs=local.inputs | placed.inputs)
+            inputs = local.inputs | placed.inputs
+            local = replace(local, inputs=inputs, of_steps=inputs)
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     loss = router_loss(causal_lm, packed, output_router_logits)
     shown = local.shown, local.share
     forward = ModelForward(model, causal_lm, packed, wanted, loss, placed, *shown)
     rows = None
     if max_tokens is not None:
-        of_parts = ScoresOfParts(forward, local.inputs, found)
-        rows = rows_in_steps(model, causal_lm, of_parts, max_tokens, borrow_cost, recompute)
+        of_parts = ScoresOfParts(forward, local.of_steps, local.edges.found)
+        more = recompute, local.divided
+        rows = rows_in_steps(model, causal_lm, of_parts, max_tokens, borrow_cost, *more)
     if rows is None:
-        rows = local.gathered(forward(local.mask, local.inputs, local.edges, recompute))
-    scores, *router_logits = rows
+        rows = forward(local.mask, local.inputs, local.edges, recompute)
+    scores, *router_logits = local.gathered(rows)
     where = local.to_sequences, local.lengths
     found_scores = scores_of(scores, *where, wanted, local.order, local.edges.found)
     if loss is None:

@@ -20,10 +20,9 @@ from prefixtree.models.checks import warn_of_hooks
 from prefixtree.models.families import forward_inputs
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.ledger import CellExchanges
+from prefixtree.parallel.ledger import CellExchanges, Divided
 from prefixtree.parallel.run import Rows
 from prefixtree.parallel.states import part_mask
-from prefixtree.planning.steps import Steps
 from prefixtree.recompute.forward import Recompute
 from prefixtree.recompute.kept_modes import Asked, PartModes
 from prefixtree.scoring.edges import ScoredUnits
@@ -74,7 +73,7 @@ class PartRuns:
     Args:
         model: what is called. transformer: the transformers model inside it.
         forward: what it is called for.
-        steps: the parts; None where all are dummies.
+        divided: the cells of this process; None where all parts are dummies.
         scored: per part, the units whose rows it gives, and the own tokens that give them.
         modes: what layers compute again.
         trains: whether there are backwards.
@@ -90,14 +89,14 @@ class PartRuns:
         model: nn.Module,
         transformer: Any,
         forward: PartForward,
-        steps: Steps | None,
+        divided: Divided | None,
         scored: Sequence[tuple[np.ndarray, np.ndarray]],
         modes: PartModes,
         trains: bool,
         inputs_of: str,
     ) -> None:
         self._model, self._transformer, self._forward = model, transformer, forward
-        self._steps, self.scored, self._modes = steps, scored, modes
+        self._divided, self.scored, self._modes = divided, scored, modes
         self.wrapped = Wrapped(model, forward.packed.device)
         self._stamp: ModelStamp | None = None
         if trains:
@@ -111,16 +110,17 @@ class PartRuns:
 
     def __call__(self, part: int, exchanges: CellExchanges | None, is_last: bool) -> Rows:
         with self.wrapped.as_in_the_forward(is_last):
-            if exchanges is None or self._steps is None:
+            if exchanges is None or self._divided is None:
                 # none of its tokens is scored
                 dummy, nothing = dummy_of(self._forward.packed), np.empty(0, np.int64)
                 inputs = forward_inputs(dummy, self._transformer.config)
                 nothings = nothing, nothing, nothing
                 return self._forward(PartCall(dummy.mask, inputs, *nothings, self._modes.of_dummy))
-            tokens = exchanges.part
-            inputs = part_inputs(self._forward.inputs, tokens, part_mask(exchanges))
+            mask = part_mask(exchanges, self._divided.by_heads)
+            inputs = part_inputs(self._forward.inputs, mask.part, mask)
             scored, mode = self.scored[part], self._modes.of_part[part]
-            return self._forward(PartCall(tokens.mask, inputs, *scored, tokens.own_tokens, mode))
+            own = mask.part.own_tokens
+            return self._forward(PartCall(mask.attended, inputs, *scored, own, mode))
 
     def settle(self, runs: str) -> None:
         """Ends the first forward: from here on the model may not change.

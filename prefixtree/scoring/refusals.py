@@ -89,6 +89,20 @@ SEVERAL_STEPS = (
         f"have several: leave static_graph at False, or {_STEPS}",
     ),
 )
+#: Of the keywords of a call with `max_tokens` and `group`.
+STEPS_IN_GROUPS = (
+    Refusal(
+        "pictures",
+        lambda keywords: keywords["pictures"] is not None,
+        "pictures are not verified with max_tokens and group together; leave one of the two out",
+    ),
+    Refusal(
+        "auto",
+        lambda keywords: keywords["recompute"] == "auto",
+        "recompute='auto' is not planned for steps that ranks of a group divide; give "
+        "recompute='all', 'all_but_attention' or 'nothing', or leave group or max_tokens out",
+    ),
+)
 #: Of a model with kept trunks.
 KEPT_TRUNKS = (
     Refusal(

@@ -40,7 +40,7 @@ from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import token_part_of_rank
-from prefixtree.scoring.in_steps import check_arguments, rows_in_steps
+from prefixtree.scoring.in_steps import check_arguments, dividing, rows_in_steps
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear
 from prefixtree.scoring.part_runs import PartCall
 from prefixtree.scoring.refusals import VALUES
@@ -89,27 +89,30 @@ def sequence_values(
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
         ForestError: a forest without token ids; a path that fits no steps of max_tokens.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
-            another model; ranks of a group that differ; max_tokens below 1, or with a group;
-            a borrow_cost without max_tokens.
+            another model; ranks of a group that differ; max_tokens below 1; a borrow_cost without
+            max_tokens.
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
     check_module(model)
-    check_arguments(max_tokens, borrow_cost, group)
+    check_arguments(max_tokens, borrow_cost)
     in_group = group is not None and num_ranks(group) > 1
     divided = "the ranks of a group" if in_group else None
     check = partial(checked_classifier, model, packed, divided)
     if group is not None and in_group:
-        local = token_part_of_rank(model, packed, group, check, recompute)
+        divide = dividing(model, max_tokens, borrow_cost, recompute)
+        options = {"recompute": recompute, "max_tokens": max_tokens, "borrow_cost": borrow_cost}
+        local = token_part_of_rank(model, packed, group, check, options, divide)
         classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
-    share = None if local is None else local.share
-    forward = ValuesForward(model, classifier, packed, inputs, share)
+    share, of_all = (None, inputs) if local is None else (local.share, local.of_steps)
+    forward = ValuesForward(model, classifier, packed, of_all, share)
     rows = None
     if max_tokens is not None:
-        rows = rows_in_steps(model, classifier, forward, max_tokens, borrow_cost, recompute)
+        more = recompute, None if local is None else local.divided
+        rows = rows_in_steps(model, classifier, forward, max_tokens, borrow_cost, *more)
     own = forward.values(mask, inputs, recompute) if rows is None else rows[0]
     return packed.unpack(own if local is None else local.gathered(own))
 

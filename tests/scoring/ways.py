@@ -26,6 +26,8 @@ AXES: dict[str, tuple[str, ...]] = {
         "again",
         "groups by parts",
         "groups by heads",
+        "steps in groups",
+        "steps in groups by heads",
         "values",
         "values in steps",
         "kept values",
@@ -104,9 +106,10 @@ class Absent:
 
 
 VALUES = ("values", "values in steps", "kept values")
-STEPS = ("steps", "values in steps")
+STEPS = ("steps", "values in steps", "steps in groups", "steps in groups by heads")
 KEPT = ("kept trunks", "again", "kept values")
-GROUPS = ("groups by parts", "groups by heads")
+STEPS_IN_GROUPS = ("steps in groups", "steps in groups by heads")
+GROUPS = ("groups by parts", "groups by heads", *STEPS_IN_GROUPS)
 _NO_DISTRIBUTION = Absent("a value has no distribution over tokens")
 _NO_EXPERTS = Absent("no experts")
 
@@ -139,6 +142,11 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
                 *("Mamba-2", "convolutions", "images"),
             ),
         )
+    },
+    **{
+        (way, level): Refused(words)
+        for way in STEPS_IN_GROUPS
+        for level, words in (("images", "max_tokens and group together"), ("auto", "not planned"))
     },
     ("router loss", "reentrant checkpointing"): Refused("reentrant checkpointing"),
     ("routes", "compiled layers"): Refused("not verified in compiled models"),

@@ -315,8 +315,8 @@ class Call:
             self.options |= _ASKED[case["returned"]]
         if self.way in STEPS:
             self.options |= {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
-        elif self.way in GROUPS:
-            mode = "parts" if self.way == "groups by parts" else "heads"
+        if self.way in GROUPS:
+            mode = "heads" if self.way.endswith("heads") else "parts"
             self.options |= {"group": group, "group_mode": mode}
         elif self.way == "again":
             self.options["recompute_trunks"] = "again"

@@ -98,7 +98,7 @@ def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, 
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     seen: dict[str, Any] = {}
-    split = scattered if case.scattered else shares.split_tokens
+    split = scattered if case.scattered else shares.split_slots
 
     def update() -> None:
         if is_classifier:
@@ -110,7 +110,7 @@ def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, 
 
     with (
         _memory_of_rank(share, seen),
-        patch.object(shares, "split_tokens", split),
+        patch.object(shares, "split_slots", split),
         patch.object(*place("logits of plans"), 1 << 12),
     ):
         # tables are made once
@@ -145,7 +145,7 @@ def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
     with (
         patch.object(forward, "plan_for", plan_for),
         patch.object(Exchange, "give_back", give_back),
-        patch.object(shares, "split_tokens", lambda *_, **__: parts),
+        patch.object(shares, "split_slots", lambda *_, **__: parts),
     ):
         rows = pt.sequence_logprobs(model, packed, recompute="auto", group=group).logprobs
         torch.cat(rows).sum().backward()

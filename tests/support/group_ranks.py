@@ -20,10 +20,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import prefixtree as pt
 from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.ledger import Exchange, of_group
+from prefixtree.parallel.ledger import Divided, Exchange
 from prefixtree.parallel.states import part_mask
 from prefixtree.planning.part_states import KEYS
-from prefixtree.planning.parts import Parts
 from prefixtree.planning.split import split_tokens
 from prefixtree.scoring import in_groups as shares
 from tests.support import distributed_ranks
@@ -54,6 +53,7 @@ from tests.support.models import (
     reward_model,
     run_packed,
 )
+from tests.support.part_exchange import scattered
 from tests.support.spawn import ROOT
 
 
@@ -89,11 +89,6 @@ def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
         yield
 
 
-def scattered(packed: pt.PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
-    """In the place of `split_tokens`."""
-    return Parts(packed, np.random.default_rng(1).integers(0, ranks, packed.num_tokens), ranks)
-
-
 def run_case(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str, Any]:
     """Scores of the rank's forest, and gradients averaged over all ranks."""
     place = rank // dist.get_world_size(group)
@@ -117,8 +112,8 @@ def run_case(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict
         pt.compile_layers(model, backend=case.compiled)
     _check_wrapped(case, wrapped)
     calls: list[tuple[int, int]] = []
-    split = scattered if case.scattered else shares.split_tokens
-    with _spied(calls), patch.object(shares, "split_tokens", split):
+    split = scattered if case.scattered else shares.split_slots
+    with _spied(calls), patch.object(shares, "split_slots", split):
         run = run_packed(
             wrapped,
             packed,
@@ -277,7 +272,7 @@ def _heads_in_bfloat16(rank: int, group: Any) -> list[torch.Tensor]:
     """out, dq, dk and dv of the own tokens, with two ranks for each kv head; and the tokens."""
     packed, (*qkv, dout) = rows_in_bfloat16()
     parts = split_tokens(packed, dist.get_world_size())
-    mask = part_mask(of_group(parts, rank, group), by_heads=True)
+    mask = part_mask(Divided.of_group(parts, rank, group).at_once(), by_heads=True)
     leaves = [mask.part.own(x).requires_grad_() for x in qkv]
     out = mask.attend(nn.Module(), *leaves)
     gradients = torch.autograd.grad(out, leaves, mask.part.own(dout))

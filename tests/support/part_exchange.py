@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from prefixtree import PackedForest, tree_attention
@@ -170,6 +171,13 @@ def attend_in_steps(
             result[own] = gradient[part.own_rows] + later[own]
             later[part.borrowed_tokens] += gradient[part.exchange.receive_rows]
     return results
+
+
+def scattered(packed: PackedForest, border: np.ndarray, ranks: int, *_: Any, **__: Any) -> Parts:
+    """In the place of `split_slots`: tokens of each slot go anywhere."""
+    slot = np.searchsorted(border, np.arange(packed.num_tokens), side="right") - 1
+    rank = np.random.default_rng(1).integers(0, ranks, packed.num_tokens)
+    return Parts(packed, slot * ranks + rank, ranks * (len(border) - 1))
 
 
 def random_values(num_tokens: int, seed: int = 0, kv_heads: int = 1) -> tuple[torch.Tensor, ...]:

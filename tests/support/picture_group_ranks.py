@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +20,6 @@ import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.vision import tower_of
 from prefixtree.packing.copies import gather
-from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward as recompute
 from prefixtree.scoring import in_groups
 from prefixtree.scoring.edges import find_edges
@@ -30,6 +28,7 @@ from tests.support.full import asked_for
 from tests.support.hooks import inner, place
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
 from tests.support.models import TRANSFORMERS
+from tests.support.part_exchange import scattered
 from tests.support.picture_cases import Batch, Float64, batch, build, pictures_of, videos
 
 
@@ -144,13 +143,6 @@ _BACK = inner("backward of pictures' rows")
 MISTAKES = {"": _BACK, "left out": _nothing_back, "twice": _back_twice}
 
 
-def _scattered(packed: pt.PackedForest, num_ranks: int, *_: Any, **__: Any) -> Parts:
-    """In the place of `split_tokens`."""
-    return Parts(
-        packed, np.random.default_rng(1).integers(0, num_ranks, packed.num_tokens), num_ranks
-    )
-
-
 @contextmanager
 def _counted(tower: nn.Module) -> Iterator[list[int]]:
     """The patches of each call of a tower, before it is cut into runs."""
@@ -209,7 +201,7 @@ def run(case: Case) -> dict[str, Any]:
             patch.object(*place("backward of pictures' rows"), staticmethod(MISTAKES[case.mistake]))
         )
         if case.scattered:
-            stack.enter_context(patch.object(in_groups, "split_tokens", _scattered))
+            stack.enter_context(patch.object(in_groups, "split_slots", scattered))
         if case.double:
             stack.enter_context(Float64())
             logprobs = _logprobs_in_float64(model, packed, pictures, case)

@@ -20,7 +20,7 @@ import prefixtree as pt
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.family_table import OLDEST_WITH_INDEXERS
 from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.ledger import of_group
+from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.ranks import arrival, gather_rows
 from prefixtree.parallel.states import part_mask
 from prefixtree.planning import division
@@ -45,6 +45,7 @@ from tests.support.models import (
     ragged_objective,
     run_packed,
 )
+from tests.support.part_exchange import scattered
 from tests.support.ties import LowestFirst
 
 
@@ -171,7 +172,9 @@ def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
         model = case.model()
         parts = Parts(packed, OWNERS[case.owner](packed.num_tokens, ranks), ranks)
         part = parts[rank]
-        mask = part_mask(of_group(parts, rank, group), by_heads=case.group_mode == "heads")
+        mask = part_mask(
+            Divided.of_group(parts, rank, group).at_once(), by_heads=case.group_mode == "heads"
+        )
         inputs = forward_inputs(packed, model.config)
         own = torch.from_numpy(part.own_tokens).long()
         for name in ("input_ids", "position_ids"):
@@ -203,11 +206,6 @@ def _averaged(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _scattered(packed: pt.PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
-    """In the place of `split_tokens`."""
-    return Parts(packed, OWNERS["single tokens"](packed.num_tokens, ranks), ranks)
-
-
 def freeze(model: Any) -> Any:
     """All but a layer, and a gate of another whose keys and values then need no gradient."""
     for name, parameter in model.named_parameters():
@@ -225,7 +223,7 @@ def family_run(
     """Of `sequence_logprobs`, tokens scattered over the ranks."""
     model, objective = changed(build(family).to(dtype)), ragged_objective()
     packed = pack_sequences(objective.sequences)
-    with patch.object(in_groups, "split_tokens", _scattered):
+    with patch.object(in_groups, "split_slots", scattered):
         run = run_packed(model, packed, objective, group=group, group_mode=mode)
     found = {"logprobs": run.logprobs, "entropy": run.entropy}
     return {**found, "gradients": _averaged(model)}

@@ -31,7 +31,7 @@ from prefixtree.models.along_tree import KeepsStates, WholeForest
 from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
-from prefixtree.parallel.ledger import of_group
+from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.ranks import arrival
 from prefixtree.parallel.states import LayerStates, part_mask
 from prefixtree.planning.split import Split, split_tokens
@@ -78,7 +78,7 @@ class LocalForest:
             self._index = torch.distributed.get_rank(group)
             self._part = split[self._index]
             self.mask = self._part.mask
-            exchanges = of_group(split, self._index, group)
+            exchanges = Divided.of_group(split, self._index, group).at_once()
             self._divided = part_mask(exchanges)
             self.states = LayerStates(exchanges, self)
             ids, self.position_ids, self.copies = (
@@ -123,7 +123,7 @@ class LocalForest:
         if self._split is None:
             edges = edges_on_device(packed, found, None, found.predictor)
             return edges, GatherIndex(lambda: found.of_copies, found.count, packed.device)
-        return edges_of_part(self._split, self._index, found)[:2]
+        return edges_of_part(packed, self._split.owner, self._index, found)[:2]
 
     def gathered_scores(self, scores: torch.Tensor, found: ScoredEdges) -> torch.Tensor:
         """Scores of this rank's edges -> those of all ranks [U, C], rank by rank."""
@@ -155,7 +155,7 @@ class LocalForest:
     def _gathered(self, values: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
         """[*, C] -> those of all ranks, where the owner of tokens[i] has value i."""
         assert self._split is not None
-        whole = gathering(self._split, self._index, self._group, tokens)(values)
+        whole = gathering(self._split.owner, self._index, self._group, tokens)(values)
         ranks = len(self._split)
         if whole.requires_grad:
             whole.register_hook(lambda gradient: gradient / ranks)
