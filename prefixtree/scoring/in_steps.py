@@ -175,12 +175,12 @@ def dividing(
             share += cost.weight * (1 - share)
             cost = replace(cost, token_bytes=share * (cost.token_bytes or 0.0))
         steps = plan_any_steps(packed, max(1, int(most / share)), borrow_cost=cost)
-        return split(_at_least(steps.runs[0], ranks), steps.stats.on_host)
+        return split(with_at_least(steps.runs[0], ranks), steps.stats.on_host)
 
     return divide
 
 
-def _at_least(border: np.ndarray, least: int) -> np.ndarray:
+def with_at_least(border: np.ndarray, least: int) -> np.ndarray:
     """Borders of slots between which at least so many tokens lie, as each rank needs one."""
     found = [int(border[-1])]
     for start in border[-2:0:-1].tolist():

@@ -267,8 +267,6 @@ def test_arguments_that_do_not_go_together() -> None:
     model = build("qwen3")
     with pytest.raises(ValueError, match="borrow_cost goes with max_tokens"):
         sequence_logprobs(model, ragged_packed(), borrow_cost=LIGHT)
-    with pytest.raises(ValueError, match="among the ranks of a group or into steps, not both"):
-        score(model, ragged_objective(), group=object())
     for bad, message in (("some", "recompute must be None, 'auto'"), (PLAN, "a plan for 1 layers")):
         with pytest.raises(ValueError, match=message):
             score(model, ragged_objective(), recompute=bad, borrow_cost=None)

@@ -203,7 +203,7 @@ def _wrap(case: Case, folder: Path) -> tuple[nn.Module, Callable[[bool], Any]]:
     return model, reduced
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return {
@@ -219,7 +219,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest difference of a parameter's gradient by its norm, as `models.Errors`."""
     assert got.keys() == expected.keys()
     norms = {name: float(g.norm()) for name, g in expected.items()}
@@ -239,7 +239,7 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         for objective in of_rank[: case.micro_batches]:
             references[id(objective)] = backward(alone, objective)
     ranks = 1 if together else WORLD_SIZE
-    expected = {name: g.float() / ranks for name, g in _gradients(alone).items()}
+    expected = {name: g.float() / ranks for name, g in gradients_of(alone).items()}
 
     model, reduced = _wrap(case, folder)
     if case.wrapper == "ddp":
@@ -258,7 +258,7 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     if case.half:
         # how far one forward is from float32
         backward(model, FORESTS[rank][0])
-        found["in one forward"] = _distance(_gradients(model), expected)
+        found["in one forward"] = distance(gradients_of(model), expected)
     for _ in range(case.updates):
         model.zero_grad(set_to_none=True)
         losses = []
@@ -279,8 +279,8 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
                     losses.pop(0).backward()
                 found["forwards"].append(forwards())
             found["logprobs"] = float((logprobs - references[id(objective)]).abs().max())
-    got = _gradients(model)
-    found["gradients"] = _distance(got, expected)
+    got = gradients_of(model)
+    found["gradients"] = distance(got, expected)
     found["sum"] = sum(float(g.double().sum()) for g in got.values())
     return found
 
@@ -305,7 +305,7 @@ def _one_rank_cannot(rank: int) -> dict[str, str]:
     }
 
 
-def _scores_without_gradients(rank: int, folder: Path) -> float:
+def _scores_withoutgradients_of(rank: int, folder: Path) -> float:
     """The largest difference of log-probabilities, as a reference model is scored."""
     model, _ = _wrap(CASES["fsdp2"], folder)
     model.eval()
@@ -328,7 +328,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     }
     if quick_ones_run():
         runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
-        runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
+        runs["without gradients"] = lambda: _scores_withoutgradients_of(rank, folder)
     results: dict[str, Any] = {}
     for name, run in runs.items():
         try:
