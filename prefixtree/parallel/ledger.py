@@ -304,7 +304,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Divided:
-    """What one process computes of a divided forest.
+    """A divided forest, of which this process computes its own cells.
 
     Attributes:
         division: of the forest among slots and ranks.

@@ -40,6 +40,7 @@ WAYS = {
     "steps": ("steps", "values in steps"),
     "kept trunks": ("kept trunks", "again"),
     "groups": ("groups by parts", "groups by heads"),
+    "steps in groups": ("steps in groups", "steps in groups by heads"),
     "values": ("values", "kept values"),
 }
 USERS = ("sampler", "TRL", "veRL")
@@ -193,6 +194,7 @@ _RANKS = "scoring/test_distributed.py::test_two_ranks"
 _STEPS = "scoring/test_steps_on_ranks.py::test_gradients_are_those_of_one_forward"
 _KEPT = "scoring/test_kept_trunks_on_ranks.py::test_gradients_are_those_of_micro_batches_alone"
 _GROUPS = "scoring/test_in_groups.py::test_two_ranks"
+_SLOTS = "scoring/test_steps_in_groups.py::test_groups_of_other_numbers_of_steps"
 _VALUES = "scoring/test_kept_trunks_on_ranks.py::test_values_are_those_of_micro_batches_alone"
 _SHARDED = Refused("the parameters are sharded over ranks")
 
@@ -203,6 +205,7 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
         Held(_STEPS),
         Held(_KEPT),
         Held(_GROUPS),
+        Held(_SLOTS),
         Absent("every rank samples with the module that DDP holds"),
         Held(f"{_TRL}distributed.py::test_two_ranks"),
         Absent("veRL's engines shard"),
@@ -212,6 +215,7 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
         Held(_STEPS),
         Held(_KEPT),
         Held(_GROUPS),
+        Held(_SLOTS),
         Held(f"{_TRL}distributed.py::test_two_ranks", "in TRL"),
         Held(f"{_TRL}distributed.py::test_two_ranks"),
         Held(f"{_VERL}updates.py::test_two_ranks"),
@@ -221,6 +225,7 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
         Held(_STEPS),
         Refused("FSDP1"),
         Held(_GROUPS),
+        Held(_SLOTS),
         _SHARDED,
         Refused("FSDP1 (fsdp_version: "),
         Held(f"{_VERL}updates.py::test_one_rank"),
@@ -230,6 +235,7 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
         Refused("DeepSpeed counts one backward per micro-batch, and steps"),
         Refused("DeepSpeed counts one backward per micro-batch, and kept trunks"),
         Refused("DeepSpeed | with group"),
+        Refused("DeepSpeed | with group"),
         _SHARDED,
         Held(f"{_TRL}deepspeed.py::test_runs_are_trls_own", "GRPO, distillation"),
         Absent("veRL has no such engine"),
@@ -238,6 +244,7 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
         Held("scoring/test_tensor_parallel.py::test_two_ranks"),
         Held(_STEPS),
         Refused("tensor or expert parallel | with kept trunks"),
+        Refused("tensor or expert parallel | with group"),
         Refused("tensor or expert parallel | with group"),
         _SHARDED,
         Refused("a parallelism_config with tensor, context or sequence parallelism"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import prefixtree as pt
 from prefixtree.planning import division
@@ -79,6 +79,7 @@ WIDE_CASES = {
     "ddp": Case(wrapper="ddp"),
     "fsdp2, checkpointing": Case(wrapper="fsdp2", checkpointing=True, scattered=True),
     "fsdp2, recurrent, heads": Case("qwen3_5", wrapper="fsdp2", mode="heads"),
+    "fsdp1": Case(wrapper="fsdp1", scattered=True),
     # two ranks for each kv head
     "heads": Case("llama", mode="heads", wrapper="ddp"),
 }
@@ -92,6 +93,8 @@ MISTAKES = {
 def _wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if wrapper == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     if wrapper == "fsdp2":
         for layer in model.get_decoder().layers:
             fully_shard(layer)
