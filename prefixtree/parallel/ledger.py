@@ -139,15 +139,14 @@ class Ledger:
         return Ledger(*arguments)
 
     @property
-    def _of_heads(self) -> dict[int, Loans]:
-        """The loans of `of_heads`, where that is another ledger that was used."""
-        other = self.__dict__.get("of_heads", self)
-        return {} if other is self else other._loans
+    def _by_kind(self) -> list[tuple[int, Loans]]:
+        """Those of this ledger and, where it was used, of `of_heads`."""
+        ledgers = [self, *(self.of_heads,) * ("of_heads" in self.__dict__)]
+        return [of_kind for ledger in ledgers for of_kind in ledger._loans.items()]
 
     @property
     def _every(self) -> Iterator[Loan]:
-        both = *self._loans.values(), *self._of_heads.values()
-        return (loan for loans in both for loan in loans)
+        return (loan for _, loans in self._by_kind for loan in loans)
 
     def loans(self, kind: int) -> Loans:
         """The loans of a kind of rows: KEYS, STATES, or a convolution's inputs by its taps."""
@@ -213,7 +212,7 @@ class Ledger:
         """Raises a RuntimeError where gradients were returned to a cell and not taken."""
         left = [
             (kind, key)
-            for kind, loans in (*self._loans.items(), *self._of_heads.items())
+            for kind, loans in self._by_kind
             for loan in loans.of_lender[slot]
             for key in loan.gradients
         ]
@@ -235,7 +234,7 @@ class Ledger:
             loan.values, loan.gradients = {}, {}
 
     def park(self, rows: Rows) -> Rows:
-        """Where rows wait for the next part that needs them."""
+        """Where rows wait for the next slot that needs them."""
         return to_host(rows) if self._on_host else rows
 
     def fetch(self, rows: Rows) -> Rows:
@@ -298,8 +297,7 @@ class Ledger:
         return both[0], both[1]
 
     def _at(self, what: str, event: int) -> Iterator[Loan]:
-        both = *self._loans.values(), *self._of_heads.values()
-        return (loan for loans in both for loan in getattr(loans, what).get(event, []))
+        return (loan for _, loans in self._by_kind for loan in getattr(loans, what).get(event, []))
 
 
 @dataclass(frozen=True)
@@ -398,7 +396,8 @@ class CellExchanges:
         """That of one call of a layer.
 
         Args:
-            in_place: whether the gradients that come are there for it alone.
+            in_place: whether the gradients that come are there for it alone, and in float32 where
+                the cell shares rows, as those of attention.
         """
         if kind not in self._orders:
             self._orders[kind] = self.ledger.order_of(self.slot, kind)
@@ -495,7 +494,7 @@ class Exchange:
         backwards."""
         own, of_ranks = gradients, list[Rows]()
         if self._transport is not None:
-            held, own, of_ranks = self._transport.back(gradients)
+            held, own, of_ranks = self._transport.back(gradients, self._in_place)
             self._return(held)
         elif self.read:
             if self._order is not None:

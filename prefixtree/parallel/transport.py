@@ -21,7 +21,6 @@ import torch
 from prefixtree.packing.copies import RowRuns
 from prefixtree.parallel.ranks import start_all_to_all
 from prefixtree.planning.division import Division
-from prefixtree.planning.part_states import KEYS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,16 +118,19 @@ class Transport:
                 rows.put(out, piece)
         return joined
 
-    def back(self, gradients: Rows) -> tuple[Rows, Rows, list[Rows]]:
+    def back(self, gradients: Rows, in_float32: bool) -> tuple[Rows, Rows, list[Rows]]:
         """gradients [K, ...] of what `there` gave.
+
+        Args:
+            in_float32: whether they travel in float32 or wider. They have it where the cell shares
+                rows. Else they travel as they are.
 
         Returns:
             Those of the rows held [H, ...] in float32 or wider, summed over ranks; those of the own
             rows [t, ...] by this cell alone; and what each rank returned for the rows of `lent`.
         """
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        # whoever lends or borrows keys has float32 already; other rows travel as they are
-        dtype = wide if self.kind == KEYS else gradients[0].dtype
+        dtype = wide if in_float32 else gradients[0].dtype
         borrowed = self._buffer(gradients, self._received, dtype)
         of_ranks = _pieces(borrowed, gradients, self._received)
         for rows, pieces in zip(self._of_ranks, of_ranks, strict=True):

@@ -107,8 +107,6 @@ def test_rows_reach_their_readers_and_gradients_their_owners(
     values = torch.arange(2 * count).view(count, 2).to(dtype)
     # small integers: sums are exact in any order
     weights = torch.randint(-4, 5, (cells, count, 2), generator=torch.Generator().manual_seed(0))
-    # those of keys are summed before they are rounded
-    dtype = torch.float32 if kind == KEYS else dtype
     weights = weights.to(dtype)
     found = run_all(division, kind, values, weights)
     expected = torch.zeros(count, 2)

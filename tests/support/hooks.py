@@ -228,8 +228,8 @@ def own_gradients_alone(of: Callable[[int, int], bool]) -> tuple[Any, str, Any]:
     """
     real = inner("gradients of other ranks")
 
-    def back(transport: Any, gradients: Any) -> Any:
-        held, own, of_ranks = real(transport, gradients)
+    def back(transport: Any, gradients: Any, in_float32: bool) -> Any:
+        held, own, of_ranks = real(transport, gradients, in_float32)
         if of(transport.kind, len(gradients)):
             of_ranks = [tuple(map(torch.zeros_like, pieces)) for pieces in of_ranks]
         return held, own, of_ranks
