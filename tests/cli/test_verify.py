@@ -300,7 +300,8 @@ def test_a_name_that_is_in_the_cache(tmp_path, rollout_file, config_file, monkey
     assert '"passed": true' in done.stdout and '"model_type": "qwen3"' in done.stdout, done
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_it_takes_was_said_before(tmp_path, dtype):
     """The estimate against the most that this process held beyond what it held before."""
     from prefixtree.testing.compare import Meter

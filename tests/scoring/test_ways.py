@@ -18,9 +18,11 @@ from tests.scoring.ways import (
     label,
     pairs,
     pairs_of,
+    quick_cases,
     refused_cases,
 )
 from tests.scoring.ways_runs import alone, check, rows_apart, run, tolerance
+from tests.support.full import mostly
 from tests.support.hooks import lose_copies, lose_kept, lose_keys, lose_states, lose_tails
 from tests.support.spawn import run_ranks
 
@@ -34,8 +36,8 @@ pytestmark = [
     )
 ]
 
-ALONE = [case for case in cases() if case["way"] not in GROUPS]
-TOGETHER = [case for case in cases() if case["way"] in GROUPS]
+ALONE = mostly((case for case in cases() if case["way"] not in GROUPS), quick_cases())
+TOGETHER = mostly((case for case in cases() if case["way"] in GROUPS), quick_cases())
 REFUSED = refused_cases()
 
 

@@ -110,6 +110,14 @@ STEPS = ("steps", "values in steps", "steps in groups", "steps in groups by head
 KEPT = ("kept trunks", "again", "kept values")
 STEPS_IN_GROUPS = ("steps in groups", "steps in groups by heads")
 GROUPS = ("groups by parts", "groups by heads", *STEPS_IN_GROUPS)
+#: Ways that share most of their code.
+KINDS = {
+    "at once": ("one forward", "values"),
+    "steps": ("steps", "values in steps"),
+    "kept": KEPT,
+    "groups": GROUPS[:2],
+    "steps in groups": STEPS_IN_GROUPS,
+}
 _NO_DISTRIBUTION = Absent("a value has no distribution over tokens")
 _NO_EXPERTS = Absent("no experts")
 
@@ -234,6 +242,24 @@ def cases() -> tuple[dict[str, str], ...]:
         found.append(case)
         for pair in pairs_of(case):
             left.pop(pair, None)
+    return tuple(found)
+
+
+@cache
+def quick_cases() -> tuple[dict[str, str], ...]:
+    """Cases that run every time: each level stands with each kind of way, and each way with one
+    level of each other axis at least."""
+    kinds = {way: kind for kind, ways in KINDS.items() for way in ways}
+
+    def shown(case: dict[str, str]) -> set[tuple[str, str]]:
+        kind, way, *levels = kinds[case["way"]], *case.values()
+        return {(kind, level) for level in levels} | {(way, axis) for axis in list(AXES)[1:]}
+
+    left = {pair for case in cases() for pair in shown(case)}
+    found = []
+    while left:
+        found.append(max(cases(), key=lambda case: len(left & shown(case))))
+        left -= shown(found[-1])
     return tuple(found)
 
 

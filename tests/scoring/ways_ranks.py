@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.scoring.ways import GROUPS, cases, label, refused_cases
+from tests.scoring.ways import GROUPS, cases, label, quick_cases, refused_cases
 from tests.scoring.ways_runs import Found, run
+from tests.support.full import asked_for, quick_ones_run
 
 
 def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     """What this rank finds, gradients averaged over ranks; the traceback where a case raises."""
     found: dict[str, Any] = {}
-    for case in (*cases(), *(case for case, _ in refused_cases())):
+    refused = [case for case, _ in refused_cases()] if quick_ones_run() else []
+    for case in (*asked_for(cases(), quick_cases()), *refused):
         if case["way"] not in GROUPS:
             continue
         try:

@@ -159,7 +159,8 @@ _TOLD_BY_OTHERS = (
     *("ddp, checkpointing", "ddp, find unused", "ddp, replay", "ddp, indexers, find unused"),
     *("ddp, hybrid, prepared before", "fsdp2, checkpointing", "fsdp2, lora", "fsdp2, experts"),
     *("fsdp2, hybrid, prepared after", "fsdp2, mixers alone, not prepared"),
-    *("fsdp2, recompute, hybrid", "fsdp2, hybrid, bfloat16"),
+    *("fsdp2, recompute, hybrid", "fsdp2, hybrid, bfloat16", "fsdp2, recompute", "ddp, recompute"),
+    *("fsdp2, replay", "fsdp2, indexers", "ddp, hybrid, prepared after", "fsdp2, head alone"),
 )
 QUICK = [run for run in RUNS if run[0] not in _TOLD_BY_OTHERS]
 

@@ -130,14 +130,11 @@ CASES: dict[str, Case] = {
     ),
 }
 # without those whose parts others have
-QUICK = [
-    name
-    for name in CASES
-    if name not in ("adapters, DDP", "adapters, FSDP2", "scattered, FSDP2", "FSDP2, checkpointing")
-    and name not in ("FSDP2", "heads, windows, checkpointing", "states, adapters, FSDP2")
-    and name not in ("compiled layers", "states, compiled layers", "states, FSDP1")
-    and name not in ("states, one token", "states, trees apart", "states, scattered, a plan")
-]
+QUICK = (
+    *("windows, softcap, checkpointing", "scattered, heads", "FSDP2, a plan", "shared keys"),
+    *("one scores nothing", "one token", "heads, sinks, FSDP2", "dynamic RoPE", "trees apart"),
+    *("states, DDP, checkpointing", "states, FSDP2, heads", "states, odd heads"),
+)
 BALANCED = Case("qwen3_moe", balance=300.0)
 HALF = Case("gemma2", "fsdp2", "not reentrant", half=True)
 # on four: one group, and two groups with forests of their own

@@ -113,7 +113,8 @@ CASES = {
 # without those whose parts others have
 _OTHERS = (
     *("ddp, checkpointing", "ddp, find unused", "ddp, experts", "ddp, recurrent", "ddp, indexers"),
-    *("fsdp2, latent attention, experts", "fsdp2, lora", "fsdp2, interleaved"),
+    *("fsdp2, latent attention, experts", "fsdp2, lora", "fsdp2, interleaved", "fsdp2, indexers"),
+    *("ddp, lora", "fsdp2, bfloat16", "tensor parallel"),
 )
 QUICK = [n for n in CASES if n not in _OTHERS]
 # for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is

@@ -39,7 +39,7 @@ from tests.support.models import (
     reward_model,
     with_measured,
 )
-from tests.support.step_ranks import LIGHT, Case, _distance, _gradients, _wrap, loss_of
+from tests.support.step_ranks import LIGHT, Case, _wrap, distance, gradients_of, loss_of
 
 MAX_TOKENS = 24
 # of each rank: trunks and micro-batches in other numbers
@@ -62,8 +62,7 @@ CASES = {
 }
 # without those whose parts others have
 QUICK = [
-    *("ddp", "ddp, checkpointing, again", "fsdp2, accumulation", "fsdp2, measured, auto"),
-    *("fsdp2, lora, again", "fsdp2, bfloat16", "fsdp2, recurrent", "fsdp2, indexers, again"),
+    *("ddp", "fsdp2, measured, auto", "fsdp2, lora, again", "fsdp2, recurrent"),
 ]
 
 
@@ -113,14 +112,14 @@ def _run(name: str, rank: int, folder: Path) -> dict[str, Any]:
     case = CASES[name]
     alone = case.model()
     of_ranks = [_alone(alone, each) for each in range(2)]
-    expected = {n: case.micro_batches * g.float() / 2 for n, g in _gradients(alone).items()}
+    expected = {n: case.micro_batches * g.float() / 2 for n, g in gradients_of(alone).items()}
     model, reduced = _wrap(case, folder)
     found: dict[str, Any] = {"forwards": []}
     if case.half:
         # how far forwards of their own are from float32; both ranks run as many of these
         for batch in range(2):
             _alone(model, batch)
-        found["in one forward"] = _distance(_gradients(model), expected)
+        found["in one forward"] = distance(gradients_of(model), expected)
     options: dict[str, Any] = {"recompute_trunks": "again"} if name.endswith("again") else {}
     planning: Any = nullcontext()
     if name.endswith("auto"):
@@ -138,8 +137,8 @@ def _run(name: str, rank: int, folder: Path) -> dict[str, Any]:
                     logprobs = _kept(model, rank, **options)
                     found["forwards"].append(forwards())
                 found["logprobs"] = float((logprobs - of_ranks[rank]).abs().max())
-    got = _gradients(model)
-    found["gradients"] = _distance(got, expected)
+    got = gradients_of(model)
+    found["gradients"] = distance(got, expected)
     found["sum"] = sum(float(g.double().sum()) for g in got.values())
     return found
 
@@ -185,7 +184,7 @@ def _no_sync(rank: int, folder: Path) -> float:
     model, reduced = _wrap(CASES["ddp"], folder)
     with reduced(False):
         _kept(model, rank)
-    return _distance(_gradients(model), {n: g.float() for n, g in _gradients(alone).items()})
+    return distance(gradients_of(model), {n: g.float() for n, g in gradients_of(alone).items()})
 
 
 def _without_gradients(rank: int, folder: Path) -> float:
@@ -208,14 +207,14 @@ def _many_kept(rank: int, folder: Path) -> dict[str, Any]:
     for each in range(2):
         for batch in plan[each]:
             torch.cat(sequence_logprobs(alone, batch.packed).logprobs).sum().backward()
-    expected = {n: g.float() / 2 for n, g in _gradients(alone).items()}
+    expected = {n: g.float() / 2 for n, g in gradients_of(alone).items()}
     model, _ = _wrap(CASES["fsdp2"], folder)
     with counted([model]) as forwards, kept_trunks(model, plan[rank]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
     empty = all(batch.is_empty for batch in plan[rank])
-    distance = _distance(_gradients(model), expected)
-    return {"empty": empty, "forwards": forwards(), "gradients": distance}
+    off = distance(gradients_of(model), expected)
+    return {"empty": empty, "forwards": forwards(), "gradients": off}
 
 
 def _values(wrapper: str, rank: int, folder: Path) -> dict[str, float]:
@@ -225,13 +224,13 @@ def _values(wrapper: str, rank: int, folder: Path) -> dict[str, float]:
         [_of_values(batch, sequence_values(alone, batch.packed)) for batch in _plan(each)[0]]
         for each in range(2)
     ]
-    expected = {n: g / 2 for n, g in _gradients(alone).items()}
+    expected = {n: g / 2 for n, g in gradients_of(alone).items()}
     with patch.object(Case, "model", lambda _: _critic()):
         model, _ = _wrap(Case(wrapper), folder)
     with kept_values(model, _plan(rank)[0]) as scored:
         found = [_of_values(batch, values) for batch, values in scored]
     gap = (torch.cat(found) - torch.cat(of_ranks[rank])).abs().max()
-    return {"values": float(gap), "gradients": _distance(_gradients(model), expected)}
+    return {"values": float(gap), "gradients": distance(gradients_of(model), expected)}
 
 
 def _critic() -> nn.Module:
