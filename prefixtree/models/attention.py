@@ -336,6 +336,9 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
     `packed.model_inputs()` are known by their memory. Others cost one comparison per forward, for
     which the host waits. It is skipped where values cannot be read: while a CUDA graph is captured,
     and for tensors of a trace.
+
+    Args:
+        position_ids: [1, Tq]. None: the model shows its attention none.
     """
     if position_ids is None:
         raise UnsupportedError(
@@ -347,13 +350,13 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
         return
     if type(position_ids).__module__ in _TRACED:
         return
-    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0]
-    if tree_mask.is_given(first_row):
+    positions = position_ids[0]
+    if tree_mask.is_given(positions):
         return
     depths = tree_mask.position_ids
     if tree_mask.query_tokens is not None:
         depths = depths[tree_mask.query_tokens]
-    if not torch.equal(first_row.to(depths.dtype), depths):
+    if not torch.equal(positions.to(depths.dtype), depths):
         raise ValueError(
             "position_ids are not the tokens' positions in the forest: pass "
             "packed.position_ids[None], or call the model with **packed.model_inputs()"

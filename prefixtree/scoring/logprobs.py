@@ -169,7 +169,8 @@ def sequence_logprobs(
     given = packed
     packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
     check_arguments(max_tokens, borrow_cost)
-    in_group = group is not None and num_ranks(group) > 1
+    if group is not None and num_ranks(group) == 1:
+        group = None
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
@@ -178,7 +179,7 @@ def sequence_logprobs(
         causal_lm = find_causal_lm(model)
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures)
-        divided = "the ranks of a group" if in_group else None
+        divided = None if group is None else "the ranks of a group"
         check_model(model, causal_lm, packed, pictures, divided)
         check_routes(model, causal_lm, packed)
         # refuses a family without such a loss
@@ -186,7 +187,7 @@ def sequence_logprobs(
         return causal_lm, find_edges(packed, *own_of(given, temperature, loss_mask))
 
     placed: PlacedPictures | None = None
-    if group is not None and in_group:
+    if group is not None:
         options = {
             "return_entropy": return_entropy,
             "return_statistics": tuple(return_statistics),

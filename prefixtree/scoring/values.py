@@ -96,10 +96,11 @@ def sequence_values(
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
     check_module(model)
     check_arguments(max_tokens, borrow_cost)
-    in_group = group is not None and num_ranks(group) > 1
-    divided = "the ranks of a group" if in_group else None
+    if group is not None and num_ranks(group) == 1:
+        group = None
+    divided = None if group is None else "the ranks of a group"
     check = partial(checked_classifier, model, packed, divided)
-    if group is not None and in_group:
+    if group is not None:
         divide = dividing(model, max_tokens, borrow_cost, recompute)
         options = {"recompute": recompute, "max_tokens": max_tokens, "borrow_cost": borrow_cost}
         local = token_part_of_rank(model, packed, group, check, options, divide)

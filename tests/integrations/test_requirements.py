@@ -72,3 +72,10 @@ def test_another_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match=r"transformers 4\.57\.1 is not served"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert transformers.AttentionInterface._global_mapping["prefixtree"] is registered
+
+
+def test_a_module_that_is_waited_for_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    common.when_imported("not_there", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'not_there'"):
+        importlib.import_module("not_there")

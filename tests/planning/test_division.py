@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixtree import ForestError, PrefixForest, pack
@@ -38,6 +38,7 @@ def read_by(division: Division, kind: int, cell: int) -> set[int]:
     return found
 
 
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from([KEYS, STATES, 2, 4]))
 def test_cells_read_and_lend(data: st.DataObject, kind: int) -> None:
     division = drawn_division(data.draw)

@@ -14,11 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForTokenClassification
 
 from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import check_modes
 from prefixtree.scoring import refusals
+from prefixtree.scoring.logprobs import sequence_logprobs
+from prefixtree.scoring.values import sequence_values
+from tests.support.models import build, ragged_packed
 from tests.support.refusals import check_cases, pattern, rows_of
 
 
@@ -95,6 +99,18 @@ def test_rows(name: str) -> None:
 )
 def test_what_is_served(table: Any) -> None:
     refuse(table, nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("score", [sequence_logprobs, sequence_values])
+def test_a_group_of_one_rank_is_none(score: Callable[..., Any]) -> None:
+    """What goes with no group goes with it: here layers that another way divides."""
+    model: Any = build("qwen3")
+    if score is sequence_values:
+        model = AutoModelForTokenClassification.from_config(model.config)
+    model.model.layers[0].mlp._is_hooked = True
+    with pytest.raises(UnsupportedError, match="not verified with group"):
+        refuse(refusals.GROUPS, model)
+    score(model.eval(), ragged_packed(), group=dist.group.WORLD)
 
 
 def test_kept_trunks_under_fsdp2_with_one_mode() -> None:

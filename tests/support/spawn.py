@@ -3,7 +3,7 @@
 
 Ranks are forked from one process that has imported torch, transformers and what a suite preloads,
 so that a rank does not take seconds to begin. They meet in a file, and know their group from the
-variables of torchrun; a rank that waits for another in vain fails after two minutes. Ranks of which
+variables of torchrun; the others end with one that fails, for which they would wait. Ranks of which
 one was ended by glibc or a bad address run once more, with a warning that has its stack: torch's
 groups abort now and then. What is native here is numba's alone, and was run with checked bounds.
 """
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,11 @@ def _run(
     for process in processes:
         process.start()
     deadline = time.monotonic() + LIMIT
-    for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
-    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    while None in (ends := [process.exitcode for process in processes]) and not any(ends):
+        left = [p.sentinel for p, end in zip(processes, ends, strict=True) if end is None]
+        if not wait(left, max(deadline - time.monotonic(), 0)):
+            break
+    late = [] if any(ends) else [rank for rank, end in enumerate(ends) if end is None]
     for process in processes:
         process.kill()
         process.join()

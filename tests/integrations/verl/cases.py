@@ -127,11 +127,8 @@ HYBRID_CASES: dict[str, Settings] = {
     ),
     # on these rollouts verl's own float32 scores are 5e-5 from float64, the packed ones 6e-6
     "grpo, qwen3_5_text": Settings(model="qwen3_5_text", score_tolerance=1e-4),
-    # a critic is a token classifier, which neither of the two has. Gradients of norm 11: what
-    # rounding leaves grows fivefold per update (3e-7 to 4e-5 on one kind of CPU)
-    "ppo, qwen3_next": Settings(
-        algorithm="ppo", model="qwen3_next", tolerance=1e-4, score_tolerance=5e-5
-    ),
+    # a critic is a token classifier, which neither of the two has
+    "ppo, qwen3_next": Settings(algorithm="ppo", model="qwen3_next", score_tolerance=5e-5),
     # of all linear layers; PEFT refuses that of Mamba's out_proj. Parameters are 5e-6 or 1.1e-5
     # apart, by the kind of CPU
     "grpo, qwen3_5_text, lora": Settings(
@@ -164,8 +161,8 @@ HYBRID_CASES: dict[str, Settings] = {
             beside="alone",
             pictures=pictures,
             tokens=120,
-            # gradients of norm 40: what rounding leaves grows tenfold per update
-            lr=0.3,
+            # gradients of norm 40: what rounding leaves grows 30 to 370 times in a step of 0.3
+            lr=0.03,
             score_tolerance=1e-4,
             tolerance=1e-4,
         )
@@ -183,7 +180,6 @@ HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
         model="qwen3_next",
         beside="undivided",
         engine=TWO_RANKS,
-        tolerance=1e-4,
         score_tolerance=5e-5,
     ),
 }

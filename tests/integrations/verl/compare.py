@@ -24,7 +24,8 @@ def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
     """Asserts that everything agrees, and returns the greatest differences.
 
     Log-probabilities, entropies and values, metrics of every update (relative to their size) and
-    parameters after the last one, each to the settings' tolerance.
+    parameters after the last one, each to the settings' tolerance; parameters to a twentieth of
+    what half of them changed by, too.
     """
     assert isinstance(stock, dict), stock
     assert isinstance(packed, dict), packed
@@ -56,13 +57,13 @@ def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
             is_still = settings.pictures is None and settings.weight_decay == 0
             assert (max(change[n] for n in of_tower) == 0) == is_still
             change = {n: c for n, c in change.items() if not is_still or n not in of_tower}
-        moved = list(change.values())
-        # equal parameters show something only where updates changed them
-        assert sum(m > 1e-3 for m in moved) >= len(moved) // 2, sorted(moved)
+        moved = sorted(change.values())
         names = list(after)
         other = packed["parameters"][role]
         worst[f"{role} parameters"] = difference(
             [after[n] for n in names], [other[n] for n in names]
         )
-        assert worst[f"{role} parameters"] < settings.tolerance
+        # equal parameters show something only where updates changed them
+        bound = min(settings.tolerance, moved[len(moved) // 2] / 20)
+        assert worst[f"{role} parameters"] < bound, moved
     return worst
