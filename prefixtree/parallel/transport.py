@@ -63,10 +63,10 @@ class Transport:
     ) -> None:
         ranks, device, owner = division.ranks, division.packed.device, division.parts.owner
         part = division.cell(slot, rank)
-        read = [division.tokens_read(kind, slot, r) for r in range(ranks)]
-        here = read[rank]
-        # int64 [K]
-        joined = np.sort(np.concatenate([here, part.own_tokens]))
+        here, others = division.tokens_read(kind, slot, rank), [*range(ranks)]
+        others.remove(rank)
+        # int64 [K]; of two ascending runs
+        joined = np.sort(np.concatenate([here, part.own_tokens]), kind="stable")
         self.kind, self._group = kind, group
         self._num_held, self._num_own, self._num_rows = len(held), part.num_tokens, len(joined)
 
@@ -83,15 +83,15 @@ class Transport:
 
         # rows of the cell: its own, those it holds itself, and those of other ranks
         self._own = runs(part.own_tokens, joined)
-        held_here = here[owner[here] % ranks == rank]
+        held_here = division.tokens_read(kind, slot, rank, lender=rank)
         self._held_here = runs(held_here, held), runs(held_here, joined)
-        lanes = [lane(of[owner[of] % ranks == rank]) for of in read]
-        lanes[rank] = lane(here[:0])
-        of_ranks = [arriving(here[owner[here] % ranks == r]) for r in range(ranks)]
-        of_ranks[rank] = arriving(here[:0])
-        self._sent, self._received = ([x.count for x in of] for of in (lanes, of_ranks))
-        self._lanes = [x for x in lanes if x.count]
-        self._of_ranks = [x for x in of_ranks if x.count]
+        lanes = {r: lane(division.tokens_read(kind, slot, r, lender=rank)) for r in others}
+        of_ranks = {r: arriving(division.tokens_read(kind, slot, rank, lender=r)) for r in others}
+        self._sent, self._received = (
+            [of[r].count if r in of else 0 for r in range(ranks)] for of in (lanes, of_ranks)
+        )
+        self._lanes = [x for x in lanes.values() if x.count]
+        self._of_ranks = [x for x in of_ranks.values() if x.count]
 
     @property
     def lent(self) -> list[RowRuns]:
@@ -167,6 +167,8 @@ class Transport:
 
 def _places(tokens: np.ndarray, among: np.ndarray) -> np.ndarray:
     """int64, where each of some tokens stands among others, which hold all of them."""
+    if (among[1:] > among[:-1]).all():
+        return np.searchsorted(among, tokens)
     order = np.argsort(among, kind="stable")
     return order[np.searchsorted(among, tokens, sorter=order)]
 

@@ -91,7 +91,7 @@ class Division:
 
         Returns:
             int64 [*] each: the part that reads a run of packed tokens, the run's first token, its
-            length, and the part that owns it; by reader, ascending.
+            length, and the part that owns it; by reader, then by token.
         """
         if kind not in self._reads:
             read = None
@@ -102,13 +102,16 @@ class Division:
             self._reads[kind] = self.parts.read_runs(read)
         return self._reads[kind]
 
-    def tokens_read(self, kind: int, slot: int, rank: int) -> np.ndarray:
-        """int64, the packed tokens of other cells whose rows of a kind a cell reads, ascending."""
-        reader, start, length, _ = self.reads(kind)
+    def tokens_read(self, kind: int, slot: int, rank: int, lender: int | None = None) -> np.ndarray:
+        """int64, the packed tokens of other cells whose rows of a kind a cell reads, ascending;
+        with a lender those that this rank owns."""
+        reader, start, length, owner = self.reads(kind)
         first, stop = np.searchsorted(reader, [of := slot * self.ranks + rank, of + 1])
-        start, length = start[first:stop], length[first:stop]
+        start, length, owner = (x[first:stop] for x in (start, length, owner))
+        if lender is not None:
+            start, length = (x[owner % self.ranks == lender] for x in (start, length))
         before = np.cumsum(length) - length
-        return np.sort(np.repeat(start - before, length) + np.arange(length.sum()))
+        return np.repeat(start - before, length) + np.arange(length.sum())
 
     def travels(self, kind: int, slot: int) -> bool:
         """Whether ranks exchange rows of a kind in a slot; known to all of them."""
