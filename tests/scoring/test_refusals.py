@@ -59,6 +59,12 @@ CASES: dict[str, Callable[[], None]] = {
     "GROUPS: parallelize_module": of_model(refusals.GROUPS, placed),
     "STEPS: DeepSpeed": of_model(refusals.STEPS, Engine),
     "SEVERAL_STEPS: static_graph": of_model(refusals.SEVERAL_STEPS, static),
+    "STEPS_IN_GROUPS: auto": of_model(
+        refusals.STEPS_IN_GROUPS, lambda: {"recompute": "auto", "pictures": None}
+    ),
+    "STEPS_IN_GROUPS: pictures": of_model(
+        refusals.STEPS_IN_GROUPS, lambda: {"recompute": None, "pictures": object()}
+    ),
     "KEPT_TRUNKS: DeepSpeed": of_model(refusals.KEPT_TRUNKS, Engine),
     "KEPT_TRUNKS: static_graph": of_model(refusals.KEPT_TRUNKS, static),
     "KEPT_TRUNKS: FSDP1": of_model(
