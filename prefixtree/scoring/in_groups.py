@@ -1,14 +1,13 @@
-"""The part of a packed forest that this process computes: all, or a rank's part in a group; and the
-facts that ranks of a group must have alike before they compute a forest together.
+"""The part of a packed forest that this process computes: all, or a rank's part in a group.
 
 Legend: U scored edges, one per temperature, n ranks of the group.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,14 +28,22 @@ from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.ranks import arrival, gather_rows
 from prefixtree.parallel.states import part_mask
 from prefixtree.pictures import Pictures
-from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
 from prefixtree.planning.division import Division
-from prefixtree.planning.model_cost import model_cost, state_heads
+from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
 from prefixtree.planning.split import split_slots
 from prefixtree.recompute.forward import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.group_facts import (
+    FACTS,
+    costs_of,
+    parts_of_forest,
+    parts_of_model,
+    parts_of_pictures,
+    parts_of_scores,
+    parts_of_state,
+)
 from prefixtree.scoring.refusals import (
     GROUPS,
     GroupMode,
@@ -49,115 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# ---- what ranks must have alike ------------------------------------------------------------------
-
-#: What ranks must have alike -> how the message begins where they have not.
-FACTS = {
-    "forest": (
-        "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
-        "with other data belong to other groups)"
-    ),
-    "loss_mask": "the ranks of a group must score the same tokens",
-    "temperature": "the ranks of a group must score the same tokens at the same temperatures",
-    "pictures": (
-        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
-    ),
-    "model": "the ranks of a group must have the same model",
-    "options": "the ranks of a group must make the same call, of models in the same state",
-    # it follows from all of these
-    "division": "the ranks of a group must divide the tokens alike, in the same versions of all",
-}
-
-
-# by model: reading a configuration takes longer than dividing a forest
-_known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, BorrowCost]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def costs_of(model: Any) -> tuple[CostModel, BorrowCost]:
-    if model not in _known_costs:
-        cost = model_cost(model.config)
-        _known_costs[model] = cost_model_of(cost), borrow_cost_of(cost)
-    return _known_costs[model]
-
-
-def parts_of_forest(packed: PackedForest) -> Parts:
-    """Of a forest, the parts that ranks of a group must have alike."""
-    forest = packed.forest
-    return {
-        "its number of packed tokens": packed.num_tokens,
-        "its token ids": forest.tokens,
-        "its nodes' parents": forest.node_parent,
-        "its nodes' lengths": forest.node_start,
-        "the order of its sequences": forest.sequence_node,
-        "its recorded routes": forest.routes,
-    }
-
-
-def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
-    """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
-    if found is None:
-        return {"loss_mask": {}, "temperature": {}}
-    is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
-    is_scored[found.token] = True
-    temperature = found.temperature
-    first = np.flatnonzero(temperature != np.append(np.nan, temperature[:-1]))
-    # by temperature; with one, the loss mask says which edges
-    edges = found.token.astype(np.int32) if len(first) > 1 else None
-    return {
-        "loss_mask": {"loss_mask": np.packbits(is_scored)},
-        "temperature": {
-            "temperature": temperature[first],
-            "the edges of each": edges,
-            "where each begins": first,
-        },
-    }
-
-
-def parts_of_pictures(placed: PlacedPictures | None) -> Parts:
-    if placed is None:
-        return {}
-    parts: dict[str, Any] = {"whether they are passed": True}
-    for n in np.unique(placed.placements.number).tolist():
-        picture = placed.pictures.distinct[n]
-        parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
-        # a hash says nothing to readers
-        key: Any = picture.key
-        key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
-        parts[f"the pixels of picture {n}"] = key
-    return parts
-
-
-def parts_of_model(model: Any) -> Parts:
-    costs = {name: value for cost in costs_of(model) for name, value in vars(cost).items()}
-    return {f"{name} by its configuration": value for name, value in costs.items()} | {
-        f"dtype of {name}": p.dtype for name, p in model.named_parameters()
-    }
-
-
-def parts_of_state(model: Any, packed: PackedForest) -> Parts:
-    """The state that decides which collectives a forward and a backward have, and their dtype."""
-    kind, mask = packed.device.type, packed.mask
-    config = model.config.get_text_config()
-    parts = {
-        "torch.is_grad_enabled()": torch.is_grad_enabled(),
-        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        "model.training": model.training,
-        "config.output_router_logits": getattr(config, "output_router_logits", None),
-        "backend of the packed forest": mask.backend,
-        "deterministic of the packed forest": mask.deterministic,
-    }
-    switch = "gradient_checkpointing"
-    for name, module in model.named_modules():
-        # of an instance or its class: getattr of what modules do not have takes longer
-        found = vars(module).get(switch, getattr(type(module), switch, None))
-        parts[f"{switch} of {name or 'the model'}"] = found
-    for name, parameter in model.named_parameters():
-        parts[f"requires_grad of {name}"] = parameter.requires_grad
-    return parts
-
-
 # ---- the part of a rank --------------------------------------------------------------------------
 
 #: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
@@ -166,55 +64,46 @@ Rows = tuple[torch.Tensor, ...]
 _Local = TypeVar("_Local")
 
 
-@dataclass(frozen=True)
-class LocalPart:
-    """The part of a packed forest that this process computes.
+@dataclass(frozen=True, kw_only=True)
+class LocalTokens:
+    """The tokens of a packed forest that this process computes.
 
     Attributes:
         inputs: keywords of the model's forward.
         mask: the mask over which its layers attend.
+        gathered: from the rows that a forward gives here to those of all ranks.
+        of_steps: keywords of a forward over the whole forest, for steps.
+        share: of a rank's part, for recompute="auto". Default: none, as of other modes.
+        divided: what a rank computes of each step. Default: one forward, or this process divides.
+    """
+
+    inputs: dict[str, Any]
+    mask: TreeMask
+    gathered: Callable[[Rows], Rows]
+    of_steps: dict[str, Any]
+    share: GroupShare | None = None
+    divided: Divided | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart(LocalTokens):
+    """The same where edges are scored. The router logits [t, E] of own tokens are gathered beside
+    their scores, where a loss wants them.
+
+    Attributes:
         edges: what the lm_head scores here.
-        gathered: from the scores of `edges` to those that `to_sequences` reads, and from the router
-            logits [t, E] of this process's tokens, where a loss wants them, to those of all.
-        to_sequences: from these to every sequence but its first token.
+        to_sequences: from the gathered scores to every sequence but its first token.
         lengths: n - 1 of each sequence.
         order: gives int64 [U], the row of each scored edge once gathered. Default: as they are.
         shown: of a rank's part, the pictures that it encodes and those of its tokens. Default: text
             alone, or a whole forest.
-        share: of a rank's part, for recompute="auto". Default: none, as of other modes.
-        divided: what a rank computes of each step, where there may be several. Default: one
-            forward.
-        of_steps: keywords of a forward over the whole forest, where there may be steps.
     """
 
-    inputs: dict[str, Any]
-    mask: TreeMask
     edges: DeviceEdges
-    gathered: Callable[[Rows], Rows]
     to_sequences: GatherIndex
     lengths: list[int]
     order: Callable[[], np.ndarray] | None = None
     shown: EncodedPictures | None = None
-    share: GroupShare | None = None
-    divided: Divided | None = None
-    of_steps: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TokenPart:
-    """The same where a model gives a value per token.
-
-    Attributes:
-        inputs, mask, share, divided, of_steps: as in `LocalPart`.
-        gathered: from the values of this process's tokens [t, ...] to those of all, [T, ...].
-    """
-
-    inputs: dict[str, Any]
-    mask: TreeMask
-    share: GroupShare | None
-    divided: Divided | None
-    of_steps: dict[str, Any]
-    gathered: Callable[[torch.Tensor], torch.Tensor]
 
 
 class SplitInSlots:
@@ -264,19 +153,17 @@ class SplitInSlots:
 Divide = Callable[[Any, SplitInSlots], Divided]
 
 
-def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> LocalPart:
-    """All of a packed forest.
-
-    Args:
-        packed: the packed forest. found: what is scored of it. config: of the model.
-    """
+def whole_tokens(packed: PackedForest, config: Any) -> LocalTokens:
+    """All of a packed forest. config: of the model."""
     inputs = forward_inputs(packed, config)
+    return LocalTokens(inputs=inputs, of_steps=inputs, mask=packed.mask, gathered=lambda rows: rows)
+
+
+def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> LocalPart:
+    """The same with what is scored of it."""
     return LocalPart(
-        inputs=inputs,
-        of_steps=inputs,
-        mask=packed.mask,
+        **vars(whole_tokens(packed, config)),
         edges=edges_on_device(packed, found, None, found.predictor),
-        gathered=lambda rows: rows,
         to_sequences=GatherIndex(lambda: found.of_copies, found.count, packed.device),
         lengths=found.lengths,
     )
@@ -303,107 +190,39 @@ def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]
 # ---- a part, in a group of ranks -----------------------------------------------------------------
 
 
-def part_of_rank(
-    model: nn.Module,
-    packed: PackedForest,
-    group: ProcessGroup,
-    check: Callable[[], tuple[Any, ScoredEdges]],
-    options: dict[str, Any],
-    mode: GroupMode,
-    pictures: Pictures | None = None,
-    divide: Divide | None = None,
-) -> tuple[Any, LocalPart]:
-    """This rank's part of what the ranks of a group score together.
+def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalPart:
+    """What a rank needs to score its edges."""
+    # with the token ids that the model knows
+    where = part.owner, part.divided.rank
+    edges, to_sequences, row_of_unit = edges_of_part(part.packed, *where, found)
+    gathered = gathering(*where, part.group, found.predictor)
 
-    Args:
-        model: what is called.
-        packed: the packed forest.
-        group: the process group, of two ranks or more.
-        check: gives the causal language model and what is scored, or raises.
-        options: further arguments that must be the same on all ranks, `recompute` among them.
-        mode: what ranks exchange.
-        pictures: those of the forest. Default: text alone.
-        divide: divides the forest into steps. Default: one forward.
-
-    Returns:
-        The causal language model, and the share.
-
-    Raises:
-        ValueError, RuntimeError: as `agree`.
-        UnsupportedError: what is not verified in groups.
-    """
-
-    def local(causal_lm: Any, found: ScoredEdges, part: _RankPart) -> LocalPart:
-        # with the token ids that the model knows
-        where = part.owner, part.divided.rank
-        edges, to_sequences, row_of_unit = edges_of_part(part.packed, *where, found)
-        gathered = gathering(*where, group, found.predictor)
-
-        def gathered_together(rows: Rows) -> Rows:
-            scores, *of_tokens = rows
-            if not of_tokens:
-                return (gathered(scores),)
-            wide = part.of_all_tokens(packed)(torch.cat(of_tokens, 1))
-            return _Together.apply(
-                gathered(scores), *wide.split([layer.shape[1] for layer in of_tokens], 1)
-            )
-
-        return LocalPart(
-            inputs=part.inputs(causal_lm.config),
-            mask=part.mask.attended,
-            edges=edges,
-            gathered=gathered_together,
-            to_sequences=to_sequences,
-            lengths=found.lengths,
-            order=row_of_unit,
-            shown=part.shown(),
-            share=part.share(causal_lm.config, options["recompute"]),
-            divided=None if divide is None else part.divided,
-            of_steps=part.of_all(causal_lm.config),
+    def gathered_together(rows: Rows) -> Rows:
+        scores, *of_tokens = rows
+        if not of_tokens:
+            return (gathered(scores),)
+        wide = part.of_all_tokens(torch.cat(of_tokens, 1))
+        return _Together.apply(
+            gathered(scores), *wide.split([layer.shape[1] for layer in of_tokens], 1)
         )
 
-    return _part_of_rank(model, packed, group, check, options, mode, local, divide, pictures)
+    return LocalPart(
+        **part.tokens(causal_lm.config),
+        gathered=gathered_together,
+        edges=edges,
+        to_sequences=to_sequences,
+        lengths=found.lengths,
+        order=row_of_unit,
+        shown=part.shown(),
+    )
 
 
-def token_part_of_rank(
-    model: nn.Module,
-    packed: PackedForest,
-    group: ProcessGroup,
-    check: Callable[[], Any],
-    options: dict[str, Any],
-    divide: Divide | None = None,
-) -> TokenPart:
-    """This rank's part where a model gives a value per token.
-
-    Args:
-        model: what is called.
-        packed: the packed forest.
-        group: the process group, of two ranks or more.
-        check: gives the transformers model inside, or raises.
-        options: arguments that must be the same on all ranks, `recompute` among them.
-        divide: divides the forest into steps. Default: one forward.
-
-    Returns:
-        The share.
-
-    Raises:
-        ValueError, RuntimeError, UnsupportedError: as `part_of_rank`.
-    """
-
-    def found() -> tuple[Any, None]:
-        return check(), None
-
-    def local(transformer: Any, found: None, part: _RankPart) -> TokenPart:
-        return TokenPart(
-            inputs=part.inputs(transformer.config),
-            mask=part.mask.attended,
-            share=part.share(transformer.config, options["recompute"]),
-            divided=None if divide is None else part.divided,
-            of_steps=part.of_all(transformer.config),
-            gathered=part.of_all_tokens(packed),
-        )
-
-    return _part_of_rank(model, packed, group, found, options, "parts", local, divide)[1]
+def values_of_rank(classifier: Any, found: None, part: RankPart) -> LocalTokens:
+    """What a rank needs for the values of its tokens."""
+    return LocalTokens(
+        **part.tokens(classifier.config),
+        gathered=lambda rows: tuple(map(part.of_all_tokens, rows)),
+    )
 
 
 class _Together(torch.autograd.Function):
@@ -419,48 +238,59 @@ class _Together(torch.autograd.Function):
         return gradients
 
 
-class _RankPart:
+class RankPart:
     """A rank's part of a forest.
 
     Args:
-        divided: slots and ranks. placed: the pictures of the forest.
+        given: the forest of the caller. divided: slots and ranks, of a forest that may be padded.
+        placed: the pictures of the forest. recompute: as in `sequence_logprobs`.
+        in_steps: whether there may be several slots.
 
     Attributes:
         packed: the forest.
-        divided: as given.
+        divided, group: slots and ranks, and the process group.
         owner: int [T], the rank of each token.
         mask: in the place of a mask in a forward over the first slot.
         computes_above: whether ranks compute the tokens above their own again, for states.
     """
 
-    def __init__(self, divided: Divided, placed: PlacedPictures | None) -> None:
+    def __init__(
+        self,
+        given: PackedForest,
+        divided: Divided,
+        placed: PlacedPictures | None,
+        recompute: Any,
+        in_steps: bool,
+    ) -> None:
         assert divided.group is not None
-        self._placed, self.divided, self._group = placed, divided, divided.group
+        self._given, self._placed, self._recompute = given, placed, recompute
+        self.divided, self.group, self._in_steps = divided, divided.group, in_steps
         division = divided.division
         self.packed, self.owner = division.packed, division.parts.owner % division.ranks
         self.computes_above = division.computes_above
         self.mask = part_mask(divided.at_once(), divided.by_heads)
 
-    def of_all(self, config: Any) -> dict[str, Any]:
-        """The keywords of a forward over all tokens."""
+    def tokens(self, config: Any) -> dict[str, Any]:
+        """The fields of `LocalTokens` but `gathered`."""
         more = {} if self._placed is None else self._placed.inputs
-        return forward_inputs(self.packed, config) | more
-
-    def inputs(self, config: Any) -> dict[str, Any]:
-        """The keywords of the model's forward over the own tokens."""
-        return part_inputs(self.of_all(config), self.mask.part, self.mask)
+        of_all = forward_inputs(self.packed, config) | more
+        return {
+            "inputs": part_inputs(of_all, self.mask.part, self.mask),
+            "mask": self.mask.attended,
+            "of_steps": of_all,
+            "share": self._share(config) if self._recompute == "auto" else None,
+            "divided": self.divided if self._in_steps else None,
+        }
 
     def shown(self) -> EncodedPictures | None:
         """The pictures that this rank encodes, and those of its own tokens."""
         if self._placed is None:
             return None
         divided = self.divided
-        return self._placed.of_rank(divided.division.parts, divided.rank, self._group)
+        return self._placed.of_rank(divided.division.parts, divided.rank, self.group)
 
-    def share(self, config: Any, recompute: Any) -> GroupShare | None:
-        """The part as "auto" plans it; None for other modes."""
-        if recompute != "auto":
-            return None
+    def _share(self, config: Any) -> GroupShare:
+        """The part as "auto" plans it."""
         tokens = self.mask.part
         work, own = PartWork.of(tokens, 0, True), tokens.num_tokens
         borrowed, sent = tokens.num_borrowed, len(tokens.exchange.send_rows)
@@ -475,17 +305,21 @@ class _RankPart:
             # gradients of all rows and of own ones, those that go back and those that come
             wide = 2 * (own + borrowed) + sent if borrowed or sent else 0
             work = replace(work, wide=wide, above=above)
-        return GroupShare(work, self._group)
+        return GroupShare(work, self.group)
 
-    def of_all_tokens(self, packed: PackedForest) -> Callable[[torch.Tensor], torch.Tensor]:
-        """From the values [t, C] of the own tokens to those of all tokens of the forest, [T, C]."""
+    def of_all_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """From the values [t, C] of the own tokens to those of all tokens of the caller's forest,
+        [T, C]."""
         # of the forest that may be padded, so that every rank has a token
         every = np.arange(self.packed.num_tokens)
-        gathered = gathering(self.owner, self.divided.rank, self._group, every)
+        gathered = gathering(self.owner, self.divided.rank, self.group, every)
+        return gather(gathered(values), self._order)
+
+    @cached_property
+    def _order(self) -> GatherIndex:
         row_of_token, _ = arrival(self.owner, self.divided.division.ranks)
-        row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
-        order = GatherIndex(row_of_token, len(every), packed.device)
-        return lambda values: gather(gathered(values), order)
+        row_of_token = row_of_token[: self._given.num_tokens].astype(np.int32)
+        return GatherIndex(row_of_token, self.packed.num_tokens, self.packed.device)
 
 
 def edges_of_part(
@@ -532,20 +366,40 @@ def gathering(
     return lambda values: gather_rows(values, counts, rank, group)
 
 
-def _part_of_rank(
+def part_of_rank(
     model: nn.Module,
     packed: PackedForest,
     group: ProcessGroup,
     check: Callable[[], tuple[Any, Any]],
+    local: Callable[[Any, Any, RankPart], _Local],
     options: dict[str, Any],
-    mode: GroupMode,
-    local: Callable[[Any, Any, _RankPart], _Local],
-    divide: Divide | None,
+    mode: GroupMode = "parts",
+    divide: Divide | None = None,
     pictures: Pictures | None = None,
 ) -> tuple[Any, _Local]:
-    """The model that `check` gave, and what `local` makes of it, of what is scored and of the part
-    of this rank, once all ranks agree. All is made before ranks wait for one another, and for what
-    their GPUs have still to do: the first kernel may then follow at once."""
+    """This rank's part of what the ranks of a group compute together, once all of them agree.
+
+    All is made before ranks wait for one another, and for what their GPUs have still to do: the
+    first kernel may then follow at once.
+
+    Args:
+        model: what is called.
+        packed: the packed forest.
+        group: the process group, of two ranks or more.
+        check: gives the transformers model inside and what is scored, or raises.
+        local: makes what the call needs, of these two and of the part of this rank.
+        options: further arguments that must be the same on all ranks, `recompute` among them.
+        mode: what ranks exchange.
+        divide: divides the forest into steps. Default: one forward.
+        pictures: those of the forest. Default: text alone.
+
+    Returns:
+        The transformers model, and what `local` made.
+
+    Raises:
+        ValueError, RuntimeError: as `agree`.
+        UnsupportedError: what is not verified in groups.
+    """
     import torch.distributed as dist
 
     ranks = dist.get_world_size(group)
@@ -564,7 +418,7 @@ def _part_of_rank(
         split = SplitInSlots(inner, whole, found, group, mode)
         at_once = np.array([0, whole.num_tokens])
         divided = split(at_once) if divide is None else divide(inner, split)
-        own = _RankPart(divided, placed)
+        own = RankPart(packed, divided, placed, options["recompute"], divide is not None)
         for heads, shared in state_heads(inner):
             problem = state_heads_problem(heads, shared, ranks)
             if problem and not own.computes_above:

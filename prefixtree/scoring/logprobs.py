@@ -46,7 +46,7 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_groups import part_of_rank, whole_forest
+from prefixtree.scoring.in_groups import part_of_rank, scores_of_rank, whole_forest
 from prefixtree.scoring.in_steps import check_arguments, dividing, rows_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 from prefixtree.scoring.part_runs import PartCall
@@ -198,8 +198,8 @@ def sequence_logprobs(
             "borrow_cost": borrow_cost,
         }
         divide = dividing(model, max_tokens, borrow_cost, recompute, pictures)
-        how = options, group_mode, pictures, divide
-        causal_lm, local = part_of_rank(model, packed, group, check, *how)
+        how = options, group_mode, divide, pictures
+        causal_lm, local = part_of_rank(model, packed, group, check, scores_of_rank, *how)
     else:
         causal_lm, found = check()
         if pictures is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from prefixtree.models.checks import (
     transformer_of,
     warn_past_ddp,
 )
-from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
 from prefixtree.models.routers import RouterLoss
@@ -39,7 +38,7 @@ from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
 from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import ScoredUnits
-from prefixtree.scoring.in_groups import token_part_of_rank
+from prefixtree.scoring.in_groups import part_of_rank, values_of_rank, whole_tokens
 from prefixtree.scoring.in_steps import check_arguments, dividing, rows_in_steps
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear
 from prefixtree.scoring.part_runs import PartCall
@@ -99,23 +98,27 @@ def sequence_values(
     if group is not None and num_ranks(group) == 1:
         group = None
     divided = None if group is None else "the ranks of a group"
-    check = partial(checked_classifier, model, packed, divided)
-    if group is not None:
+
+    def check() -> tuple[Any, None]:
+        return checked_classifier(model, packed, divided), None
+
+    if group is None:
+        classifier, _ = check()
+        local = whole_tokens(packed, classifier.config)
+    else:
         divide = dividing(model, max_tokens, borrow_cost, recompute)
         options = {"recompute": recompute, "max_tokens": max_tokens, "borrow_cost": borrow_cost}
-        local = token_part_of_rank(model, packed, group, check, options, divide)
-        classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
-    else:
-        classifier, local, mask = check(), None, packed.mask
-        inputs = forward_inputs(packed, classifier.config)
-    share, of_all = (None, inputs) if local is None else (local.share, local.of_steps)
-    forward = ValuesForward(model, classifier, packed, of_all, share)
+        how = values_of_rank, options
+        classifier, local = part_of_rank(model, packed, group, check, *how, divide=divide)
+    forward = ValuesForward(model, classifier, packed, local.of_steps, local.share)
     rows = None
     if max_tokens is not None:
-        more = recompute, None if local is None else local.divided
+        more = recompute, local.divided
         rows = rows_in_steps(model, classifier, forward, max_tokens, borrow_cost, *more)
-    own = forward.values(mask, inputs, recompute) if rows is None else rows[0]
-    return packed.unpack(own if local is None else local.gathered(own))
+    if rows is None:
+        rows = (forward.values(local.mask, local.inputs, recompute),)
+    (values,) = local.gathered(rows)
+    return packed.unpack(values)
 
 
 class ValuesForward:

@@ -163,9 +163,9 @@ def _logprobs_in_float64(model: Any, packed: Any, pictures: Any, case: Case) -> 
     """`sequence_logprobs` without its lm_head."""
     group = dist.group.WORLD
     found = find_edges(packed, 1.0, None)
-    causal_lm, local = in_groups.part_of_rank(
-        model, packed, group, lambda: (model, found), {"recompute": None}, case.group_mode, pictures
-    )
+    what = (lambda: (model, found)), in_groups.scores_of_rank, {"recompute": None}
+    how = {"mode": case.group_mode, "pictures": pictures}
+    causal_lm, local = in_groups.part_of_rank(model, packed, group, *what, **how)
     assert local.shown is not None
     with local.shown.encoded():
         logits = causal_lm(**local.inputs | local.shown.inputs).logits[0]

@@ -36,14 +36,12 @@ from prefixtree.parallel.ranks import arrival
 from prefixtree.parallel.states import LayerStates, part_mask
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.group_facts import FACTS, parts_of_forest, parts_of_scores
 from prefixtree.scoring.in_groups import (
-    FACTS,
     edges_of,
     edges_of_part,
     gathering,
     padded_to_ranks,
-    parts_of_forest,
-    parts_of_scores,
 )
 from prefixtree.scoring.refusals import check_backend_of_parts
 
