@@ -245,7 +245,7 @@ def part_attention(
         exchanges = [exchange]
     # whoever shares no row adds nothing to a gradient; a kv head that several ranks have gets its
     # gradient from all of them
-    wide = bool(part.num_borrowed or len(part.exchange.send_runs)) or flight.ranks > key.shape[1]
+    wide = bool(part.num_borrowed or part.num_lent) or flight.ranks > key.shape[1]
     out: torch.Tensor = _PartAttention.apply(
         query, key, value, sinks, part.mask, exchanges, flight, options._replace(wide=wide), chosen
     )

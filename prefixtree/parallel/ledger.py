@@ -352,7 +352,7 @@ class CellExchanges:
         self.ledger, self.slot = ledger, slot
         self.part = ledger.division.cell(slot, ledger.rank)
         # a cell that lends nothing may run a layer as often as it likes
-        self.lends = lends and len(self.part.exchange.send_runs) > 0
+        self.lends = lends and self.part.num_lent > 0
         self._lends_heads = lends
         self._seen: set[Hashable] = set()
         self._orders: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}

@@ -96,7 +96,7 @@ class PartStates:
         made once and kept."""
         if width not in self._tails:
             own = self.part.own_tokens
-            tokens = np.sort(self.part.borrowed_tokens)
+            tokens = self.part.borrowed_tokens
             if width is not None:
                 tokens = tokens_read(self.part.host.predictor, self._is_own, width)
             own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,58 +23,9 @@ from prefixtree import loops
 from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
-from prefixtree.packing.copies import lasting, move_all
+from prefixtree.packing.copies import lasting, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask, make_mask
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """The rows that a part sends to and receives from each other part, for one all-to-all-v.
-
-    Rows stand in the order of the buffers: by the other part, and ascending in packed order within
-    it. What part r receives from part s is, row by row, what s sends to r.
-
-    Attributes:
-        send_runs: int64 [*, 3] (part, first row among the own tokens, length).
-        receive_runs: int64 [*, 3] (part, first row among all rows of the part, length).
-        send_counts: int64 [n], rows sent to each part.
-        receive_counts: int64 [n], rows received from each part.
-    """
-
-    send_runs: np.ndarray
-    receive_runs: np.ndarray
-    send_counts: np.ndarray
-    receive_counts: np.ndarray
-
-    @cached_property
-    def send_rows(self) -> np.ndarray:
-        """int32, the own row behind each row of the buffer that is sent.
-
-        A row that several parts borrow stands here several times. `packing.copies.gather` over
-        these rows sums its gradients in fp32, borrower after borrower.
-        """
-        return _rows_of(self.send_runs)
-
-    @cached_property
-    def receive_rows(self) -> np.ndarray:
-        """int32, the row of the part for each row of the buffer that is received; each once."""
-        return _rows_of(self.receive_runs)
-
-
-class PartTables(NamedTuple):
-    """A part's index tables on a device, int32.
-
-    Attributes:
-        own_tokens: [t], packed tokens that the part owns, ascending.
-        own_rows: [t], their rows among the rows of the part.
-        send_rows, receive_rows: as in `Exchange`.
-    """
-
-    own_tokens: torch.Tensor
-    own_rows: torch.Tensor
-    send_rows: torch.Tensor
-    receive_rows: torch.Tensor
 
 
 class Part:
@@ -90,15 +40,16 @@ class Part:
         own_runs: int64 [*, 3], the own tokens as runs (packed start, row of the part, length).
         own_tokens: int32 [t], the own tokens, ascending.
         own_rows: int32 [t], their rows of the part.
-        exchange: what the part sends and receives.
+        num_lent: how many own rows other parts borrow, once per borrower.
         host: the host side of the whole forest's mask.
     """
 
     def __init__(
-        self, packed: PackedForest, index: int, pieces: np.ndarray, exchange: Exchange
+        self, packed: PackedForest, index: int, pieces: np.ndarray, lent: np.ndarray
     ) -> None:
         self.index = index
-        self.exchange = exchange
+        self._lent = lent
+        self.num_lent = int(lent[:, 1].sum())
         self._whole = mask = packed.mask
         self.host, self._home = mask.host, packed.device
         self._options = mask.backend, mask.deterministic
@@ -110,7 +61,7 @@ class Part:
         self.own_runs = np.stack([pieces[own, 0], row[own], pieces[own, 1]], 1)
         self.own_tokens = _expand(self.own_runs[:, 0], self.own_runs[:, 2])
         self.own_rows = _expand(self.own_runs[:, 1], self.own_runs[:, 2])
-        self._tables: dict[torch.device, PartTables] = {}
+        self._indices: dict[torch.device, torch.Tensor] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -124,18 +75,18 @@ class Part:
 
     @property
     def num_borrowed(self) -> int:
-        """K - t, the rows that the part receives."""
+        """K - t, the rows of other parts' tokens."""
         return self.num_rows - self.num_tokens
 
     @cached_property
     def borrowed_tokens(self) -> np.ndarray:
-        """int32 [K - t], the packed token of each row received, in the order of the buffer."""
-        return self.tokens[self.exchange.receive_rows]
+        """int32 [K - t], the packed token of each row of other parts, ascending."""
+        return np.delete(self.tokens, self.own_rows)
 
     @cached_property
     def lent_rows(self) -> np.ndarray:
-        """int32, the own rows that any other part borrows, ascending, each once."""
-        return np.unique(self.exchange.send_rows)
+        """int64, the own rows that any other part borrows, ascending, each once."""
+        return np.searchsorted(self.own_tokens, np.unique(_expand(*self._lent.T)))
 
     @cached_property
     def mask(self) -> TreeMask:
@@ -154,24 +105,11 @@ class Part:
         return make_mask(self._subtree_end, runs, *self._options, self._home)
 
     @lasting
-    def tables(self, device: torch.device | str | None = None) -> PartTables:
-        """The index tables on a device, moved in one copy and kept.
-
-        Args:
-            device: the device. Default: that of the packed forest.
-
-        Returns:
-            The tables.
-        """
-        device = torch.device(self._home if device is None else device)
-        if device not in self._tables:
-            exchange = self.exchange
-            arrays = (self.own_tokens, self.own_rows, exchange.send_rows, exchange.receive_rows)
-            tensors = [torch.from_numpy(array) for array in arrays]
-            if device.type != "cpu":
-                tensors = move_all(tensors, device)
-            self._tables[device] = PartTables(*tensors)
-        return self._tables[device]
+    def index_on(self, device: torch.device) -> torch.Tensor:
+        """int32 [t], the own tokens on a device, moved there once."""
+        if device not in self._indices:
+            self._indices[device] = move(torch.from_numpy(self.own_tokens), device)
+        return self._indices[device]
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Takes the own tokens out of values per packed token, such as token ids and positions.
@@ -182,7 +120,7 @@ class Part:
         Returns:
             [t, ...] on the device of `values`.
         """
-        return values.index_select(0, self.tables(values.device).own_tokens)
+        return values.index_select(0, self.index_on(values.device))
 
     def scored(self, predictor: Any) -> tuple[np.ndarray, np.ndarray]:
         """Finds the edges that this part scores: those whose predictor it owns.
@@ -328,7 +266,8 @@ class Parts:
         index %= len(self)
         if index not in self._parts:
             pieces = self._pieces[self._ptr[index] : self._ptr[index + 1]]
-            self._parts[index] = Part(self.packed, index, pieces, self._exchange(index, pieces))
+            is_lent = (self._pieces[:, 2] == index) & (self._borrower != index)
+            self._parts[index] = Part(self.packed, index, pieces, self._pieces[is_lent, :2])
         return self._parts[index]
 
     def __iter__(self) -> Iterator[Part]:
@@ -336,23 +275,6 @@ class Parts:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} parts of {self.packed.num_tokens} tokens)"
-
-    def _exchange(self, index: int, pieces: np.ndarray) -> Exchange:
-        length, owner = pieces[:, 1], pieces[:, 2]
-        row = np.cumsum(length) - length
-        by_owner = np.argsort(owner, kind="stable")
-        by_owner = by_owner[owner[by_owner] != index]
-        receive = _joined(owner[by_owner], row[by_owner], length[by_owner])
-        # no piece spans two runs of an owner, so each lies in one of the own runs
-        lent = (self._pieces[:, 2] == index) & (self._borrower != index)
-        start, length, _ = self._pieces[lent].T
-        own = owner == index
-        own_start, own_length = pieces[own, 0], pieces[own, 1]
-        run = np.searchsorted(own_start, start, side="right") - 1
-        own_row = np.cumsum(own_length) - own_length
-        send = _joined(self._borrower[lent], own_row[run] + start - own_start[run], length)
-        sent, received = (_sums(runs[:, 0], runs[:, 2], len(self)) for runs in (send, receive))
-        return Exchange(send, receive, sent, received)
 
 
 # ---- what planners of parts share ----------------------------------------------------------------
@@ -391,20 +313,6 @@ def _sums(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
     out = np.zeros(count, np.int64)
     np.add.at(out, index, values)
     return out
-
-
-def _joined(part: np.ndarray, row: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """int64 [*, 3] (part, row, length), runs that continue the one before them joined to it."""
-    if not len(part):
-        return np.empty((0, 3), np.int64)
-    new = np.ones(len(part), bool)
-    new[1:] = (part[1:] != part[:-1]) | (row[1:] != row[:-1] + length[:-1])
-    first = np.flatnonzero(new)
-    return np.stack([part[first], row[first], np.add.reduceat(length, first)], 1)
-
-
-def _rows_of(runs: np.ndarray) -> np.ndarray:
-    return _expand(runs[:, 1], runs[:, 2])
 
 
 def _expand(start: np.ndarray, length: np.ndarray) -> np.ndarray:

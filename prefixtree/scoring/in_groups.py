@@ -171,7 +171,7 @@ def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> Local
 
 def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
     """The keywords of a forward over a part, from those of the whole forest."""
-    own = part.tables().own_tokens
+    own = part.index_on(inputs["input_ids"].device)
     rows = {name: x.index_select(axis, own) for name, axis, x in of_tokens(inputs)}
     of_all, of_part = (x["position_ids"].flatten(0, -2)[0] for x in (inputs, rows))
     if inputs["tree_mask"].is_given(of_all):
@@ -293,7 +293,7 @@ class RankPart:
         """The part as "auto" plans it."""
         tokens = self.mask.part
         work, own = PartWork.of(tokens, 0, True), tokens.num_tokens
-        borrowed, sent = tokens.num_borrowed, len(tokens.exchange.send_rows)
+        borrowed, sent = tokens.num_borrowed, tokens.num_lent
         if self.divided.by_heads:
             # all tokens for some heads are as many rows as own tokens for all. Those of queries,
             # keys and values travel both ways, and outputs are kept before and after

@@ -57,20 +57,17 @@ def test_a_part_is_the_whole_restricted_to_its_rows(parts: Parts) -> None:
 
 
 @given(divisions())
-def test_what_is_sent_is_what_is_received(parts: Parts) -> None:
+def test_what_is_borrowed_is_lent(parts: Parts) -> None:
     owner = parts.owner
     for part in parts:
-        received = np.split(part.borrowed_tokens, np.cumsum(part.exchange.receive_counts)[:-1])
-        for other, tokens in zip(parts, received, strict=True):
-            rows = np.split(other.exchange.send_rows, np.cumsum(other.exchange.send_counts)[:-1])
-            assert other.own_tokens[rows[part.index]].tolist() == tokens.tolist()
-            assert (owner[tokens] == other.index).all() and (np.diff(tokens) > 0).all()
-            assert parts.borrowed[part.index, other.index] == len(tokens)
-        assert part.exchange.receive_counts[part.index] == 0
-        lent = set(part.own_tokens[part.lent_rows])
-        assert lent == {t for p in parts if p is not part for t in p.borrowed_tokens} & set(
-            part.own_tokens
+        lenders = owner[part.borrowed_tokens]
+        assert part.index not in lenders and (np.diff(part.borrowed_tokens) > 0).all()
+        assert np.bincount(lenders, minlength=len(parts)).tolist() == (
+            parts.borrowed[part.index].tolist()
         )
+        borrowed = [t for p in parts for t in p.borrowed_tokens if owner[t] == part.index]
+        assert part.own_tokens[part.lent_rows].tolist() == np.unique(borrowed).tolist()
+        assert part.num_lent == len(borrowed)
     border, lent = parts.lent_runs()
     tokens = [t for p in parts for t in p.borrowed_tokens]
     assert np.flatnonzero(np.repeat(lent, np.diff(border))).tolist() == np.unique(tokens).tolist()
@@ -86,17 +83,6 @@ def test_the_exchange_brings_the_owners_rows_and_returns_every_gradient(parts: P
     got = whole(parts, give_back(parts, [torch.ones_like(x) for x in rows]))
     holders = np.bincount(np.concatenate([part.tokens for part in parts]))
     assert got[:, 0].tolist() == holders.tolist()
-
-
-def test_a_chunk_is_sent_as_one_run() -> None:
-    """A prompt of 100 tokens with 4 responses of 50, each a part's; the prompt is part 0's too."""
-    packed = pack(PrefixForest.from_parents([-1, 0, 0, 0, 0], [100, 50, 50, 50, 50]))
-    parts = Parts(packed, np.repeat([0, 0, 1, 2, 3], [100, 50, 50, 50, 50]), 4)
-    assert parts[0].exchange.send_runs.tolist() == [[1, 0, 100], [2, 0, 100], [3, 0, 100]]
-    assert len(parts[0].exchange.receive_runs) == 0
-    for part in list(parts)[1:]:
-        assert part.exchange.receive_runs.tolist() == [[0, 0, 100]]
-        assert part.own_runs.tolist() == [[100 + 50 * part.index, 100, 50]]
 
 
 @settings(max_examples=60)
@@ -216,7 +202,7 @@ def test_parts_are_a_sequence_and_survive_pickling() -> None:
     again = pickle.loads(pickle.dumps(parts))
     for one, other in zip(parts, again, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.exchange.send_rows.tolist() == other.exchange.send_rows.tolist()
+        assert one.lent_rows.tolist() == other.lent_rows.tolist()
         assert (one.mask.dense() == other.mask.dense()).all()
     assert "2 own tokens, 1 borrowed" in repr(parts[1])
 

@@ -139,7 +139,7 @@ def test_stats_add_up() -> None:
     stats = parts.stats
     assert stats.own_tokens == tuple(part.num_tokens for part in parts)
     assert stats.received_rows == tuple(part.num_borrowed for part in parts)
-    assert stats.sent_rows == tuple(len(part.exchange.send_rows) for part in parts)
+    assert stats.sent_rows == tuple(part.num_lent for part in parts)
     # 8 kv heads of 128 + 128 columns: bf16 twice and fp32 once, in 36 layers
     row = 36 * 8 * 256 * (2 + 2 + 4)
     assert stats.received_bytes == tuple(rows * row for rows in stats.received_rows)

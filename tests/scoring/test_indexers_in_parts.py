@@ -154,7 +154,7 @@ _KEYS, _ATTEND = PartMask.index_keys, attention.part_attention
 
 def _own_keys_alone(self: PartMask, indexer: Any, own: torch.Tensor) -> torch.Tensor:
     keys = torch.zeros_like(_KEYS(self, indexer, own))
-    return keys.index_copy(0, self.part.tables().own_rows.long(), own)
+    return keys.index_copy(0, torch.from_numpy(self.part.own_rows).long(), own)
 
 
 def _own_rows_first(*rows: Any, chosen: torch.Tensor | None = None, **options: Any) -> Any:

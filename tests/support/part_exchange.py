@@ -1,8 +1,4 @@
-"""Tree attention on the parts of a packed forest, one part after another in this process.
-
-What ranks would send stands in the buffers of one all-to-all-v, made from each part's `Exchange`
-alone: by the rows that it sends, cut by its counts.
-"""
+"""Tree attention on the parts of a packed forest, one part after another in this process."""
 
 from __future__ import annotations
 
@@ -17,48 +13,30 @@ from prefixtree.planning.parts import Parts
 Tensors = list[torch.Tensor]
 
 
-def all_to_all(sent: Tensors, counts: list[list[int]]) -> Tensors:
-    """The rows that each rank receives, by sender, of buffers that hold rows by receiver."""
-    pieces = [buffer.split(of) for buffer, of in zip(sent, counts, strict=True)]
-    return [torch.cat([of_rank[r] for of_rank in pieces]) for r in range(len(sent))]
-
-
 def borrow(parts: Parts, own: Tensors) -> Tensors:
     """[t, ...] of every part -> [K, ...]: own rows and borrowed rows in their places.
 
     Rows that nothing fills are NaN.
     """
-    sent = [x[part.tables().send_rows] for part, x in zip(parts, own, strict=True)]
-    counts = [part.exchange.send_counts.tolist() for part in parts]
-    received = all_to_all(sent, counts)
-    rows = []
-    for part, x, got in zip(parts, own, received, strict=True):
-        tables = part.tables()
-        out = x.new_full((part.num_rows, *x.shape[1:]), torch.nan)
-        out[tables.own_rows.long()] = x
-        out[tables.receive_rows.long()] = got
-        rows.append(out)
-    return rows
+    everything = whole(parts, own)
+    return [everything[part.tokens] for part in parts]
 
 
 def give_back(parts: Parts, rows: Tensors, left_out: tuple[int, int] | None = None) -> Tensors:
-    """Gradients [K, ...] of every part -> [t, ...]: those of borrowed rows are added to their own.
+    """Gradients [K, ...] of every part -> [t, ...]: those of borrowed rows are added to their own,
+    borrower after borrower.
 
     Args:
         left_out: (borrower, lender) whose gradients get lost, for tests that must turn red.
     """
-    sent = [x[part.tables().receive_rows] for part, x in zip(parts, rows, strict=True)]
-    counts = [part.exchange.receive_counts.tolist() for part in parts]
-    received = all_to_all(sent, counts)
     own = []
-    for part, x, got in zip(parts, rows, received, strict=True):
-        tables = part.tables()
-        out = x[tables.own_rows].clone()
-        of_borrower = part.exchange.send_counts.tolist()
-        pieces = zip(tables.send_rows.split(of_borrower), got.split(of_borrower), strict=True)
-        for borrower, (lent, gradient) in enumerate(pieces):
-            if (borrower, part.index) != left_out:
-                out.index_add_(0, lent, gradient)
+    for part, x in zip(parts, rows, strict=True):
+        out = x[part.own_rows].clone()
+        for borrower, gradient in zip(parts, rows, strict=True):
+            is_lent = np.isin(borrower.tokens, part.own_tokens)
+            if borrower is not part and (borrower.index, part.index) != left_out:
+                place = np.searchsorted(part.own_tokens, borrower.tokens[is_lent])
+                out.index_add_(0, torch.from_numpy(place), gradient[is_lent])
         own.append(out)
     return own
 
@@ -109,7 +87,7 @@ def whole(parts: Parts, own: Tensors) -> torch.Tensor:
     """[T, ...] of the own rows of every part; NaN where no part owns a token."""
     out = own[0].new_full((parts.packed.num_tokens, *own[0].shape[1:]), torch.nan)
     for part, x in zip(parts, own, strict=True):
-        out[part.tables().own_tokens.long()] = x
+        out[part.own_tokens] = x
     return out
 
 
@@ -169,7 +147,7 @@ def attend_in_steps(
         results[1][own] = dq
         for result, later, gradient in zip(results[2:], returned, rows, strict=True):
             result[own] = gradient[part.own_rows] + later[own]
-            later[part.borrowed_tokens] += gradient[part.exchange.receive_rows]
+            later[part.borrowed_tokens] += gradient[~np.isin(part.tokens, own)]
     return results
 
 

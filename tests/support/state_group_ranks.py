@@ -269,7 +269,7 @@ WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
 
 def _of_own_tokens_alone(self: PartMask, indexer: Any, own: torch.Tensor) -> torch.Tensor:
     joined = _KEYS(self, indexer, own)
-    rows = self.part.tables().own_rows.long()
+    rows = torch.from_numpy(self.part.own_rows).long()
     return torch.zeros_like(joined).index_copy(0, rows, own)
 
 
