@@ -191,7 +191,7 @@ def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]
 
 
 def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalPart:
-    """What a rank needs to score its edges."""
+    """Makes what a rank needs to score its edges."""
     # with the token ids that the model knows
     where = part.owner, part.divided.rank
     edges, to_sequences, row_of_unit = edges_of_part(part.packed, *where, found)
@@ -218,7 +218,7 @@ def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalP
 
 
 def values_of_rank(classifier: Any, found: None, part: RankPart) -> LocalTokens:
-    """What a rank needs for the values of its tokens."""
+    """Makes what a rank needs for the values of its tokens."""
     return LocalTokens(
         **part.tokens(classifier.config),
         gathered=lambda rows: tuple(map(part.of_all_tokens, rows)),
