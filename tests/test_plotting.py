@@ -24,6 +24,7 @@ from prefixtree.errors import ForestError, InputError
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import expand_turns, read_rollouts
 from tests.support.cli_runs import run, run_json, write_rollouts
+from tests.support.full import mostly
 from tests.support.strategies import (
     ancestors_or_self,
     forests,
@@ -216,6 +217,7 @@ def test_a_label_that_does_not_fit_its_leaf_stands_below_it() -> None:
     assert len(ax.texts) == 5
 
 
+@pytest.mark.full
 @settings(max_examples=6)
 @given(forests(max_nodes=12, max_length=200))
 def test_labels_lie_within_their_columns(forest: PrefixForest) -> None:
@@ -238,6 +240,7 @@ def test_large_forests_name_great_nodes_only() -> None:
     assert [t.get_text() for t in plot_forest(top).axes[0].texts] == ["900 tokens\n500 sequences"]
 
 
+@pytest.mark.full
 def test_the_colour_bar_runs_from_one_to_the_most_sequences() -> None:
     for most in (1, 2, 8, 9, 579, 12_345):
         figure = plot_forest(PrefixForest.from_sequences([[1, 2, 3]] * most + [[7]]))
@@ -336,6 +339,7 @@ def test_cells_of_a_large_mask_are_averages(
     np.testing.assert_allclose(partial, overlap @ (tiles == 1) @ overlap.T, atol=1e-9)
 
 
+@pytest.mark.full
 def test_a_thin_diagonal_of_a_large_mask_is_seen() -> None:
     # documents of 100 tokens: work fills a fifth of each cell on the diagonal, none elsewhere
     forest = PrefixForest.from_parents([-1] * 12_000, [100] * 12_000)
@@ -351,6 +355,7 @@ def test_a_thin_diagonal_of_a_large_mask_is_seen() -> None:
     assert contrast[off].max() == 0
 
 
+@pytest.mark.full
 def test_tile_borders_are_drawn_where_tiles_can_be_told_apart() -> None:
     forest = five_nodes()
     lines = plot_mask(mask_of(forest), TileShape(2, 2)).axes[0].collections[0].get_segments()
@@ -371,6 +376,7 @@ def test_padding_and_subsets_are_drawn() -> None:
 # ---- size and surroundings ----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_huge_inputs_are_drawn_in_seconds() -> None:
     forest = deep_forest(60_000, 160, 0.01)
     assert forest.num_tokens > 4_000_000
@@ -420,7 +426,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 # ---- the files of `report --plot` ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+@pytest.mark.parametrize("ending", mostly(["png", "pdf", "svg"], ["png"]))
 def test_pictures_are_two_files(ending: str, tmp_path: Path) -> None:
     files = write_pictures(tmp_path / f"out.{ending}", five_nodes())
     assert files == [tmp_path / f"out.{ending}", tmp_path / f"out-mask.{ending}"]

@@ -141,8 +141,8 @@ class Ledger:
     @property
     def _by_kind(self) -> list[tuple[int, Loans]]:
         """Those of this ledger and, where it was used, of `of_heads`."""
-        ledgers = [self, *(self.of_heads,) * ("of_heads" in self.__dict__)]
-        return [of_kind for ledger in ledgers for of_kind in ledger._loans.items()]
+        found = [*self._loans.items()]
+        return found + [*self.of_heads._loans.items()] if "of_heads" in self.__dict__ else found
 
     @property
     def _every(self) -> Iterator[Loan]:

@@ -398,6 +398,7 @@ def test_sparse(
     assert ("replicated batch" in capsys.readouterr().out) == is_right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_right", [True, False])
 def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red where scores are those of other heads; in triton's interpreter."""

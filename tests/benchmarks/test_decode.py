@@ -100,6 +100,7 @@ def test_other_constants_and_tiles_can_be_tried() -> None:
     assert configs.choose_decode((9, 0), 128, 128, 2) == shipped
 
 
+@pytest.mark.full
 def test_decode_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

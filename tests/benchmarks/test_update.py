@@ -19,6 +19,7 @@ from prefixtree.planning.micro_batches import MicroBatchPlan
 from tests.benchmarks.support import TINY, causal
 from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts
+from tests.support.full import mostly
 from tests.support.models import let_wrong_masks_run
 from tests.support.spawn import run_ranks
 
@@ -136,7 +137,7 @@ def red_rows(rollouts: Path, tmp_path: Path, *more: str) -> dict[str, dict[str, 
     return rows
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly(["float32", "bfloat16"], ["float32"]))
 def test_a_tree_that_is_ignored_is_red(
     rollouts: Path, tmp_path: Path, monkeypatch: Any, dtype: str
 ) -> None:

@@ -116,6 +116,7 @@ def test_what_is_missing_comes_with_the_command_that_adds_it(versions):
     assert lines["liger-kernel"].endswith(": pip install 'liger-kernel>=0.8'")
 
 
+@pytest.mark.full
 def test_optional_packages_that_raise_as_they_are_imported_are_shown(tmp_path):
     # real imports, in a process that has not got these yet
     for package, module, code in (

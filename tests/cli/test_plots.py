@@ -57,6 +57,7 @@ def test_report_counts_pictures(command, config, tmp_path):
     assert "patches" not in run("report", plain).stdout
 
 
+@pytest.mark.full
 def test_verify_with_pictures_is_green(command, config, monkeypatch):
     ran = []
 

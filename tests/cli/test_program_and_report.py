@@ -312,6 +312,7 @@ def run_program(*arguments, stdout):
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
 
+@pytest.mark.full
 @needs_dev_full
 def test_a_full_disk_is_one_line_and_not_a_red_check(rollout_file):
     with open("/dev/full", "w") as full:
@@ -330,6 +331,7 @@ def test_a_picture_for_which_there_is_no_room(rollout_file, tmp_path, ending):
     assert result.stderr == f"prefixtree: {picture}: cannot be written: No space left on device\n"
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_ends_the_program_quietly(rollout_file):
     """`prefixtree report FILE | head -1`: the exit code of a program that SIGPIPE ends."""
     reading, writing = os.pipe()

@@ -94,6 +94,7 @@ def test_verify_in_a_shorter_dtype(rollout_file, config_file, dtype):
     assert facts["checks"]["logprobs"]["difference"] > 1e-5
 
 
+@pytest.mark.full
 def test_verify_on_a_folder_of_weights(rollout_file, config_file, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -140,6 +140,7 @@ def test_rollouts_branch_and_are_scored_turn_by_turn():
     assert forest.replication_ratio > 5
 
 
+@pytest.mark.full
 def test_a_seed_is_a_set_of_rollouts():
     from prefixtree.demo import training as demo
 
@@ -194,6 +195,7 @@ def test_demo_draws_its_pictures(facts, folder):
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
+@pytest.mark.full
 def test_demo_is_the_same_every_time(facts, short_demo):
     again = run_json("demo", "--seed", facts["seed"])
     assert [u["loss"] for u in again["updates"]] == [u["loss"] for u in facts["updates"]]

@@ -41,6 +41,7 @@ def compare(folder, rollouts):
     return example.compare(rollouts, rewards, AutoConfig.from_pretrained(folder / "model"))
 
 
+@pytest.mark.full
 def test_both_ways_agree(folder, rollouts, capsys):
     # two tasks; rollouts of one reward alone would have no gradient
     some = rollouts.take([0, 1, 6, 12, 13, 20])

@@ -176,6 +176,7 @@ def _first_and_last(output: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(weight, start[name].detach()) for name, weight in _weights(output).items()]
 
 
+@pytest.mark.full
 def test_replicated(alone, tmp_path):
     lines = _run(example, tmp_path / "run", "--replicated")
     _same_facts(lines, alone[1])
@@ -185,14 +186,19 @@ def test_replicated(alone, tmp_path):
 @pytest.mark.parametrize(
     "mutation",
     [
-        ('    schedule.load_state_dict(state["schedule"])\n', ""),
+        pytest.param(
+            ('    schedule.load_state_dict(state["schedule"])\n', ""), marks=pytest.mark.full
+        ),
         (
             'optim_state_dict=state["optimizer"]',
             'optim_state_dict=state_of(policy, optimizer, schedule)["optimizer"]',
         ),
-        (
-            '    return int(found[-1].name.removeprefix("checkpoint-"))',
-            '    return 1 + int(found[-1].name.removeprefix("checkpoint-"))',
+        pytest.param(
+            (
+                '    return int(found[-1].name.removeprefix("checkpoint-"))',
+                '    return 1 + int(found[-1].name.removeprefix("checkpoint-"))',
+            ),
+            marks=pytest.mark.full,
         ),
     ],
     ids=["schedule", "optimizer", "step"],

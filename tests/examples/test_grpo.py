@@ -73,7 +73,11 @@ def _worst_weight(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("branches", "dr_grpo"), [((2, 2), False), ((4, 1), True)], ids=["forks-GRPO", "DualKV-Dr.GRPO"]
+    ("branches", "dr_grpo"),
+    [
+        pytest.param((2, 2), False, id="forks-GRPO"),
+        pytest.param((4, 1), True, id="DualKV-Dr.GRPO", marks=pytest.mark.full),
+    ],
 )
 def test_packed_equals_replicated(branches, dr_grpo):
     packed, model = _train_once(branches=branches, dr_grpo=dr_grpo)
@@ -101,6 +105,7 @@ def test_however_it_is_cut():
     assert _worst_weight(model, other) < 1e-5
 
 
+@pytest.mark.full
 def test_a_seed_is_a_run():
     one, model = _train_once(branches=(2, 2), dr_grpo=False)
     again, same = _train()
@@ -111,12 +116,14 @@ def test_a_seed_is_a_run():
     assert _losses(one) != _losses(other)
 
 
+@pytest.mark.full
 def test_the_reward_rises():
     history, _ = _train(iterations=6, branches=(4, 2), max_tokens=4096)
     rewards = [facts["reward"] for facts in history]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.05
 
 
+@pytest.mark.full
 def test_the_command(tmp_path):
     app = typer.Typer()
     app.command()(grpo.main)

@@ -264,6 +264,7 @@ def test_compiles_whole_with_a_plan_and_once_for_all_lengths() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_compiled_code_without_a_plan_breaks_its_graph_and_is_right() -> None:
     torch._dynamo.reset()
 

@@ -56,7 +56,7 @@ def _factors() -> list[Any]:
 
 
 # by a multiplier, a scale of positions, of experts and of values
-_QUICK = {"falcon_h1", "gemma2", "gemma3n_text"}
+_QUICK = {"gemma2", "gemma3n_text"}
 
 
 @pytest.mark.parametrize("name, key", mostly(_factors(), _QUICK))

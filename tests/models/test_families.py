@@ -24,6 +24,7 @@ from prefixtree.packing.host_mask import HostMask
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES
 from tests.support.family_table import ABOUT, NEWEST, PROOFS, TABLE, TOTAL, refused, states
+from tests.support.full import each_once
 from tests.support.hooks import put
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
@@ -185,6 +186,7 @@ def test_every_supported_model_type_is_proven_here():
         assert build(whole).config.get_text_config().model_type == part
 
 
+@pytest.mark.full
 def test_every_allowed_rope_type_is_proven_here():
     proven = set()
     for case in _PROVEN:
@@ -359,8 +361,11 @@ def _swapped_siblings(subtree_end: np.ndarray) -> np.ndarray:
 _WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
-@pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "wrong, model_type",
+    each_once(_WRONG_MASKS, ["qwen3", "mistral"]),
+    ids=lambda x: getattr(x, "__name__", x).strip("_"),
+)
 def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
     let_wrong_masks_run(monkeypatch)
     put(monkeypatch, "check of positions", lambda *args: None)

@@ -329,10 +329,8 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize(
-    ("family", "part"),
-    [(FEW[0], "model"), pytest.param(FEW[0], "text", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "part"), [(FEW[0], "model"), (FEW[0], "text")])
 def test_verify_and_plan(family: str, part: str, tmp_path: Any) -> None:
     """From a config.json, as a user has it: with freshly drawn weights, a wrapper's or a text's."""
     config = build(family).config

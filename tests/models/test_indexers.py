@@ -25,6 +25,7 @@ from prefixtree.sampling import TreeSampler
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.conftest import Poison
 from tests.support.family_configs import INDEXED
+from tests.support.full import each_once
 from tests.support.hooks import inner, limit, wrap
 from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
 from tests.support.models import (
@@ -85,8 +86,7 @@ def _worst(found: Any, expected: Any) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("ties", [False, True], ids=["few ties", "ties"])
-@pytest.mark.parametrize("family", cases(INDEXED))
+@pytest.mark.parametrize("family, ties", each_once(cases(INDEXED), [False, True]))
 def test_float64_is_exact(family: str, ties: bool) -> None:
     """Both sides take the lowest positions of those that tie."""
     changes: dict[str, Any] = TIES[family == BLOCKS] if ties else {}
@@ -217,7 +217,7 @@ def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
 # ---- how it runs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", cases(INDEXED))
+@pytest.mark.parametrize("family", mostly_full(INDEXED, set(FEW)))
 def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
     reference = _as_it_is(family)
     monkeypatch.setattr(paths, "CHUNK", 1)
@@ -238,7 +238,7 @@ def _with_triton() -> Any:
 # a layer takes two seconds
 @pytest.mark.parametrize(
     "family",
-    mostly_full(["deepseek_v32", "axk2", BLOCKS, COMPRESSED], {"deepseek_v32", BLOCKS, COMPRESSED}),
+    mostly_full(["deepseek_v32", "axk2", BLOCKS, COMPRESSED], {"deepseek_v32", BLOCKS}),
 )
 def test_triton_scores_and_attends(family: str, poison: Poison, monkeypatch: Any) -> None:
     """In any chunks; what nobody wrote is not a number."""

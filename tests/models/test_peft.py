@@ -14,7 +14,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import prefixtree as pt
 from prefixtree.models.adapters import LORA_VARIANTS, METHODS, check_adapters
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import in_turn
+from tests.support.full import in_turn, mostly
 from tests.support.models import (
     Objective,
     Run,
@@ -76,10 +76,14 @@ def _randomise_adapters(model: nn.Module, seed: int) -> None:
     in_turn(
         [
             pytest.param({}, id="layers"),
-            pytest.param({"target_modules": [*_TARGETS, "lm_head"]}, id="layers and head"),
+            pytest.param(
+                {"target_modules": [*_TARGETS, "lm_head"]},
+                id="layers and head",
+                marks=pytest.mark.full,
+            ),
             pytest.param({"target_modules": ["lm_head"]}, id="head"),
             pytest.param({"target_modules": [*_TARGETS, "embed_tokens"]}, id="embedding"),
-            pytest.param({"use_rslora": True, "use_dora": True}, id="dora"),
+            pytest.param({"use_rslora": True, "use_dora": True}, id="dora", marks=pytest.mark.full),
             pytest.param({"modules_to_save": ["lm_head", "embed_tokens"]}, id="saved modules"),
             pytest.param({"bias": "all"}, id="biases"),
         ],
@@ -142,7 +146,11 @@ def test_every_method_that_is_let_through_is_compared():
     assert {"LORA", *_OTHER_METHODS} == set(METHODS)
 
 
-@pytest.mark.parametrize("method", _OTHER_METHODS)
+@pytest.mark.parametrize(
+    # one per kind: products, factors, norms, rotations, embeddings, vectors of all layers
+    "method",
+    mostly(_OTHER_METHODS, {"ADALORA", "IA3", "LN_TUNING", "OFT", "TRAINABLE_TOKENS", "VBLORA"}),
+)
 def test_other_methods(method):
     run = run_packed(_with_method(_config(method)), _pack(_objective().sequences), _objective())
     # of VB-LoRA's vectors those count that are among the largest
@@ -165,7 +173,7 @@ _VARIANTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("variant", LORA_VARIANTS)
+@pytest.mark.parametrize("variant", mostly(LORA_VARIANTS, {"Dora"}))
 def test_variants_of_lora(variant):
     def make(implementation: str) -> Any:
         config = peft.LoraConfig(r=4, **_LAYERS, **_VARIANTS[variant]())

@@ -13,6 +13,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree.sampling import Draws, TreeSampler
+from tests.support.full import mostly
 from tests.support.models import (
     Objective,
     Run,
@@ -115,7 +116,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly(MODELS, {"dynamic", "longrope"}))
 def test_short_sequences(name):
     """In every way of running; parts see the positions of their tokens alone. A trace for "auto"
     takes a second: of the others there is one below."""
@@ -244,6 +245,7 @@ def test_values():
         pt.sequence_values(critic, pack_sequences(sequences_of(6, 30)))
 
 
+@pytest.mark.full
 def test_compiled_layers():
     """torch runs such layers as they are, where lengths are seen."""
     model, packed = model_of("longrope").eval(), pack_sequences(sequences_of(*SHORT))

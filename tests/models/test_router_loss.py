@@ -122,6 +122,7 @@ def test_with_log_probabilities_and_recomputed(model_type, mode):
     assert_same(run, expected, tolerance(model_type))
 
 
+@pytest.mark.full
 def test_a_plan_leaves_room_for_router_logits(monkeypatch):
     """Their bytes are no longer there for activations."""
     asked = []
@@ -148,6 +149,7 @@ def _both(model_type: str) -> Run:
     return both
 
 
+@pytest.mark.full
 def test_the_families_with_a_loss():
     """All whose forward computes it, and no others."""
     found = {

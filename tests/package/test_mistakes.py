@@ -236,6 +236,7 @@ def test_sequences_beyond_learned_positions(family: str) -> None:
     rows.generate(5)
 
 
+@pytest.mark.full
 def test_after_a_reload() -> None:
     """As Jupyter's autoreload does: what was made before is of another class of the same name."""
     code = """

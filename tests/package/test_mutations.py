@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tools.mutations import ROOT, mutated, place, recorded
 
 
@@ -21,6 +23,7 @@ def test_lines_are_found_where_they_moved(tmp_path: Path) -> None:
     assert mutated("x = 1\ny = 2\n", "y = 2", "y = 3") == "x = 1\ny = 3\n"
 
 
+@pytest.mark.full
 def test_recorded_ones_change_what_runs() -> None:
     rows = recorded()
     assert len({row[:3] for row in rows}) == len(rows)

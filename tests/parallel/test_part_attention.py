@@ -258,6 +258,7 @@ def test_a_model_takes_a_part_in_the_place_of_the_mask(family: str) -> None:
 
 
 # dynamo looks at .grad of its inputs
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_layers_know_no_forest() -> None:
     """The graphs of the first forest serve the others, each with its own exchange."""

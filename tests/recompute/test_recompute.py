@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from prefixtree.recompute.trace import LayerMemory, ModelMemory, trace_memory
 from prefixtree.scoring import logprobs as scoring
 from tests.support.alike import skip_if_repeated
 from tests.support.family_configs import FAMILIES
-from tests.support.full import each_once
+from tests.support.full import mostly
 from tests.support.models import (
     build,
     cases,
@@ -73,7 +74,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", mostly_full(_CHECKPOINTED, _SAME_EVERY_TIME))
+@pytest.mark.parametrize("model_type", mostly_full(_CHECKPOINTED, _SAME_EVERY_TIME - {"qwen3"}))
 def test_the_same_bits_in_every_family(model_type):
     """As transformers' own checkpointing, values and all gradients."""
     skip_if_repeated(model_type, _SAME_EVERY_TIME)
@@ -86,7 +87,9 @@ def test_the_same_bits_in_every_family(model_type):
         assert same_bits(run_packed(model, packed, objective, recompute=plan), want)
 
 
-@pytest.mark.parametrize("model_type", mostly_full(_CHECKPOINTED, _PLANNED_EVERY_TIME))
+@pytest.mark.parametrize(
+    "model_type", mostly_full(_CHECKPOINTED, _PLANNED_EVERY_TIME - {"gpt_oss"})
+)
 def test_every_family_is_planned(model_type, trace_only):
     """From a trace on shapes, which takes seconds. The code of a family does not hang on the mode:
     of most only the one is traced that runs it forward, again and backward."""
@@ -130,7 +133,11 @@ def test_modes_recompute_what_they_say(model_type, calls):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "autocast"), each_once(["qwen3", "qwen3_5", "nemotron_h"], [False, True])
+    ("model_type", "autocast"),
+    mostly(
+        product(["qwen3", "qwen3_5", "nemotron_h"], [False, True]),
+        [("qwen3", False), ("qwen3_5", True)],
+    ),
 )
 def test_several_backwards_of_one_graph_add_up(model_type, autocast):
     """In every mode, as torch has it: what was kept serves every run of a layer."""

@@ -102,6 +102,7 @@ def test_auto_is_exact(model_type):
     assert errors(run, reference(model_type)).largest < tolerance(model_type)
 
 
+@pytest.mark.full
 def test_what_was_planned_without_gradients_says_what_training_takes():
     """A trace is kept, and without gradients a tower keeps nothing."""
     model = build("qwen3_vl")
@@ -250,6 +251,7 @@ def test_what_a_tower_keeps_is_what_was_traced(model_type):
         assert bytes_ - held[0] == pytest.approx(tower.kept(kept), rel=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_tower_that_does_not_train_has_nothing_to_keep():
     """As adapters leave it: its runs fit, and the memory is the text's."""

@@ -54,7 +54,7 @@ def grown(sampler: TreeSampler, seed: int, draws: Draws, stop: Any = (5, 11, 17)
 
 @pytest.mark.parametrize(
     "family",
-    mostly(["qwen3", "gemma2", "qwen3_5", "bamba", "qwen3_moe"], ["gemma2", "qwen3_5"]),
+    mostly(["qwen3", "gemma2", "qwen3_5", "bamba", "qwen3_moe"], ["qwen3_5"]),
 )
 def test_replays_give_the_same_samples(family, recorded):
     """Windows, softcaps, states, experts; two forests, two ways to draw; more tokens than a step
@@ -78,6 +78,7 @@ def test_replays_give_the_same_samples(family, recorded):
     assert graphs.num_captured == again
 
 
+@pytest.mark.full
 def test_steps_get_smaller_as_rows_stop(recorded):
     ours, _ = models()
     sampler, stop = TreeSampler(ours, 9000), list(range(3, 9))

@@ -243,6 +243,7 @@ def test_one_call():
     assert samples.parents.tolist() == samples.source.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.full
 def test_compiled_layers_serve_every_sampler_and_number_of_rows():
     ours, _ = models()
     model = copy.deepcopy(ours).eval()

@@ -197,6 +197,7 @@ class Tokens:
         self.count += args[0].shape[1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("unprobed")
 def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     """A prompt of 24 with 128 responses of 8 at 32: cut, whole, and in steps."""
@@ -274,7 +275,7 @@ def test_arguments_that_do_not_go_together() -> None:
         score(model, ragged_objective(), borrow_cost=replace(LIGHT, token_bytes=None))
 
 
-@pytest.mark.parametrize("model_type", cases(["gpt_oss", "qwen3_next"]))
+@pytest.mark.parametrize("model_type", mostly_full(["gpt_oss", "qwen3_next"], {"gpt_oss"}))
 def test_recorded_routes(model_type: str) -> None:
     model, sequences = build(model_type), ragged_sequences()
     if model_type == "gpt_oss":

@@ -19,6 +19,7 @@ from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run
 from tests.support.family_configs import INDEXED
+from tests.support.full import each_once
 from tests.support.hooks import limit
 from tests.support.hybrid_cases import (
     Float64,
@@ -47,8 +48,7 @@ TIES = {"index_n_heads": 2}, {"index_local_blocks": 4}
 # ---- what is computed ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ties", [False, True], ids=["few ties", "ties"])
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family, ties", each_once(SERVED, [False, True]))
 def test_steps_in_float64(family: str, ties: bool) -> None:
     """Against each sequence alone through eager; those with ties are recomputed."""
     changes: dict[str, Any] = TIES[family == BLOCKS] if ties else {}

@@ -43,9 +43,9 @@ def test_each_sequence_alone_and_each_micro_batch(family: str) -> None:
     "family, checkpointed, again",
     [
         ("qwen3_5", False, False),
-        ("qwen3_5", True, True),
+        pytest.param("qwen3_5", True, True, marks=pytest.mark.full),
         ("nemotron_h", True, False),
-        ("kimi_linear", False, True),
+        pytest.param("kimi_linear", False, True, marks=pytest.mark.full),
         ("lfm2", True, False),
         ("falcon_h1", False, False),
     ],

@@ -32,6 +32,7 @@ from tests.scoring.kept_cases import (
     run_of,
     taken,
 )
+from tests.support.full import each_once
 from tests.support.hooks import wrap
 from tests.support.models import (
     Objective,
@@ -158,9 +159,12 @@ def test_without_a_loss_mask_and_with_one_that_scores_little() -> None:
     compare(build("qwen3"), replace(objective, loss_masks=masks))
 
 
-@pytest.mark.parametrize("model_type", cases(["qwen3", "falcon_h1"]))
-@pytest.mark.parametrize("recompute, trunks", [("all_but_attention", "all"), ("all", "nothing")])
-def test_trunks_that_recompute_otherwise(model_type: str, recompute: Any, trunks: Any) -> None:
+@pytest.mark.parametrize(
+    "model_type, modes",
+    each_once(cases(["qwen3", "falcon_h1"]), [("all_but_attention", "all"), ("all", "nothing")]),
+)
+def test_trunks_that_recompute_otherwise(model_type: str, modes: tuple[str, str]) -> None:
+    recompute, trunks = modes
     compare(build(model_type), recompute=recompute, recompute_trunks=trunks)
 
 

@@ -17,6 +17,7 @@ from prefixtree.loops import sequence_copies
 from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
+from tests.support.full import each_once
 from tests.support.models import (
     HIDDEN,
     VOCABULARY,
@@ -416,8 +417,9 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     assert found.largest <= 1e-6, found
 
 
-@pytest.mark.parametrize("multiple", [2, 64, 1024])
-@pytest.mark.parametrize("model_type", ["mistral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "multiple, model_type", each_once([2, 64, 1024], ["mistral", "qwen3_moe", "gpt_oss"])
+)
 def test_padding_changes_nothing(multiple, model_type):
     model = build(model_type)
     packed = pt.pack(ragged_packed().forest, pad_to_multiple_of=multiple)

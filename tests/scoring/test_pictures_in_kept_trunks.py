@@ -84,8 +84,15 @@ def _run(model: nn.Module, made: Batch, max_tokens: int = MAX_TOKENS, **options:
     return Run([found[i].detach() for i in sorted(found)], gradients)
 
 
-@pytest.mark.parametrize("kind", ["images", "videos"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type, kind",
+    [
+        pytest.param(*case.values, kind, marks=[*case.marks, *more])
+        for case in FAMILIES
+        for kind in ("images", "videos")
+        for more in [[pytest.mark.full] * (kind == "videos" and case.values != ("qwen3_vl",))]
+    ],
+)
 def test_equals_each_sequence_alone(model_type, kind):
     if kind == "videos" and model_type in NO_VIDEOS:
         pytest.skip("videos are refused")
@@ -134,6 +141,7 @@ def test_adapters_over_frozen_text(targets, again):
     assert distance(found.gradients, expected.gradients) < 5e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0, 0.2, 1])
 def test_auto_plans_the_tower_too(share, monkeypatch):
     """The most bytes alive are those that were predicted, of a trunk with a picture of 256 patches

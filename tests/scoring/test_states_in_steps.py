@@ -73,7 +73,12 @@ def test_every_family_with_states(family: str) -> None:
 
 @pytest.mark.parametrize(
     "family, checkpointed",
-    [("qwen3_5", False), ("nemotron_h", True), ("kimi_linear", False), ("lfm2", True)],
+    [
+        ("qwen3_5", False),
+        ("nemotron_h", True),
+        pytest.param("kimi_linear", False, marks=pytest.mark.full),
+        ("lfm2", True),
+    ],
 )
 def test_float64_is_exact(family: str, checkpointed: bool) -> None:
     """Steps through a prepared model, against each sequence alone through eager."""
@@ -186,6 +191,7 @@ def test_what_was_lent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- memory and what is refused ------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_states_that_wait_take_room_from_the_steps() -> None:
     model = build("qwen3_5")
     device = torch.device("cpu")

@@ -141,7 +141,8 @@ def test_memory_that_cannot_be_traced_is_left_out(tmp_path, rollouts):
     assert "estimated speed-up" in text and "activations" not in text and "fit" not in text
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_layers_with_states(family, tmp_path, rollouts):
     path, read = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}])
     model = save(build(family).config, tmp_path / "m") / "config.json"

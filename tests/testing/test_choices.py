@@ -52,6 +52,7 @@ def test_in_float32_all_choose_alike(verify):
     assert chosen["logprobs_with_the_same"] < 1e-5 and chosen["logprobs_of_others"] == 0
 
 
+@pytest.mark.full
 def test_in_half_precision_most_of_the_difference_is_the_choice(verify):
     facts = verify("bfloat16")
     chosen = facts["indexers"]

@@ -420,6 +420,7 @@ def test_a_partly_compiled_model_leaves_the_backends_alone(
         torch.testing.assert_close(x.grad, b)
 
 
+@pytest.mark.full
 def test_a_second_import_takes_the_operator_over() -> None:
     code = """
 import importlib, sys

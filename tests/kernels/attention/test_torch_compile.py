@@ -119,6 +119,7 @@ def test_all_layers_of_a_kind_share_their_graphs():
     assert backend.graphs == 4
 
 
+@pytest.mark.full
 def test_a_compiled_decoder():
     model = build("gemma2", num_hidden_layers=2)
     backend = Backend("eager")
@@ -126,6 +127,7 @@ def test_a_compiled_decoder():
     _runs(model, build("gemma2", "eager", num_hidden_layers=2), backend, at_most=2)
 
 
+@pytest.mark.full
 def test_a_compiled_model():
     """The decoder is one graph; the scoring, which is another in every call, stays outside."""
     backend = Backend("eager")
