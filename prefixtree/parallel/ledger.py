@@ -142,7 +142,9 @@ class Ledger:
     def _by_kind(self) -> list[tuple[int, Loans]]:
         """Those of this ledger and, where it was used, of `of_heads`."""
         found = [*self._loans.items()]
-        return found + [*self.of_heads._loans.items()] if "of_heads" in self.__dict__ else found
+        if "of_heads" in self.__dict__:
+            found += self.of_heads._loans.items()
+        return found
 
     @property
     def _every(self) -> Iterator[Loan]:
