@@ -174,6 +174,12 @@ _MOST_RUNS = 32
 _LEAST_LENGTH = 64
 
 
+def rows_of_runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """int64: first, first + 1, .. of every run, one run after another."""
+    before = np.cumsum(length) - length
+    return np.repeat(first - before, length) + np.arange(int(length.sum()))
+
+
 class RowRuns:
     """Rows of a larger tensor, in the order of their runs.
 
@@ -204,8 +210,7 @@ class RowRuns:
     @property
     def rows(self) -> np.ndarray:
         """int64 [count], each row."""
-        before = np.cumsum(self._length) - self._length
-        return np.repeat(self._first - before, self._length) + np.arange(self.count)
+        return rows_of_runs(self._first, self._length)
 
     @cached_property
     def index(self) -> torch.Tensor:

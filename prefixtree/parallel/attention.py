@@ -60,8 +60,8 @@ class KeyValueExchange(Protocol):
 
 
 class PartMask:
-    """In the place of a mask among the keywords of a model's forward, whose inputs are the own
-    tokens of a part, which borrows keys and values.
+    """Stands in the place of a mask among the keywords of a model's forward, whose inputs are the
+    own tokens of a part, which borrows keys and values.
 
     It is not a dataclass, for the reason that `TreeMask` is none.
 
@@ -110,8 +110,12 @@ class PartMask:
         Returns:
             [t, H, Dv] in the dtype of `query`.
         """
-        exchange = self.exchange_of(layer)
+        exchange = self.exchange_in(layer)
         return part_attention(query, key, value, self.part, exchange, **options)
+
+    def exchange_in(self, layer: Hashable) -> KeyValueExchange | ByHeads:
+        """The exchange of an attention layer."""
+        return self.exchange_of(layer)
 
     def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
         """An indexer's keys of all rows of the part. They carry no gradient, as transformers
@@ -228,7 +232,6 @@ def part_attention(
     if chosen is not None:
         check_chosen(chosen, query, mask)
     flight: Stays | TokensForHeads = Stays()
-    exchanges: list[KeyValueExchange] = []
     if isinstance(exchange, ByHeads):
         flight, part = exchange.flight, exchange.part
         heads, kv_heads = query.shape[1], key.shape[1]

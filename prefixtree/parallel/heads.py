@@ -64,13 +64,8 @@ class TokensForHeads:
     @cached_property
     def _runs(self) -> list[RowRuns]:
         """The tokens of each rank."""
-        first = np.flatnonzero(np.diff(self._owner, prepend=-1))
-        length = np.diff(first, append=len(self._owner))
-        of_runs = self._owner[first]
-        return [
-            RowRuns(first[of_runs == rank], length[of_runs == rank], self._device)
-            for rank in range(self.ranks)
-        ]
+        of_ranks = (np.flatnonzero(self._owner == rank) for rank in range(self.ranks))
+        return [RowRuns.of(tokens, self._device) for tokens in of_ranks]
 
     def of_rank(self, parameter: Any, turn: int, turns: int) -> Any:
         """The heads of a turn on this rank, of [H, ..], or None."""

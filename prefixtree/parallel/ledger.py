@@ -140,7 +140,7 @@ class Ledger:
 
     @property
     def _by_kind(self) -> list[tuple[int, Loans]]:
-        """Those of this ledger and, where it was used, of `of_heads`."""
+        """The loans of this ledger and, where it was used, of `of_heads`."""
         found = [*self._loans.items()]
         if "of_heads" in self.__dict__:
             found += self.of_heads._loans.items()
@@ -236,7 +236,7 @@ class Ledger:
             loan.values, loan.gradients = {}, {}
 
     def park(self, rows: Rows) -> Rows:
-        """Where rows wait for the next slot that needs them."""
+        """Puts rows where they wait for the next slot that needs them."""
         return to_host(rows) if self._on_host else rows
 
     def fetch(self, rows: Rows) -> Rows:
@@ -322,7 +322,7 @@ class Divided:
 
     @property
     def cells(self) -> list[Part]:
-        """Those of this rank, slot by slot."""
+        """The cells of this rank, slot by slot."""
         return [self.division.cell(slot, self.rank) for slot in range(len(self.division))]
 
     @classmethod
@@ -362,7 +362,7 @@ class CellExchanges:
 
     @property
     def states(self) -> PartStates:
-        """Where states enter and leave the cell."""
+        """The places where states enter and leave the cell."""
         return self.ledger.division.states(self.slot, self.ledger.rank)
 
     @cached_property
@@ -376,7 +376,7 @@ class CellExchanges:
 
     @cached_property
     def of_heads(self) -> CellExchanges:
-        """Those of this rank's own heads of all tokens of the slot."""
+        """The exchanges of this rank's own heads of all tokens of the slot."""
         return CellExchanges(self.ledger.of_heads, self.slot, self._lends_heads)
 
     def end(self) -> None:
@@ -395,7 +395,7 @@ class CellExchanges:
         return self.exchange(KEYS, (layer, 1), in_place=True)
 
     def exchange(self, kind: int, key: Key, in_place: bool = False) -> Exchange:
-        """That of one call of a layer.
+        """The exchange of one call of a layer.
 
         Args:
             in_place: whether the gradients that come are there for it alone, and in float32 where
@@ -421,7 +421,7 @@ class CellExchanges:
         return self._lent[kind]
 
     def note(self, layer: Hashable, does: str, rows: str) -> None:
-        """That a layer runs.
+        """Notes that a layer runs.
 
         Raises:
             UnsupportedError: for the second time in a forward that lends.

@@ -24,7 +24,7 @@ import torch
 from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.attention import ByHeads, PartMask, part_attention
+from prefixtree.parallel.attention import ByHeads, PartMask
 from prefixtree.parallel.heads import in_turns, state_heads_problem
 from prefixtree.parallel.ledger import CellExchanges, Exchange
 from prefixtree.planning.part_states import KEYS, STATES
@@ -59,15 +59,7 @@ class HeadsMask(PartMask):
     def attended(self) -> TreeMask:
         return self._whole
 
-    @uncompiled
-    def attend(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
+    def exchange_in(self, layer: Hashable) -> ByHeads:
         of_heads = self._exchanges.of_heads
         of_heads.note(layer, "attends", "keys")
         flight = self._exchanges.flight
@@ -76,12 +68,11 @@ class HeadsMask(PartMask):
         def exchange_of(turn: int) -> Exchange:
             return of_heads.exchange(KEYS, ((layer, turn), 1), in_place=True)
 
-        heads = ByHeads(flight, of_heads.part, exchange_of)
-        return part_attention(query, key, value, self.part, heads, **options)
+        return ByHeads(flight, of_heads.part, exchange_of)
 
 
 class LayerStates:
-    """In the place of the mask among the keywords of a recurrent layer's forward, in a cell.
+    """Stands in the place of the mask among the keywords of a recurrent layer's forward, in a cell.
 
     A layer may call its functions several times (Kimi's has three convolutions). The calls of a
     forward are told apart by their order, which is that of the layer's code. All ranks of a group

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from prefixtree.errors import ForestError
+from prefixtree.packing.copies import rows_of_runs
 from prefixtree.planning.part_states import KEYS, PartStates, tokens_read
 from prefixtree.planning.parts import Part, Parts
 
@@ -58,7 +59,7 @@ class Division:
         return self.parts[slot * self.ranks + rank]
 
     def states(self, slot: int, rank: int) -> PartStates:
-        """Where states enter and leave a cell."""
+        """The places where states enter and leave a cell."""
         at = slot * self.ranks + rank
         if at not in self._states:
             self._states[at] = PartStates(self.parts[at])
@@ -110,8 +111,7 @@ class Division:
         start, length, owner = (x[first:stop] for x in (start, length, owner))
         if lender is not None:
             start, length = (x[owner % self.ranks == lender] for x in (start, length))
-        before = np.cumsum(length) - length
-        return np.repeat(start - before, length) + np.arange(length.sum())
+        return rows_of_runs(start, length)
 
     def travels(self, kind: int, slot: int) -> bool:
         """Whether ranks exchange rows of a kind in a slot; known to all of them."""

@@ -23,7 +23,7 @@ from prefixtree import loops
 from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
-from prefixtree.packing.copies import lasting, move
+from prefixtree.packing.copies import lasting, move, rows_of_runs
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask, make_mask
 
@@ -317,6 +317,4 @@ def _sums(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 
 def _expand(start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """int32: start, start + 1, .. of every run, one run after another."""
-    before = np.cumsum(length) - length
-    rows = np.repeat(start - before, length) + np.arange(int(length.sum()))
-    return rows.astype(np.int32)
+    return rows_of_runs(start, length).astype(np.int32)

@@ -134,12 +134,12 @@ class SplitInSlots:
         self.packed, self.group, self.by_heads = packed, group, mode == "heads"
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._scored = edges_of(found)
-        self._cost_model, self._borrow_cost = costs_of(model)
+        cost_model, borrow_cost = costs_of(model)
         if self.by_heads:
             # attention is even anyway, and nobody borrows
-            cost_model = replace(self._cost_model, attention=0.0, windowed=0.0, window=None)
-            self._cost_model = cost_model
-            self._borrow_cost = replace(self._borrow_cost, kv_heads=0)
+            cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
+            borrow_cost = replace(borrow_cost, kv_heads=0)
+        self._cost_model, self._borrow_cost = cost_model, borrow_cost
 
     def __call__(self, border: np.ndarray, on_host: bool = False) -> Divided:
         """The slots between these borders, int64 [S + 1]; `on_host` as in `Divided`."""

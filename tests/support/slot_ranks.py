@@ -6,7 +6,6 @@ numbers of steps, below one wrapper. The reference is each forest in one forward
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +28,7 @@ from prefixtree.scoring import in_groups
 from tests.support.hooks import forget_all_but, own_gradients_alone
 from tests.support.models import build, counted, enable_checkpointing, pack_sequences, reward_model
 from tests.support.part_exchange import scattered
+from tests.support.spawn import results_of
 from tests.support.step_ranks import FORESTS, LIGHT, MAX_TOKENS, backward, distance, gradients_of
 
 
@@ -52,20 +53,13 @@ class Case:
 
 def _lose_waiting(kind: int, stack: ExitStack) -> None:
     """Gradients of rows of a kind that wait for their lender."""
-    patches: Any = stack.enter_context(Patches())
+    patches = stack.enter_context(pytest.MonkeyPatch.context())
     forget_all_but(patches, KEYS if kind == STATES else STATES)
 
 
 def _lose_travelling(stack: ExitStack) -> None:
     """Gradients of keys that other ranks return."""
     stack.enter_context(patch.object(*own_gradients_alone(lambda kind, _: kind == KEYS)))
-
-
-class Patches(ExitStack):
-    """In the place of pytest's, which ranks do not have."""
-
-    def setattr(self, owner: Any, name: str, value: Any) -> None:
-        self.enter_context(patch.object(owner, name, value))
 
 
 CASES = {
@@ -102,6 +96,13 @@ def _wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     return model
 
 
+def _average(gradients: dict[str, torch.Tensor]) -> None:
+    """As wrappers do, over all ranks."""
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+
 def run(case: Case, rank: int, group: Any) -> dict[str, Any]:
     """How far the rank's scores and all gradients are off; how often it ran the model."""
     num_groups = dist.get_world_size() // dist.get_world_size(group)
@@ -126,9 +127,7 @@ def run(case: Case, rank: int, group: Any) -> dict[str, Any]:
         count = forwards()
     got = gradients_of(model)
     if not case.wrapper:
-        for gradient in got.values():
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+        _average(got)
     return {
         "logprobs": float((logprobs - references[mine]).abs().max()),
         "gradients": distance(got, expected),
@@ -148,9 +147,7 @@ def values(rank: int, group: Any) -> dict[str, float]:
 
     expected, whole = of()
     found, got = of(group=group, max_tokens=MAX_TOKENS, borrow_cost=LIGHT)
-    for gradient in got.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+    _average(got)
     return {"logprobs": float((found - expected).abs().max()), "gradients": distance(got, whole)}
 
 
@@ -183,10 +180,4 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
             "auto": partial(told, rank, group, **steps, recompute="auto"),
             "fits": partial(told, rank, group, max_tokens=1000),
         }
-    results: dict[str, Any] = {}
-    for name, compute in runs.items():
-        try:
-            results[name] = compute()
-        except Exception:
-            results[name] = {"failed": traceback.format_exc()}
-    return results
+    return results_of(runs)

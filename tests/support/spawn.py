@@ -18,8 +18,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import wait
@@ -35,6 +36,17 @@ WORLD_SIZE = 2
 LIMIT = 900
 # what nearly every rank imports, and starts no thread
 _PRELOADED = ["numba", "transformers.modeling_utils", "peft", "tests.support.models"]
+
+
+def results_of(runs: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Runs each; where one raises, its result is the traceback as "failed"."""
+    results: dict[str, Any] = {}
+    for name, run in runs.items():
+        try:
+            results[name] = run()
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
+    return results
 
 
 def run_ranks(

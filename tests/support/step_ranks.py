@@ -7,7 +7,6 @@ of a case is the packed run of each rank's forests in one forward, of a model wi
 from __future__ import annotations
 
 import os
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,7 +43,7 @@ from tests.support.models import (
     ragged_sequences,
     with_measured,
 )
-from tests.support.spawn import WORLD_SIZE
+from tests.support.spawn import WORLD_SIZE, results_of
 
 # a borrowed token counts a twentieth of an own one
 LIGHT = BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
@@ -306,7 +305,7 @@ def _one_rank_cannot(rank: int) -> dict[str, str]:
     }
 
 
-def _scores_withoutgradients_of(rank: int, folder: Path) -> float:
+def _scores_without_gradients(rank: int, folder: Path) -> float:
     """The largest difference of log-probabilities, as a reference model is scored."""
     model, _ = _wrap(CASES["fsdp2"], folder)
     model.eval()
@@ -329,11 +328,5 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     }
     if quick_ones_run():
         runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
-        runs["without gradients"] = lambda: _scores_withoutgradients_of(rank, folder)
-    results: dict[str, Any] = {}
-    for name, run in runs.items():
-        try:
-            results[name] = run()
-        except Exception:
-            results[name] = {"failed": traceback.format_exc()}
-    return results
+        runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
+    return results_of(runs)

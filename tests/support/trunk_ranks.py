@@ -6,7 +6,6 @@ of a case is every micro-batch of each rank in a forward of its own, of a model 
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -39,6 +38,7 @@ from tests.support.models import (
     reward_model,
     with_measured,
 )
+from tests.support.spawn import results_of
 from tests.support.step_ranks import LIGHT, Case, _wrap, distance, gradients_of, loss_of
 
 MAX_TOKENS = 24
@@ -262,10 +262,4 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         runs["no_sync"] = lambda: _no_sync(rank, folder)
         runs["without gradients"] = lambda: _without_gradients(rank, folder)
         runs["one rank is empty"] = lambda: _many_kept(rank, folder)
-    results: dict[str, Any] = {}
-    for name, run in runs.items():
-        try:
-            results[name] = run()
-        except Exception:
-            results[name] = {"failed": traceback.format_exc()}
-    return results
+    return results_of(runs)
