@@ -1,30 +1,29 @@
 """Tree-structured shared-prefix attention for training LLM agents.
 
-transformers is imported by the first use of what needs it (`sequence_logprobs`, `prepare` and what
-belongs to them), not before.
+What a name needs is imported where the name is used first.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from prefixtree.errors import ForestError, InputError, UnsupportedError, near_name
-from prefixtree.forest import PrefixForest
 from prefixtree.integrations.common import register_when_imported as _register
-from prefixtree.kernels.attention import explain, tree_attention
-from prefixtree.kernels.lm_head.measures import MeasuredEdges
-from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
-from prefixtree.packing.layout import Edges, PackedForest, pack
-from prefixtree.packing.mask import TreeMask
-from prefixtree.pictures import Picture, Pictures, picture_key
-from prefixtree.planning.costs import BorrowCost, CostModel
-from prefixtree.planning.micro_batch import MicroBatch, PlanStats, ReuseStats
-from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
-from prefixtree.planning.steps import StepStats
-from prefixtree.planning.trunks import TrunkStats
 
 if TYPE_CHECKING:
+    from prefixtree.forest import PrefixForest
+    from prefixtree.images.pictures import Picture, Pictures, picture_key
     from prefixtree.integrations.transformers import prepare
+    from prefixtree.kernels.attention import explain, tree_attention
+    from prefixtree.kernels.lm_head.measures import MeasuredEdges
     from prefixtree.models.compiled import compile_layers
+    from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
+    from prefixtree.packing.layout import Edges, PackedForest, pack
+    from prefixtree.packing.mask import TreeMask
+    from prefixtree.planning.costs import BorrowCost, CostModel
+    from prefixtree.planning.micro_batch import MicroBatch, PlanStats, ReuseStats
+    from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
+    from prefixtree.planning.steps import StepStats
+    from prefixtree.planning.trunks import TrunkStats
     from prefixtree.recompute.forward import (
         RecomputePlan,
         max_micro_batch_tokens,
@@ -90,21 +89,76 @@ __all__ = [
 ]
 
 
+# by module, imported where a name is used first
 _LATER = {
-    "prefixtree.models.compiled": ("compile_layers",),
+    "prefixtree.forest": ("PrefixForest",),
+    "prefixtree.images.pictures": (
+        "Picture",
+        "Pictures",
+        "picture_key",
+    ),
     "prefixtree.integrations.transformers": ("prepare",),
-    "prefixtree.scoring.batches": ("BatchScores", "batch_logprobs"),
-    "prefixtree.scoring.in_steps": ("borrow_cost",),
-    "prefixtree.scoring.kept_trunks": ("kept_trunks", "kept_values"),
-    "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
-    "prefixtree.scoring.teacher": ("Teacher",),
-    "prefixtree.scoring.values": ("sequence_values",),
-    "prefixtree.sampling": ("Draws", "Rows", "Samples", "TreeSampler"),
-    "prefixtree.testing.live": ("Verdict", "verify"),
+    "prefixtree.kernels.attention": (
+        "explain",
+        "tree_attention",
+    ),
+    "prefixtree.kernels.lm_head.measures": ("MeasuredEdges",),
+    "prefixtree.models.compiled": ("compile_layers",),
+    "prefixtree.packing.block_tables": (
+        "BlockTables",
+        "MaskStats",
+        "TileShape",
+    ),
+    "prefixtree.packing.layout": (
+        "Edges",
+        "PackedForest",
+        "pack",
+    ),
+    "prefixtree.packing.mask": ("TreeMask",),
+    "prefixtree.planning.costs": (
+        "BorrowCost",
+        "CostModel",
+    ),
+    "prefixtree.planning.micro_batch": (
+        "MicroBatch",
+        "PlanStats",
+        "ReuseStats",
+    ),
+    "prefixtree.planning.micro_batches": (
+        "MicroBatchPlan",
+        "plan_micro_batches",
+    ),
+    "prefixtree.planning.steps": ("StepStats",),
+    "prefixtree.planning.trunks": ("TrunkStats",),
     "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",
         "plan_recomputation",
+    ),
+    "prefixtree.sampling": (
+        "Draws",
+        "Rows",
+        "Samples",
+        "TreeSampler",
+    ),
+    "prefixtree.scoring.batches": (
+        "BatchScores",
+        "batch_logprobs",
+    ),
+    "prefixtree.scoring.in_steps": ("borrow_cost",),
+    "prefixtree.scoring.kept_trunks": (
+        "kept_trunks",
+        "kept_values",
+    ),
+    "prefixtree.scoring.logprobs": (
+        "SequenceScores",
+        "sequence_logprobs",
+    ),
+    "prefixtree.scoring.teacher": ("Teacher",),
+    "prefixtree.scoring.values": ("sequence_values",),
+    "prefixtree.testing.live": (
+        "Verdict",
+        "verify",
     ),
 }
 # public names of other modules, for the message

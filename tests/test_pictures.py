@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.packing.placements import place
+from prefixtree.images.placements import place
 from tests.support.hooks import put
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63

@@ -49,8 +49,8 @@ from prefixtree import (
     plan_recomputation,
     sequence_logprobs,
 )
-from prefixtree.models.tower import in_few_calls
-from prefixtree.models.vision import alone_inputs, tower_of
+from prefixtree.images.tower import in_few_calls
+from prefixtree.images.vision import alone_inputs, tower_of
 
 # with what is recomputed
 COMPILED = {"compiled": "all", "compiled-auto": "auto", "compiled-auto-40": "auto-40"}

@@ -45,6 +45,7 @@ from benchmarks.lib.tables import (
 from benchmarks.lib.workloads import AIRLINE, NAMES, forest_of, scaled, skip_airline, workload
 from prefixtree import PrefixForest, TreeMask, pack
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.packing.segments import segments_of
 from prefixtree.testing.attention import pieces
 
 Tensors = list[torch.Tensor]
@@ -348,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         for workload_name in options.workloads:
             forest = scaled(workload(workload_name, options.rollouts), options.scale, "heaviest")
-            segments = mask_of(forest, "cpu").host.segments
+            segments = segments_of(mask_of(forest, "cpu").host)
             case = {
                 **about,
                 "workload": workload_name,

@@ -40,7 +40,7 @@ from benchmarks.lib.timing import times_of
 from benchmarks.lib.workloads import AIRLINE, scaled, workload
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.kernels.chosen import from_bits, to_bits, words
-from prefixtree.models import indexers
+from prefixtree.sparse import indexers
 
 ALL, CHOSEN = "all keys", "chosen keys"
 SCORES, SELECTION = "the indexer's scores", "scores and selection"

@@ -18,7 +18,8 @@ import torch
 
 from benchmarks.lib.timing import Row, median_ms, peak_bytes, times_of
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.kernels.chosen import best_bits, from_bits, words
+from prefixtree.kernels.best_keys import best_bits
+from prefixtree.kernels.chosen import from_bits, words
 from prefixtree.kernels.latents import definition, gathered
 
 TILES, GATHERED = "tiles of all keys", "gathered latents"

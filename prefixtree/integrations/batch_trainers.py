@@ -182,7 +182,7 @@ def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
 
         @functools.wraps(construct)
         def construct_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
-            from prefixtree.models.hybrids import prepare
+            from prefixtree.models.prepared import prepare
 
             construct(self, *args, **kwargs)
             prepare(self.model)

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, __version__
 from prefixtree.integrations.common import check_transformers
 from prefixtree.models.attention import prefixtree_attention, prefixtree_mask
 from prefixtree.models.families import allow_model_type, supported_model_types
-from prefixtree.models.hybrids import prepare
+from prefixtree.models.prepared import prepare
 
 __all__ = ["allow_model_type", "prepare", "supported_model_types"]
 

@@ -7,10 +7,10 @@ Imported where triton is.
 A program has a few neighbouring queries with all their heads, and streams the keys of their paths.
 What is as large as heads x keys stays in its registers.
 
-Of the best keys (`kernels.chosen`) a program has one query. It finds the score of the last key that
-is chosen by bisection: how many scores reach a number says whether that score does. Then it writes
-the query's words. The scores of a path that the largest of SIZES holds are read once, and counted
-in registers.
+Of the best keys (`kernels.best_keys`) a program has one query. It finds the score of the last
+key that is chosen by bisection: how many scores reach a number says whether that score does. Then
+it writes the query's words. The scores of a path that the largest of SIZES holds are read once, and
+counted in registers.
 
 Legend: T packed tokens, n queries, H index heads, D head dim, K positions.
 """
@@ -282,7 +282,7 @@ def serves_choice(scores: torch.Tensor) -> bool:
 def best_bits(
     scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
 ) -> torch.Tensor:
-    """Serves `kernels.chosen.best_bits` for float32 scores."""
+    """Serves `kernels.best_keys.best_bits` for float32 scores."""
     n, width = scores.shape
     bits = torch.zeros(n, num_words, dtype=torch.int32, device=scores.device)
     given = scores.contiguous(), position.contiguous(), bits, width, num_words, count

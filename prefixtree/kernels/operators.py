@@ -104,7 +104,7 @@ def as_one_call(mask: HostMask, of: Kind) -> Iterator[None]:
 def note_call(mask: HostMask, of: Kind) -> None:
     """Called by an operator where it computes, once per forward call. A mask with borders of
     states counts as the mask itself."""
-    if _watch.mask is (mask.without_states or mask):
+    if _watch.mask is (mask.counts_as or mask):
         _watch.calls[of] += 1
 
 

@@ -1,5 +1,5 @@
-"""How a family's own code runs along the tree: modules get a class, forwards are copied with other
-global names, and layers with states call an object.
+"""How a family's own code runs along the tree: modules get a class, and forwards are copied with
+other global names.
 
 No class or module of transformers is touched.
 """
@@ -10,14 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.packing.mask import TreeMask
+from prefixtree.models.family_table import RULES
 
 # (class of a module) -> what its class along the tree has in addition, a forward above all
 Members = Callable[[Any], dict[str, Any]]
@@ -125,55 +123,12 @@ def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> 
     return copy
 
 
-# ---- states that a layer's call takes and hands on -----------------------------------------------
-
-
-class KeepsStates(Protocol):
-    """Takes states from beyond a call and hands them on.
-
-    Those of a divided forest (`parallel.states`), or of a growing forest
-    (`sampling.forest_cache`): with a tree mask its forward is the prefill, without one it is of the
-    rows' new tokens.
-    """
-
-    def conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
-        """As `tree_conv`, x [T, D]."""
-        ...
-
-    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `tree_delta_rule`."""
-        ...
-
-    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `tree_ssd`."""
-        ...
-
-
-class WholeForest:
-    """States pass within the call alone: a `KeepsStates`."""
-
-    def __init__(self, mask: TreeMask) -> None:
-        self._mask = mask
-
-    def conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
-        return tree_conv(x, weight, bias, self._mask, activation)
-
-    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        rule: Callable[..., torch.Tensor] = tree_delta_rule
-        return rule(*tensors, self._mask, **options)
-
-    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        rule: Callable[..., torch.Tensor] = tree_ssd
-        return rule(*tensors, self._mask, **options)
+@functools.cache
+def rules_of(kind: Any) -> frozenset[str]:
+    """Which functions along the tree the forward of a class has a place for."""
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return frozenset()
+    # co_names has attributes too
+    return frozenset(RULES & set(code.co_names) & forward.__globals__.keys())

@@ -18,8 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.kernels.operators import as_one_call
 from prefixtree.models.families import (
+    CHOICES,
     ENCODES,
     PACKING_KEYWORDS,
     TOWERS,
@@ -27,23 +27,19 @@ from prefixtree.models.families import (
     check_replayed,
     check_router_logits,
 )
-from prefixtree.models.hybrids import check_prepared
-from prefixtree.models.indexers import BLOCKS, has_indexers
-from prefixtree.models.latents import attend as attend_to_latents
-from prefixtree.models.latents import expanded, held_by
-from prefixtree.models.paths import Entries, ForestMask, UnpreparedMask, unprepared
+from prefixtree.models.family_table import has_indexers
 from prefixtree.models.plain_batches import (
     plain_attention,
     plain_mask,
     shown_positions,
     shows_positions,
 )
+from prefixtree.models.prepared import check_prepared, unprepared
 from prefixtree.models.rope import check_lengths, fixed_lengths
-from prefixtree.models.tower import picture_attention
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.layout import LABELS, NoLabels
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.parallel.attention import PartMask
+from prefixtree.wings import DividedMask, LayerMask, load
 
 # of the tensors of a trace, which have shapes and no values
 _TRACED = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
@@ -67,13 +63,13 @@ def prefixtree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | ForestMask | None,
+    attention_mask: torch.Tensor | LayerMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    tree_mask: TreeMask | PartMask | None = None,
+    tree_mask: TreeMask | DividedMask | None = None,
     forest_cache: KeepsKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -86,13 +82,13 @@ def prefixtree_attention(
         query: [1, H, T, D].
         key: [1, Hk, T, D], its heads not repeated; [1, Hk, 2 T, D] where compressed keys follow.
         value: [1, Hk, T, Dv], its heads not repeated, as many rows as key.
-        attention_mask: None with a tree mask; a ForestMask where a layer chose keys.
+        attention_mask: None with a tree mask; a LayerMask in layers of a wing.
         dropout: 0 with a tree mask.
         scaling: as `scale` of `tree_attention`.
         sliding_window: as `window` of `tree_attention`.
         softcap: as in `tree_attention`.
         s_aux: as `sinks` of `tree_attention`.
-        tree_mask: the packed forest's mask. A PartMask where a rank or a step computes its part
+        tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes its part
             of the forest: T is then the number of own tokens.
         forest_cache: the keys and values of a growing forest (`sampling`): with a tree
             mask it keeps those of this call, without one the tokens of the call see its own.
@@ -102,12 +98,13 @@ def prefixtree_attention(
         ([1, T, H, Dv], None).
 
     Raises:
-        TypeError: a tree_mask that is neither a TreeMask nor a PartMask.
+        TypeError: a tree_mask that is neither a TreeMask nor a DividedMask.
         ValueError: arguments that do not fit a packed forest.
         UnsupportedError: a model or setting that does not run exactly on packed forests.
     """
     if not getattr(module, "is_causal", True):
-        if not kwargs.get(ENCODES):
+        encode = kwargs.get(ENCODES)
+        if encode is None:
             raise UnsupportedError(
                 f"{type(module).__name__} attends both ways, as image encoders do: pictures of a "
                 "forest are scored with sequence_logprobs(model, packed, pictures=pictures); for "
@@ -115,9 +112,12 @@ def prefixtree_attention(
                 '"text_config": "prefixtree", "vision_config": "sdpa"})'
             )
         # patches of one picture see each other, and nothing of the tree
-        assert not isinstance(attention_mask, ForestMask)
-        return picture_attention(module, query, key, value, attention_mask, dropout, scaling)
-    indices, blocks = (kwargs.pop(name, None) for name in ("indices", BLOCKS))
+        found: tuple[torch.Tensor, None] = encode(
+            module, query, key, value, attention_mask, dropout, scaling
+        )
+        return found
+    given = {name: kwargs.pop(name, None) for name in CHOICES}
+    chosen = {name: keys for name, keys in given.items() if keys is not None}
     if attention_mask is None and sliding_window is None and _slides(module):
         raise UnsupportedError(
             f"{type(module).__name__} keeps its sliding window from the attention function: set "
@@ -130,12 +130,14 @@ def prefixtree_attention(
         "sinks": s_aux,
     }
     if tree_mask is None and forest_cache is not None:
-        return forest_cache.attend(*_token_rows(query, key, value), **options).unsqueeze(0), None
+        return forest_cache.attend(*token_rows(query, key, value), **options).unsqueeze(0), None
+    layer_mask = None
+    if isinstance(attention_mask, LayerMask):
+        layer_mask, attention_mask = attention_mask, None
+        layer_mask.check(module.config, chosen)
     if tree_mask is None:
-        if isinstance(attention_mask, UnpreparedMask):
-            raise unprepared(module.config)
+        assert layer_mask is None
         kwargs["dropout"] = dropout
-        assert not isinstance(attention_mask, ForestMask)
         return plain_attention(
             module,
             query,
@@ -146,21 +148,16 @@ def prefixtree_attention(
             sliding_window,
             softcap,
             s_aux,
-            indices,
-            blocks,
+            chosen,
             **kwargs,
         )
-    mask = tree_mask.mask if isinstance(tree_mask, PartMask) else tree_mask
+    mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
-    chosen, entries = blocks if indices is None else indices, None
-    if isinstance(attention_mask, ForestMask) and chosen is not None:
-        attention_mask, options["chosen"] = None, chosen[0] if chosen.shape[-1] else None
-    elif isinstance(attention_mask, ForestMask) and attention_mask.entries is not None:
-        entries, attention_mask = attention_mask.entries, None
-    elif not isinstance(attention_mask, torch.Tensor) and not (attention_mask is chosen is None):
-        # a choice that the tree did not make, or a layer whose indexer made none
+    if chosen and layer_mask is attention_mask is None:
+        # a choice that the tree did not make
         raise unprepared(module.config)
-    if key.shape[2] != query.shape[2] * (1 if entries is None else 2):
+    num_keys = query.shape[2] if layer_mask is None else layer_mask.num_keys(query.shape[2])
+    if key.shape[2] != num_keys:
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
             f"rows, the mask has {mask.num_tokens})"
@@ -188,93 +185,31 @@ def prefixtree_attention(
     check_prepared(module)
     if is_first:
         _check_position_ids(shown_positions(kwargs), mask)
-    if (latents := held_by(module)) is not None:
-        assert isinstance(tree_mask, TreeMask)
-        found = attend_to_latents(module, _token_rows(query)[0], latents, tree_mask, **options)
-        if found is not None:
-            return found.unsqueeze(0), None
-        key, value = expanded(module, latents)
-    q, k, v = _token_rows(query, key, value)
+    if layer_mask is not None:
+        out = layer_mask.attend(module, (query, key, value), tree_mask, chosen, **options)
+        return out.unsqueeze(0), None
+    q, k, v = token_rows(query, key, value)
     if forest_cache is not None:
         forest_cache.keep(q, k, v, sliding_window)
-    if blocks is not None and options["chosen"] is not None:
-        out = _attend_by_group(module, q, k, v, tree_mask, **options)
-    elif entries is not None:
-        out = _attend_to_entries(q, k, v, mask, entries, **options)
-    else:
-        out = _attend(module, q, k, v, tree_mask, **options)
-    return out.unsqueeze(0), None
+    return attend_once(module, q, k, v, tree_mask, **options).unsqueeze(0), None
 
 
-def _attend(
+def attend_once(
     layer: Hashable,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: TreeMask | PartMask,
+    mask: TreeMask | DividedMask,
     **options: Any,
 ) -> torch.Tensor:
-    if isinstance(mask, PartMask):
+    """Attention over a forest, or over a part of one: [t, H, Dv]."""
+    if isinstance(mask, DividedMask):
         return mask.attend(layer, q, k, v, **options)
     out: torch.Tensor = tree_attention(q, k, v, mask, **options)
     return out
 
 
-def _attend_by_group(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: TreeMask | PartMask,
-    *,
-    chosen: torch.Tensor,
-    sinks: torch.Tensor | None,
-    **options: Any,
-) -> torch.Tensor:
-    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]. Parts
-    hand on each group's keys as those of a layer."""
-    assert sinks is None
-    count = len(chosen)
-    groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
-    attended = mask.attended if isinstance(mask, PartMask) else mask
-    with as_one_call(attended.host, "attention"):
-        parts = [
-            _attend((module, i), a, b, c, mask, chosen=bits, **options)
-            for i, (a, b, c, bits) in enumerate(groups)
-        ]
-    return torch.cat(parts, 1)
-
-
-def _attend_to_entries(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: TreeMask,
-    entries: Entries,
-    *,
-    window: int | None,
-    sinks: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """Attention to the keys in a window and to compressed ones, under one softmax.
-
-    Args:
-        k, v: [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
-    """
-    count = mask.num_tokens
-    options["return_lse"] = True
-    with as_one_call(mask.host, "attention"):
-        near, near_lse = tree_attention(q, k[:count], v[:count], mask, window=window, **options)
-        far = k[count:], v[count:], mask
-        out, lse = tree_attention(q, *far, chosen=entries.bits, **options)
-    lse = lse.masked_fill(entries.absent, -torch.inf)
-    sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    # each part's share of the softmax; the sink has no value
-    shares = torch.stack([near_lse, lse, sink]).softmax(0)[:2].transpose(1, 2)[..., None]
-    return (shares[0] * near + shares[1] * out).to(q.dtype)
-
-
-def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """query, key and value of the one row of a batch: [1, H, T, D] -> [T, H, D]."""
     if torch.is_autocast_enabled(tensors[0].device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
@@ -370,7 +305,7 @@ def prefixtree_mask(
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> torch.Tensor | UnpreparedMask | None:
+) -> torch.Tensor | LayerMask | None:
     """The mask function that is registered with transformers.
 
     It returns None for a packed forest, which needs no T x T mask (of layers with an indexer
@@ -390,7 +325,8 @@ def prefixtree_mask(
         config = kwargs.get("config")
         if not has_indexers(config):
             return None
-        return UnpreparedMask(q_length, config, kwargs.get("device"))
+        found: LayerMask = load("sparse").UnpreparedMask(q_length, config, kwargs.get("device"))
+        return found
     return plain_mask(
         attention_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
     )

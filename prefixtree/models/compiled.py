@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from prefixtree.models.checks import transformer_of
-from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import layers_of
-from prefixtree.models.tower import compile_blocks
+from prefixtree.models.prepared import prepare_layers
+from prefixtree.wings import load
 
 # graphs of one kind of code that torch keeps: layers of every kind in every mode of recomputation,
 # with gradients and without
@@ -54,10 +54,11 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     transformer = transformer_of(model)
     layers = layers_of(transformer)
     # it replaces functions that would be compiled otherwise
-    prepare_states(transformer)
+    prepare_layers(transformer)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     options = {"dynamic": True, **options}
-    compile_blocks(model, **{**options, "fullgraph": False})
+    if getattr(transformer.config, "vision_config", None) is not None:
+        load("images").compile_blocks(model, **{**options, "fullgraph": False})
     for layer in layers:
         # of the layer and not of its class, as `recompute` sets it: so a forward that recomputes
         # nothing by a plan finds the graph of one without a plan

@@ -76,8 +76,11 @@ TOWERS = frozenset(
     }
 )
 
-# the keyword by which a tower's attention knows that pictures of a forest are encoded
+# the keyword of the function with which a tower attends while pictures of a forest are encoded
 ENCODES = "tree_encodes"
+
+# the keywords by which layers that choose keys say which
+CHOICES = ("indices", "block_indices")
 
 # of another way of packing, as layers and the functions that they call know them
 PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -363,6 +366,14 @@ def checkpoints_reentrantly(model: nn.Module) -> bool:
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
             return True
     return False
+
+
+def router_keywords(config: Any, computes_loss: bool) -> dict[str, Any]:
+    """The keywords of a forward that computes the load-balancing loss, or of one that does not
+    whatever the configuration says. Families without experts get none."""
+    if not hasattr(config.get_text_config(), "output_router_logits"):
+        return {}
+    return {"output_router_logits": computes_loss, COUNTS_COPIES: True}
 
 
 def check_replayed(module: nn.Module, keywords: dict[str, Any]) -> None:

@@ -20,6 +20,16 @@ ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
+# the functions that recurrent layers call, which their wing replaces by those along the tree
+RULES = frozenset(
+    {
+        "causal_conv1d_fn",
+        "torch_chunk_gated_delta_rule",
+        "chunk_kimi_delta_attention",
+        "mamba2_chunk_scan",
+        FUSED,
+    }
+)
 OLDEST_WITH_STATES = "5.17"
 # earlier ones call layers with indexers otherwise
 OLDEST_WITH_INDEXERS = "5.23"
@@ -28,6 +38,11 @@ OLDEST_WITH_INDEXERS = "5.23"
 def layer_types_of(config: Any) -> Sequence[str]:
     """transformers' names of a configuration's layers; none where it has no such list."""
     return getattr(config, "layer_types", None) or ()
+
+
+def has_indexers(config: Any) -> bool:
+    """Whether a configuration has layers with indexers."""
+    return not INDEXED_TYPES.isdisjoint(layer_types_of(config))
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,8 @@ class Family:
         hides_positions: its layers are not shown position_ids, whatever they do with them.
         learns_positions: it has an embedding per position, up to config.max_position_embeddings.
         layer_types: what config.layer_types may name.
-        rules: functions that its recurrent layers call, which `models.hybrids` replaces by
-            those along the tree; none where no layer carries a state.
+        rules: functions that its recurrent layers call, which their wing replaces by those
+            along the tree; none where no layer carries a state.
         is_tested: False for what a user let through.
     """
 
@@ -68,8 +83,13 @@ class Family:
 
     @property
     def has_indexers(self) -> bool:
-        """Whether indexers choose keys in it, which `models.indexers` teaches the tree."""
+        """Whether indexers choose keys in it, which `sparse.indexers` teaches the tree."""
         return not self.layer_types.isdisjoint(INDEXED_TYPES)
+
+    @property
+    def wings(self) -> tuple[str, ...]:
+        """Those (`prefixtree.wings`) without which its layers do not know the tree."""
+        return ("sparse",) * self.has_indexers + ("states",) * bool(self.rules)
 
     @property
     def operators(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import check_config, family_of
 from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES, layer_types_of
+from prefixtree.wings import load
 
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
@@ -49,17 +50,14 @@ def plain_attention(
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    indices: torch.Tensor | None = None,
-    block_indices: torch.Tensor | None = None,
+    chosen: dict[str, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, n, D], key and value [B, Hk, m, D] -> ([B, n, H, Dv], None), as under "sdpa".
 
     Args:
         attention_mask: [B, 1, n, m], true (or 0) where a query sees a key; None for a causal one.
-        indices: int [B, n, k], the keys that an indexer chose; None for all.
-        block_indices: int [B, groups of heads, n, k], the blocks of keys that an indexer chose, -1
-            for none; None for all.
+        chosen: what a layer with an indexer chose, by keyword (`CHOICES`). Default: nothing.
 
     Raises:
         ValueError: a call that may be a packed forest without its mask.
@@ -93,11 +91,10 @@ def plain_attention(
                 "prefixtree.prepare(model) once before it generates"
             )
         _check_positions_do_not_jump(positions, attention_mask, length)
-    if indices is not None:
+    if chosen:
         # positions were checked without it: it may hide the token before a jump
-        attention_mask = of_chosen(attention_mask, indices)
-    if block_indices is not None:
-        attention_mask = _of_blocks(module, block_indices, attention_mask, key, kwargs)
+        of_wing = load("sparse").plain_mask
+        attention_mask = of_wing(module, attention_mask, chosen, key, shown_positions(kwargs))
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or (length != keys and _drops_rows(config))):
         attention_mask = sdpa_mask(
@@ -127,35 +124,6 @@ def plain_attention(
         module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
     )
     return out, None
-
-
-def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
-    """The mask bool [B, 1, n, m] of an ordinary batch, true for the chosen keys alone.
-
-    Args:
-        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], what the indexer chose.
-    """
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype != torch.bool:
-        raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")
-    keep = torch.zeros_like(attention_mask.expand(len(indices), -1, -1, -1))
-    return attention_mask & keep.scatter(-1, indices[:, None].long(), True)
-
-
-def _of_blocks(
-    module: Any,
-    block_indices: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    key: torch.Tensor,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """The mask bool [B, H, n, m] that the family makes of blocks for its eager attention."""
-    positions = shown_positions(kwargs)
-    # its layers hand them on, or the first would have refused the call
-    assert positions is not None
-    positions = positions.expand(len(block_indices), -1)
-    given = attention_mask, key.shape[2], key.dtype, key.device, positions
-    bias: torch.Tensor = module.indexer.build_block_mask(block_indices, *given)
-    return bias == 0
 
 
 def shows_positions(module: nn.Module) -> bool:

@@ -28,9 +28,8 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import KNOWN_PACKAGES, every_layer_attends, foreign_module
-from prefixtree.models.families import family_of, forward_inputs
+from prefixtree.models.families import family_of, forward_inputs, router_keywords
 from prefixtree.models.layers import decoder_of
-from prefixtree.models.routers import router_keywords
 from prefixtree.packing.layout import pack
 
 _TOKENS = 64
@@ -335,7 +334,7 @@ def _outputs(
         # a token that sees itself alone gets its value by any kernel; none is compiled for this
         packed = packed.with_options("reference")
     packed = packed.to(device)
-    inputs = forward_inputs(packed, transformer.config) | router_keywords(transformer.config, None)
+    inputs = forward_inputs(packed, transformer.config) | router_keywords(transformer.config, False)
     head = transformer.get_output_embeddings()
     if head is not None:
         inputs["logits_to_keep"] = torch.arange(_TOKENS, device=device)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables, visited_tiles
 from prefixtree.packing.copies import lasting, move_all
-from prefixtree.packing.segments import Segments, SegmentTables, find_segments
+
+_Kept = TypeVar("_Kept")
 
 
 def visible_keys(position: np.ndarray, window: int | None) -> np.ndarray:
@@ -76,8 +77,8 @@ class HostMask:
         else:
             self.predictor, self.position = whole.predictor, whole.position
         self._whole = whole
-        # the mask that this one is, where it is one with borders of states
-        self.without_states: HostMask | None = None
+        # the mask as which calls over this one count, of a copy with which else is kept
+        self.counts_as: HostMask | None = None
         # tokens of the shortest sequence, where the mask is that of a packed forest
         self.shortest: int | None = None
         self.is_subset = query_runs is not None
@@ -88,7 +89,7 @@ class HostMask:
         self._pairs: dict[int, int] = {}
         self._shares: dict[Any, float] = {}
         self._arrays: dict[torch.device, dict[str, torch.Tensor]] = {}
-        self._segment_tables: dict[torch.device, SegmentTables] = {}
+        self._kept: dict[Any, Any] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -158,26 +159,18 @@ class HostMask:
             return None
         return np.append(np.flatnonzero(is_root), self.num_tokens).astype(np.int32)
 
-    @cached_property
-    def segments(self) -> Segments:
-        """The segments that a recurrence along the tree runs over, on the host."""
-        return find_segments(self.predictor)
+    def kept(self, name: Any, make: Callable[[], _Kept]) -> _Kept:
+        """Keeps with this mask what `make` gives, made once."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        found: _Kept = self._kept[name]
+        return found
 
-    def with_states(
-        self, entries: np.ndarray, rows: np.ndarray, exits: np.ndarray, num_entries: int
-    ) -> HostMask:
-        """The same mask with segments at whose borders states enter and leave: `StateBorders`."""
+    def with_kept(self, name: Any, value: Any) -> HostMask:
+        """The same mask, with which nothing else is kept."""
         other = copy.copy(self)
-        other.without_states = self
-        other._segment_tables = {}
-        other.segments = find_segments(self.predictor, entries, rows, exits, num_entries)
+        other.counts_as, other._kept = self, {name: value}
         return other
-
-    def segment_tables(self, device: torch.device) -> SegmentTables:
-        """The segments on a device, moved once."""
-        if device not in self._segment_tables:
-            self._segment_tables[device] = SegmentTables(self.segments, device)
-        return self._segment_tables[device]
 
     def on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """subtree_end, position_ids and query_tokens (int32) on a device."""

@@ -20,6 +20,7 @@ import torch
 
 from prefixtree import loops
 from prefixtree.packing.copies import lasting, move_all
+from prefixtree.packing.host_mask import HostMask
 
 # Slots of a branch point. The children of one slot add to it one after the other, so few slots
 # make children wait; each slot takes one fp32 state per head.
@@ -297,7 +298,7 @@ def find_segments(
 
 
 class SegmentTables:
-    """`Segments` as int32 tensors on a device, moved in one copy: `HostMask.segment_tables`.
+    """`Segments` as int32 tensors on a device, moved in one copy: `tables_of`.
 
     Attributes:
         host: the Segments, whose numbers a launch reads without waiting for the device.
@@ -354,3 +355,24 @@ class SegmentTables:
     @lasting
     def _moved(self, arrays: Iterable[np.ndarray]) -> list[torch.Tensor]:
         return move_all([torch.from_numpy(array) for array in arrays], self.device)
+
+
+# ---- of a mask -----------------------------------------------------------------------------------
+
+
+def segments_of(mask: HostMask) -> Segments:
+    """The segments that a recurrence over a mask runs along, on the host; found once."""
+    return mask.kept(Segments, lambda: find_segments(mask.predictor))
+
+
+def tables_of(mask: HostMask, device: torch.device) -> SegmentTables:
+    """The same on a device, moved once."""
+    return mask.kept((SegmentTables, device), lambda: SegmentTables(segments_of(mask), device))
+
+
+def with_borders(
+    mask: HostMask, entries: np.ndarray, rows: np.ndarray, exits: np.ndarray, num_entries: int
+) -> HostMask:
+    """The same mask with segments at whose borders states enter and leave: `StateBorders`."""
+    found = find_segments(mask.predictor, entries, rows, exits, num_entries)
+    return mask.with_kept(Segments, found)

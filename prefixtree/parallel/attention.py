@@ -24,6 +24,7 @@ from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.heads import TokensForHeads, heads_problem
 from prefixtree.planning.parts import Part
+from prefixtree.wings import DividedMask
 
 
 class KeyValueExchange(Protocol):
@@ -59,7 +60,7 @@ class KeyValueExchange(Protocol):
         ...
 
 
-class PartMask:
+class PartMask(DividedMask):
     """Stands in the place of a mask among the keywords of a model's forward, whose inputs are the
     own tokens of a part, which borrows keys and values.
 

@@ -1,8 +1,7 @@
-"""Exchanges of the ranks of a process group: scores, rows, and features of pictures.
+"""Exchanges of rows between the ranks of a process group.
 
 Every sum over ranks is taken in the order of ranks, so results are the same in every run.
-torch.distributed is imported where a function first needs it. Legend: n ranks, F features of the
-distinct pictures of one modality, N of these pictures.
+torch.distributed is imported where a function first needs it. Legend: n ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
-from prefixtree.packing.copies import GatherIndex, gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,31 +53,6 @@ class _GatherRows(torch.autograd.Function):
         ranks, own = len(ctx.counts), ctx.counts[ctx.index]
         of_ranks = all_to_all(gradient, ctx.counts, [own] * ranks, ctx.group)
         return of_ranks.view(ranks, own, gradient.shape[1]).sum(0), None, None, None
-
-
-def exchange_rows(
-    rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
-) -> torch.Tensor:
-    """`all_to_all` that is differentiable once: gradients of rows go back to where these came from.
-
-    All ranks must run its backward too.
-    """
-    out: torch.Tensor = _ExchangeRows.apply(rows, sent, received, group)
-    return out
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def all_to_all(
@@ -137,79 +109,3 @@ def arrival(owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[int]]:
     row = np.empty(len(owner), np.int64)
     row[np.argsort(owner, kind="stable")] = np.arange(len(owner))
     return row, np.bincount(owner, minlength=num_ranks).tolist()
-
-
-# ---- features of pictures: each is encoded on one rank -------------------------------------------
-
-
-def holders_of(patches: Sequence[int], num_ranks: int) -> np.ndarray:
-    """Divides pictures among ranks, largest first to the rank with the fewest patches.
-
-    Args:
-        patches: of each picture. num_ranks: n.
-
-    Returns:
-        int64 [N], the rank that encodes each picture.
-    """
-    load = np.zeros(num_ranks, np.int64)
-    holder = np.empty(len(patches), np.int64)
-    for picture in np.argsort(-np.asarray(patches, np.int64), kind="stable"):
-        holder[picture] = load.argmin()
-        load[holder[picture]] += patches[picture]
-    return holder
-
-
-class FeatureExchange:
-    """The exchange of one modality: one all-to-all-v per forward, and one per backward.
-
-    A feature goes once to each rank whose tokens show it. Its gradient is the sum over these ranks,
-    in their order. All ranks must call it as often as one another, in the same order.
-
-    Args:
-        holder: int64 [F], the rank that computes each feature, in ascending order of features.
-        shown: by rank, the features that its own tokens show, integers [*], also several times.
-        index: this rank's place in the group.
-        group: the process group.
-        device: of the features.
-
-    Attributes:
-        fetched: int64 [*], the features that come to this rank, in order of arrival.
-    """
-
-    def __init__(
-        self,
-        holder: np.ndarray,
-        shown: Sequence[np.ndarray],
-        index: int,
-        group: ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        ranks = len(shown)
-        row, held = arrival(holder, ranks)
-        here = row - np.repeat([0, *np.cumsum(held)[:-1]], held)[row]
-
-        def wanted(features: np.ndarray) -> np.ndarray:
-            each = np.unique(features)
-            return each[np.argsort(holder[each], kind="stable")]
-
-        sent = [features[holder[features] == index] for features in map(wanted, shown)]
-        self.fetched = wanted(shown[index])
-        self._sent = [len(features) for features in sent]
-        self._received = np.bincount(holder[self.fetched], minlength=ranks).tolist()
-        # a rank that holds none has the feature of a blank picture
-        count = max(1, held[index])
-        rows = here[np.concatenate(sent)].astype(np.int32)
-        self._rows, self._group = GatherIndex(rows, count, device), group
-
-    def fetch(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Brings features to the ranks that show them, differentiable once.
-
-        Args:
-            features: [held, H] each, those that this rank computes, of several layers.
-
-        Returns:
-            [fetched, H] each.
-        """
-        rows = gather(torch.cat([*features], 1), self._rows)
-        rows = exchange_rows(rows, self._sent, self._received, self._group)
-        return list(rows.split([x.shape[1] for x in features], 1))

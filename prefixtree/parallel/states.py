@@ -28,6 +28,7 @@ from prefixtree.parallel.attention import ByHeads, PartMask
 from prefixtree.parallel.heads import in_turns, state_heads_problem
 from prefixtree.parallel.ledger import CellExchanges, Exchange
 from prefixtree.planning.part_states import KEYS, STATES
+from prefixtree.wings import DividedStates
 
 # a rule, of its tensors, a mask or the borders of states, and options
 _Rule = Callable[..., Any]
@@ -71,7 +72,7 @@ class HeadsMask(PartMask):
         return ByHeads(flight, of_heads.part, exchange_of)
 
 
-class LayerStates:
+class LayerStates(DividedStates):
     """Stands in the place of the mask among the keywords of a recurrent layer's forward, in a cell.
 
     A layer may call its functions several times (Kimi's has three convolutions). The calls of a
@@ -89,8 +90,6 @@ class LayerStates:
     Raises:
         UnsupportedError: a layer that runs twice per forward, in a cell's first forward.
     """
-
-    query_tokens = None
 
     def __init__(
         self, exchanges: CellExchanges, layer: Any, counted: TreeMask | None = None

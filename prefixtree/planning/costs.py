@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from prefixtree._numbers import integer, number
-from prefixtree._picture_inputs import PictureRule
-from prefixtree.errors import UnsupportedError
 from prefixtree.packing.host_mask import pairs_per_run
 from prefixtree.packing.layout import PackedForest
-from prefixtree.planning.model_cost import ModelCost, model_cost, tower_weights
+from prefixtree.planning.model_cost import ModelCost, model_cost
+from prefixtree.wings import load
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,14 @@ class CostModel:
         of_text = cost_model_of(
             cost, gradient_checkpointing=gradient_checkpointing, scored_share=scored_share
         )
-        try:
-            rule = PictureRule(config)
-        except UnsupportedError:
+        if getattr(config, "vision_config", None) is None:
             return of_text
+        priced = load("images").cost_of_pictures(config)
+        if priced is None:
+            return of_text
+        weights, first_picture = priced
         passes = 4 if gradient_checkpointing else 3
-        picture = passes * 2 * tower_weights(config)
-        return replace(of_text, picture=picture, first_picture=rule.first_id)
+        return replace(of_text, picture=passes * 2 * weights, first_picture=first_picture)
 
     def cost(
         self, position: np.ndarray, length: np.ndarray, pictured: np.ndarray | None = None

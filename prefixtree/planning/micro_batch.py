@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.per_sequence import per_sequence, zeros_like
 from prefixtree.planning import assignment
 from prefixtree.planning.costs import CostModel
-from prefixtree.planning.steps import StepStats
-from prefixtree.planning.trunks import TrunkStats
+
+if TYPE_CHECKING:
+    from prefixtree.planning.steps import StepStats
+    from prefixtree.planning.trunks import TrunkStats
 
 
 class MicroBatch:

@@ -204,32 +204,6 @@ def _index_per_pair(indexer: Any) -> int:
     return int(heads * (indexer.head_dim + 1))
 
 
-def tower_weights(config: Any) -> int:
-    """The linear weights that the patches of one placeholder meet in a vision tower.
-
-    Args:
-        config: of a model of transformers that takes pictures.
-    """
-    import torch
-    from torch import nn
-    from transformers import AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config).model
-    tower = getattr(model, "visual", None) or model.vision_tower
-    side = _first(config.vision_config, "spatial_merge_size", "pooling_kernel_size")
-    skipped = {id(m.weight) for m in tower.modules() if isinstance(m, nn.Embedding)}
-    found = 0
-    for name, weight in tower.named_parameters():
-        *_, owner, last = name.split(".")
-        is_linear = weight.ndim > 1 and "norm" not in owner and "position" not in last
-        if is_linear and id(weight) not in skipped:
-            # these see the patches of a placeholder as one row
-            sees_all = "merger" in name or "downsample" in name
-            found += weight.numel() * (1 if sees_all else side**2)
-    return found
-
-
 def on_meta(config: Any) -> Any:
     """The language model of a config on the meta device: shapes without numbers.
 

@@ -16,7 +16,8 @@ import torch
 
 from prefixtree import loops
 from prefixtree.packing.copies import move
-from prefixtree.packing.mask import StateBorders, TreeMask, make_mask
+from prefixtree.packing.mask import TreeMask, make_mask
+from prefixtree.packing.state_borders import StateBorders
 from prefixtree.planning.parts import Part
 
 #: Kinds of rows that parts hand on: keys and values, or the keys of an indexer; and states. Those

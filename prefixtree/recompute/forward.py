@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,23 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError, with_hints
+from prefixtree.images.placements import place
+from prefixtree.images.tower import has_compiled_blocks
+from prefixtree.images.vision import pictures_train, tower_of
 from prefixtree.models.families import checkpoint_wrappers
-from prefixtree.models.layers import device_of, fsdp2_units, layers_of, most_of_all_ranks
+from prefixtree.models.layers import device_of, fsdp2_units, layers_of
 from prefixtree.models.low_precision import is_quantised
-from prefixtree.models.tower import TowerRuns, has_compiled_blocks
-from prefixtree.models.vision import pictures_train, tower_of
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.placements import place
 from prefixtree.parallel.agreement import agree
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
-from prefixtree.recompute.layers import (
-    Mode,
-    checkpoint_of_tower,
-    checkpoints_itself,
-    keeping_in_tower,
-    recomputing,
-)
-from prefixtree.recompute.picture_work import RUN, PictureWork
+from prefixtree.recompute.layers import MODES, Mode, recomputing
+from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
     PartWork,
     RecomputePlan,
@@ -50,8 +43,8 @@ from prefixtree.recompute.plan import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from prefixtree.models.vision import EncodedPictures
-    from prefixtree.pictures import Pictures
+    from prefixtree.images.pictures import Pictures
+    from prefixtree.images.vision import EncodedPictures
     from prefixtree.recompute.trace import ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
     from prefixtree.recompute.traced_runs import Adapters, Trains
@@ -259,7 +252,7 @@ def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device
     return available_bytes(device) - _missing_gradients(model) - gathered_bytes(causal_lm)
 
 
-def recomputed_forward(
+def chosen_modes(
     model: nn.Module,
     causal_lm: Any,
     packed: PackedForest,
@@ -268,12 +261,12 @@ def recomputed_forward(
     held: int = 0,
     shown: EncodedPictures | None = None,
     share: GroupShare | None = None,
-) -> AbstractContextManager[None]:
-    """A context for one forward, in which layers, and the vision tower, recompute what was asked
-    for.
+) -> Mode | RecomputePlan:
+    """Chooses what the layers of one forward, and its vision tower, compute again.
 
     Args:
         scored: edges whose log-probability is computed.
+        recompute: not None.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
         shown: the pictures that the forward encodes. Default: text alone.
         share: of a rank of a group, which computes a part of the forest. Default: all of it.
@@ -283,16 +276,12 @@ def recomputed_forward(
         UnsupportedError: a model in eval mode, or what `plan_recomputation` refuses.
         torch.OutOfMemoryError: see `plan_recomputation`.
     """
-    if recompute is None or not torch.is_grad_enabled():
-        return _with_pictures(nullcontext(), model, shown, None)
     if not causal_lm.training:
         raise UnsupportedError(
             f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
             "model.train() (dropout is refused anyway), or leave recompute=None"
         )
     layers = len(layers_of(causal_lm))
-    modes: Sequence[Mode]
-    of_tower: Mode | RecomputePlan
     if recompute == "auto":
         of_pictures: Shown | None = None
         if shown is not None and len(shown.placed.placements.number):
@@ -303,77 +292,27 @@ def recomputed_forward(
             else:
                 of_pictures = partial(PictureWork.of_rank, shown.encodings)
         plan = partial(_planned, model, packed, None, scored, of_pictures, held, share)
-        of_tower = plan() if share is None else share.agreed(packed.device, plan)
-        modes = of_tower.modes
-    elif isinstance(recompute, RecomputePlan):
-        of_tower, modes = recompute, recompute.modes
-        if len(modes) != layers:
-            raise ValueError(
-                f"recompute is a plan for {len(modes)} layers, and the model has {layers}: plan "
-                "with this model"
-            )
-    elif recompute in get_args(Mode):
-        of_tower, modes = recompute, [recompute] * layers
-    else:
-        raise ValueError(
-            f"recompute must be None, 'auto', {', '.join(map(repr, get_args(Mode)))} or a "
-            f"RecomputePlan, got {recompute!r}"
-        )
-    context = recomputing(causal_lm, modes)
-    return _with_pictures(context, model, shown, of_tower)
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _with_pictures(
-    context: AbstractContextManager[None],
-    model: nn.Module,
-    shown: EncodedPictures | None,
-    recompute: Mode | RecomputePlan | None,
-) -> AbstractContextManager[None]:
-    """A context, in which the tower runs as layers are recomputed too.
-
-    Args:
-        recompute: None where the layers are as the model is set.
-    """
-    if shown is None:
-        return context
-    patches: int | None = RUN
-    mode: Mode = "all"
-    kept = 0
+        return plan() if share is None else share.agreed(packed.device, plan)
     if isinstance(recompute, RecomputePlan):
-        patches, kept = recompute.patches, recompute.kept or 0
-    elif recompute is not None:
-        mode = recompute
-    elif not checkpoints_itself(shown.tower):
-        mode = "nothing"
-    around = None
-    if torch.is_grad_enabled():
-        around = checkpoint_of_tower(shown.tower, mode)
-        if around is None:
-            patches = None
-    least = [shown.placed.least_runs, 0]
-    if least[0]:
-        # ranks agreed on runs that are computed again
-        kept = 0
-    elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        # every run gathers the tower's parameters, those that are computed again do so twice; other
-        # ranks may have no graph, and so runs
-        runs = [0, 1] if patches is None else shown.num_runs(patches, kept)
-        least = most_of_all_ranks(model, runs, shown.placed.packed.device)
-        if patches is None:
-            kept = sys.maxsize
-    if patches is None and sum(least) > 1:
-        patches = sys.maxsize
-    keeping = None if around is None else keeping_in_tower(shown.tower)
-    tower_runs = TowerRuns(patches, around, least[0], kept, keeping, least[1])
-    return _entered(context, shown.encoded(tower_runs))
+        if len(recompute.modes) != layers:
+            raise ValueError(
+                f"recompute is a plan for {len(recompute.modes)} layers, and the model has "
+                f"{layers}: plan with this model"
+            )
+        return recompute
+    if recompute is not None and recompute in MODES:
+        return recompute
+    raise ValueError(
+        f"recompute must be None, 'auto', {', '.join(map(repr, MODES))} or a RecomputePlan, "
+        f"got {recompute!r}"
+    )
+
+
+def recomputing_as(causal_lm: Any, chosen: Mode | RecomputePlan) -> AbstractContextManager[None]:
+    """A context for one forward, in which layers compute again what was chosen."""
+    if isinstance(chosen, RecomputePlan):
+        return recomputing(causal_lm, chosen.modes)
+    return recomputing(causal_lm, [chosen] * len(layers_of(causal_lm)))
 
 
 def memory_of(

@@ -12,7 +12,7 @@ towers keep all, and the forward again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -24,8 +24,6 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree.errors import Refusal, refuse
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import measure_bytes
-from prefixtree.models.routers import RouterLoss
-from prefixtree.models.vision import PlacedPictures
 from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.parts import Parts
@@ -61,6 +59,7 @@ if TYPE_CHECKING:
     from prefixtree.recompute.trace import ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
+from prefixtree.wings import CallWing
 
 # of what a tower may keep
 _CHOICES = 8
@@ -283,13 +282,11 @@ class Asked(Protocol):
 
     Attributes:
         options: of a language model's edges.
-        loss: the load-balancing loss of experts; None where none is asked for.
-        placed: the pictures; None of text alone.
+        wings: of the call, by name.
     """
 
     options: ScoreOptions
-    loss: RouterLoss | None
-    placed: PlacedPictures | None
+    wings: Mapping[str, CallWing]
 
 
 class PartModes(NamedTuple):
@@ -412,7 +409,7 @@ def modes_of_steps(
     # one graph at a time
     spans = [Span(step, step, is_trunk=False) for step in range(len(steps))]
     no_states = np.zeros(len(steps))
-    held_bytes = 0 if asked.loss is None else asked.loss.held_bytes()
+    held_bytes = sum(wing.held_bytes for wing in asked.wings.values())
     given = model, steps, num_scored, no_states, spans, asked, held_bytes
     return PartModes(_planned(*given, ledger=ledger).of_part, "all", False)
 
@@ -436,7 +433,7 @@ def _planned(
     """
     causal_lm, available = left_for_activations(model, steps.packed.device)
     available -= held_bytes
-    placed = asked.placed
+    placed: Any = asked.wings.get("images")
     if asked.options.measure is not None:
         vocabulary = causal_lm.config.get_text_config().vocab_size
         available -= measure_bytes(max(num_scored, default=0), vocabulary)

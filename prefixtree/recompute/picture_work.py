@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from prefixtree.models.tower import TowerShape
+from prefixtree.images.tower import RUN, TowerShape
 
 if TYPE_CHECKING:
-    from prefixtree.models.encodings import Encoding
-    from prefixtree.packing.placements import Placements
-    from prefixtree.pictures import Pictures
+    from prefixtree.images.encodings import Encoding
+    from prefixtree.images.pictures import Pictures
+    from prefixtree.images.placements import Placements
     from prefixtree.recompute.trace_tower import TowerMemory
 
-#: patches of pictures that a tower takes at once: enough to keep a GPU busy, and about 28 GiB of
-#: activations in a tower of 24 layers of width 1024
-RUN = 1 << 15
 # what is left for runs where a tower keeps anything
 _LEAST_RUN = 1 << 12
 

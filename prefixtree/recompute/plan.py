@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from prefixtree.forest import PrefixForest
+from prefixtree.images.tower import RUN
 from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.recompute.layers import MODES, Mode
-from prefixtree.recompute.picture_work import RUN, PictureWork, TowerChoice
+from prefixtree.recompute.picture_work import PictureWork, TowerChoice
 
 if TYPE_CHECKING:
     from prefixtree.planning.parts import Part

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.experts import set_experts
-from prefixtree.models.hybrids import prepare_states
+from prefixtree.experts.products import set_experts
 from prefixtree.models.layers import decoder_of, layers_of
+from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rope import as_default_rope
 from prefixtree.planning.model_cost import ModelCost, auto_class, model_cost
 from prefixtree.recompute.layers import MODES, Mode
@@ -234,7 +234,7 @@ def _traced(
         half = _trace(key, torch.bfloat16, None, device, modes, cut is not None)
         return half.scaled(dtype.itemsize / 2, (autocast or dtype).itemsize)
     model.train()
-    prepare_states(model)
+    prepare_layers(model)
     parameters = list(model.parameters())
     with fake:
         for parameter in parameters:

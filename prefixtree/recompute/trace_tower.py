@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.encodings import blank_picture
+from prefixtree.images.encodings import blank_picture
+from prefixtree.images.tower import compile_blocks, features_in, in_few_calls
+from prefixtree.images.vision import grid_keyword_of, tower_of
 from prefixtree.models.families import ENCODES
-from prefixtree.models.tower import compile_blocks, features_in, in_few_calls
-from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.trace import make_fake, traced_as_cut
 from prefixtree.recompute.traced_runs import (

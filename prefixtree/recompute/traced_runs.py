@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.experts.products import traced_as
 from prefixtree.forest import PrefixForest
-from prefixtree.models.experts import traced_as
-from prefixtree.models.families import forward_inputs
+from prefixtree.models.families import forward_inputs, router_keywords
 from prefixtree.models.layers import decoder_of
-from prefixtree.models.routers import router_keywords
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.layers import Mode, recomputing
 
@@ -166,7 +165,7 @@ class Runs:
         """The keywords of a forward over a chain of fake tokens."""
         packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(self._device)
         config = self._model.config
-        keywords = forward_inputs(packed, config) | router_keywords(config, None)
+        keywords = forward_inputs(packed, config) | router_keywords(config, False)
         return {
             name: self._fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
             for name, value in keywords.items()

@@ -29,7 +29,9 @@ from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
 from prefixtree.kernels.recurrence.protocol import RowSlots
 from prefixtree.packing.copies import move
-from prefixtree.packing.mask import StateBorders, TreeMask
+from prefixtree.packing.mask import TreeMask
+from prefixtree.packing.segments import tables_of
+from prefixtree.packing.state_borders import StateBorders
 
 # ---- states, in slots ----------------------------------------------------------------------------
 
@@ -74,7 +76,7 @@ class _Ends:
 
     def tails(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """[F, W - 1, D] of x [T, D]; zeros before a root."""
-        tables = self.mask.host.segment_tables(x.device)
+        tables = tables_of(self.mask.host, x.device)
         above = tables.taps(width).ancestors[: width - 1, self._tokens].flip(0).t()
         return x[above.clamp(min=0)].masked_fill((above < 0)[..., None], 0)
 

@@ -36,12 +36,12 @@ from prefixtree.models.checks import (
     find_causal_lm,
 )
 from prefixtree.models.families import check_tokens, family_of, forward_inputs
-from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.paths import not_kept
+from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rope import fixed_lengths, longest_row
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
+from prefixtree.sparse.masks import not_kept
 
 # ---- CUDA graphs of decode steps -----------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class CachedForward:
         """
         check_model(self._model, self._causal_lm, packed)
         self._rope_length = longest_row(self._causal_lm, packed.mask.host)
-        prepare_states(self._causal_lm)
+        prepare_layers(self._causal_lm)
         check_layers(self._causal_lm, self._causal_lm, packed.device)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()

@@ -21,8 +21,8 @@ from prefixtree.models.layers import device_of
 from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.pictures import Pictures
 from prefixtree.scoring.logprobs import sequence_logprobs
+from prefixtree.wings import load
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def batch_logprobs(
     sequences = layout.sequences("input_ids", ids)
     pictures = options.get("pictures")
     if pictures is not None:
-        _check_pictures(sequences, pictures)
+        load("images").check_sequences(sequences, pictures)
         sequences = pictures.sequences
     # of padding alone a dummy runs; any id does
     forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
@@ -136,24 +136,6 @@ def batch_logprobs(
         aux_loss=scores.aux_loss,
         router_logits=scores.router_logits,
     )
-
-
-def _check_pictures(sequences: list[np.ndarray], pictures: Pictures) -> None:
-    """Refuses pictures of other sequences than those of the batch, or in another order."""
-    mend = (
-        "pictures must be made of the sequences of this batch, in its order: make them "
-        "(Pictures.from_batch) behind whatever cuts, drops or shuffles rows"
-    )
-    lengths, expected = ([len(s) for s in rows] for rows in (pictures.sequences, sequences))
-    if lengths != expected:
-        raise ForestError(f"{mend}; expected sequences of {expected} tokens, got {lengths}")
-    for i, (given, theirs) in enumerate(zip(sequences, pictures.sequences, strict=True)):
-        # the batch has the processor's placeholders, or the ids of the pictures
-        for at in np.flatnonzero((given != pictures.with_placeholders(theirs)) & (given != theirs)):
-            raise ForestError(
-                f"{mend}; token {at} of sequence {i} is {given[at]} in input_ids and {theirs[at]} "
-                "in pictures.sequences"
-            )
 
 
 def _masks(layout: BatchLayout, loss_mask: Any) -> tuple[list[np.ndarray] | None, np.ndarray]:

@@ -30,7 +30,7 @@ from prefixtree.kernels.operators import new_library, register, uncompiled
 from prefixtree.packing.copies import GatherIndex, gather, lasting, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
-from prefixtree.packing.placements import described, find_paths
+from prefixtree.packing.same_paths import described, find_paths
 
 # ---- edges in their forest, by which other calls find them ---------------------------------------
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import Parts
 from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
@@ -78,20 +77,6 @@ def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
             "where each begins": first,
         },
     }
-
-
-def parts_of_pictures(placed: PlacedPictures | None) -> Parts:
-    if placed is None:
-        return {}
-    parts: dict[str, Any] = {"whether they are passed": True}
-    for n in np.unique(placed.placements.number).tolist():
-        picture = placed.pictures.distinct[n]
-        parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
-        # a hash says nothing to readers
-        key: Any = picture.key
-        key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
-        parts[f"the pixels of picture {n}"] = key
-    return parts
 
 
 def parts_of_model(model: Any) -> Parts:

@@ -5,8 +5,8 @@ Legend: U scored edges, one per temperature, n ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,19 +15,16 @@ import torch
 from torch import nn
 
 from prefixtree.errors import refuse
-from prefixtree.models.families import ROUTES, forward_inputs
-from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.vision import EncodedPictures, PlacedPictures
+from prefixtree.models.families import ROUTES
+from prefixtree.models.prepared import prepare_layers
 from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
-from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.agreement import Parts, agree
+from prefixtree.parallel.agreement import Parts, agree, num_ranks
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.heads import state_heads_problem
 from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.ranks import arrival, gather_rows
 from prefixtree.parallel.states import part_mask
-from prefixtree.pictures import Pictures
 from prefixtree.planning.division import Division
 from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
@@ -35,75 +32,29 @@ from prefixtree.planning.split import split_slots
 from prefixtree.recompute.forward import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.forward import AskedWings
 from prefixtree.scoring.group_facts import (
     FACTS,
     costs_of,
     parts_of_forest,
     parts_of_model,
-    parts_of_pictures,
     parts_of_scores,
     parts_of_state,
 )
-from prefixtree.scoring.refusals import (
-    GROUPS,
-    GroupMode,
-    check_averages,
-    check_mode,
-    heads_of,
-)
+from prefixtree.scoring.group_refusals import GROUPS, check_averages, check_mode, heads_of
+from prefixtree.scoring.local import LocalPart, LocalTokens, Rows, inputs_of
+from prefixtree.scoring.refusals import GroupMode
+from prefixtree.wings import CallWing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+__all__ = ["RankPart", "num_ranks", "part_of_rank", "scores_of_rank", "values_of_rank"]
+
 # ---- the part of a rank --------------------------------------------------------------------------
 
-#: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
-#: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
-Rows = tuple[torch.Tensor, ...]
 _Local = TypeVar("_Local")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalTokens:
-    """The tokens of a packed forest that this process computes.
-
-    Attributes:
-        inputs: keywords of the model's forward.
-        mask: the mask over which its layers attend.
-        gathered: from the rows that a forward gives here to those of all ranks.
-        of_steps: keywords of a forward over the whole forest, for steps.
-        share: of a rank's part, for recompute="auto". Default: none, as of other modes.
-        divided: what a rank computes of each step. Default: one forward, or this process divides.
-    """
-
-    inputs: dict[str, Any]
-    mask: TreeMask
-    gathered: Callable[[Rows], Rows]
-    of_steps: dict[str, Any]
-    share: GroupShare | None = None
-    divided: Divided | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalPart(LocalTokens):
-    """The same where edges are scored. The router logits [t, E] of own tokens are gathered beside
-    their scores, where a loss wants them.
-
-    Attributes:
-        edges: what the lm_head scores here.
-        to_sequences: from the gathered scores to every sequence but its first token.
-        lengths: n - 1 of each sequence.
-        order: gives int64 [U], the row of each scored edge once gathered. Default: as they are.
-        shown: of a rank's part, the pictures that it encodes and those of its tokens. Default: text
-            alone, or a whole forest.
-    """
-
-    edges: DeviceEdges
-    to_sequences: GatherIndex
-    lengths: list[int]
-    order: Callable[[], np.ndarray] | None = None
-    shown: EncodedPictures | None = None
 
 
 class SplitInSlots:
@@ -153,22 +104,6 @@ class SplitInSlots:
 Divide = Callable[[Any, SplitInSlots], Divided]
 
 
-def whole_tokens(packed: PackedForest, config: Any) -> LocalTokens:
-    """All of a packed forest. config: of the model."""
-    inputs = forward_inputs(packed, config)
-    return LocalTokens(inputs=inputs, of_steps=inputs, mask=packed.mask, gathered=lambda rows: rows)
-
-
-def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> LocalPart:
-    """The same with what is scored of it."""
-    return LocalPart(
-        **vars(whole_tokens(packed, config)),
-        edges=edges_on_device(packed, found, None, found.predictor),
-        to_sequences=GatherIndex(lambda: found.of_copies, found.count, packed.device),
-        lengths=found.lengths,
-    )
-
-
 def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
     """The keywords of a forward over a part, from those of the whole forest."""
     own = part.index_on(inputs["input_ids"].device)
@@ -213,7 +148,6 @@ def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalP
         to_sequences=to_sequences,
         lengths=found.lengths,
         order=row_of_unit,
-        shown=part.shown(),
     )
 
 
@@ -243,7 +177,7 @@ class RankPart:
 
     Args:
         given: the forest of the caller. divided: slots and ranks, of a forest that may be padded.
-        placed: the pictures of the forest. recompute: as in `sequence_logprobs`.
+        wings: of the call. recompute: as in `sequence_logprobs`.
         in_steps: whether there may be several slots.
 
     Attributes:
@@ -258,12 +192,12 @@ class RankPart:
         self,
         given: PackedForest,
         divided: Divided,
-        placed: PlacedPictures | None,
+        wings: Mapping[str, CallWing],
         recompute: Any,
         in_steps: bool,
     ) -> None:
         assert divided.group is not None
-        self._given, self._placed, self._recompute = given, placed, recompute
+        self._given, self._wings, self._recompute = given, wings, recompute
         self.divided, self.group, self._in_steps = divided, divided.group, in_steps
         division = divided.division
         self.packed, self.owner = division.packed, division.parts.owner % division.ranks
@@ -272,22 +206,16 @@ class RankPart:
 
     def tokens(self, config: Any) -> dict[str, Any]:
         """The fields of `LocalTokens` but `gathered`."""
-        more = {} if self._placed is None else self._placed.inputs
-        of_all = forward_inputs(self.packed, config) | more
+        of_all = inputs_of(self.packed, config, self._wings)
+        where = self.divided.division.parts, self.divided.rank, self.group
         return {
+            "wings": {name: wing.of_rank(*where) for name, wing in self._wings.items()},
             "inputs": part_inputs(of_all, self.mask.part, self.mask),
             "mask": self.mask.attended,
             "of_steps": of_all,
             "share": self._share(config) if self._recompute == "auto" else None,
             "divided": self.divided if self._in_steps else None,
         }
-
-    def shown(self) -> EncodedPictures | None:
-        """The pictures that this rank encodes, and those of its own tokens."""
-        if self._placed is None:
-            return None
-        divided = self.divided
-        return self._placed.of_rank(divided.division.parts, divided.rank, self.group)
 
     def _share(self, config: Any) -> GroupShare:
         """The part as "auto" plans it."""
@@ -375,7 +303,7 @@ def part_of_rank(
     options: dict[str, Any],
     mode: GroupMode = "parts",
     divide: Divide | None = None,
-    pictures: Pictures | None = None,
+    asked: AskedWings | None = None,
 ) -> tuple[Any, _Local]:
     """This rank's part of what the ranks of a group compute together, once all of them agree.
 
@@ -391,7 +319,7 @@ def part_of_rank(
         options: further arguments that must be the same on all ranks, `recompute` among them.
         mode: what ranks exchange.
         divide: divides the forest into steps. Default: one forward.
-        pictures: those of the forest. Default: text alone.
+        asked: what the call asks of wings. Default: there are none.
 
     Returns:
         The transformers model, and what `local` made.
@@ -408,17 +336,16 @@ def part_of_rank(
         inner, found = check()
         refuse(GROUPS, model)
         # what one layer refuses, all ranks do
-        prepare_states(inner)
+        prepare_layers(inner)
         check_averages(model, group)
         check_mode(mode, inner.config.get_text_config(), packed, ranks)
-        whole, placed = padded_to_ranks(packed, ranks), None
-        if pictures is not None:
-            placed = PlacedPictures(model, inner, whole, pictures)
-            whole = placed.packed
+        whole, wings = padded_to_ranks(packed, ranks), dict[str, CallWing]()
+        if asked is not None:
+            whole, wings = asked.open(model, inner, packed, whole)
         split = SplitInSlots(inner, whole, found, group, mode)
         at_once = np.array([0, whole.num_tokens])
         divided = split(at_once) if divide is None else divide(inner, split)
-        own = RankPart(packed, divided, placed, options["recompute"], divide is not None)
+        own = RankPart(packed, divided, wings, options["recompute"], divide is not None)
         for heads, shared in state_heads(inner):
             problem = state_heads_problem(heads, shared, ranks)
             if problem and not own.computes_above:
@@ -427,7 +354,7 @@ def part_of_rank(
         return (inner, part), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
-            "pictures": parts_of_pictures(placed),
+            "pictures": wings["images"].facts() if "images" in wings else {},
             "model": parts_of_model(inner),
             "options": {"group_mode": mode, **options, **parts_of_state(inner, packed)},
             "division": dict(zip(("starts of runs", "their owners"), runs, strict=False)),

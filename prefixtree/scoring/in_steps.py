@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import ForestError, UnsupportedError, refuse, with_hints
+from prefixtree.images.pictures import Pictures
 from prefixtree.models.checks import check_loaded, transformer_of
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
@@ -22,15 +23,15 @@ from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.copies import move
 from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.run import Rows, Run
-from prefixtree.pictures import Pictures
 from prefixtree.planning import schedule
 from prefixtree.planning.costs import BorrowCost, borrow_cost_of
 from prefixtree.planning.division import Division
 from prefixtree.planning.steps import Steps, plan_any_steps
-from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
+from prefixtree.recompute.forward import Recompute, memory_of
 from prefixtree.recompute.kept_modes import modes_of_steps
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.forward import recomputed
 from prefixtree.scoring.in_groups import Divide, SplitInSlots
 from prefixtree.scoring.part_runs import PartForward, PartRuns
 from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS, STEPS_IN_GROUPS
@@ -39,16 +40,6 @@ from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS, STEPS_IN_GROUPS
 _FAILED = 1 << 40
 # tokens between which the memory of a token is read off
 _FEW, _MANY = 1 << 12, 1 << 13
-
-
-def check_arguments(max_tokens: int | None, borrow_cost: BorrowCost | None) -> None:
-    """Refuses arguments that do not go together.
-
-    Raises:
-        ValueError: a borrow_cost without max_tokens.
-    """
-    if borrow_cost is not None and max_tokens is None:
-        raise ValueError("borrow_cost goes with max_tokens, and only with it")
 
 
 def _refusal(model: nn.Module) -> UnsupportedError | None:
@@ -140,13 +131,12 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
 
 def dividing(
     model: nn.Module,
-    max_tokens: int | None,
+    max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
     pictures: Pictures | None = None,
-) -> Divide | None:
-    """A function that divides a forest into steps, each of which the ranks of a group divide; None
-    without max_tokens.
+) -> Divide:
+    """A function that divides a forest into steps, each of which the ranks of a group divide.
 
     It raises an UnsupportedError (`STEPS`, `SEVERAL_STEPS`, `STEPS_IN_GROUPS`), or a ForestError
     for a path that fits no steps.
@@ -157,8 +147,6 @@ def dividing(
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute, pictures: as in `sequence_logprobs`.
     """
-    if max_tokens is None:
-        return None
 
     def divide(transformer: Any, split: SplitInSlots) -> Divided:
         most, packed, ranks = at_least_one("max_tokens", max_tokens), split.packed, split.ranks
@@ -229,7 +217,7 @@ def rows_in_steps(
         # however large the forest is
         refuse(STEPS, model)
         # what each forward would refuse
-        recomputed_forward(model, transformer, packed, 0, recompute)
+        recomputed(model, transformer, packed, 0, recompute)
         undivided = _refusal(model)
         if divided is not None:
             count = len(divided.division)

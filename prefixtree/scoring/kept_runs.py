@@ -24,9 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import ForestError, refuse
 from prefixtree.models.checks import check_loaded, transformer_of
-from prefixtree.models.indexers import compresses_keys
-from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
-from prefixtree.models.paths import not_handed_on
+from prefixtree.models.layers import device_of, groups_of
 from prefixtree.packing.copies import GatherIndex, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree_on_order, among_ranks, order_of
@@ -36,11 +34,13 @@ from prefixtree.planning import schedule
 from prefixtree.planning.division import Division
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
-from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.recompute.forward import Recompute
 from prefixtree.recompute.kept_modes import RecomputeTrunks, modes_of
-from prefixtree.recompute.picture_work import RUN
+from prefixtree.scoring.forward import recomputed
 from prefixtree.scoring.part_runs import PartForward, PartRuns
 from prefixtree.scoring.refusals import KEPT_TRUNKS
+from prefixtree.sparse.indexers import compresses_keys
+from prefixtree.sparse.masks import not_handed_on
 
 # what cuts a forest, where it matters how long sequences are
 KEPT = "a trunk or micro-batch of kept trunks"
@@ -140,15 +140,10 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
                 "another rank cannot keep its trunks, and no rank can go on without it; its own "
                 "message says what it needs"
             )
-        if groups and (placed := self._forward.placed) is not None:
-            # a backward may meet that of any forward of another rank, and each run of a tower is
-            # exchanges: so all forwards of the block make as many
-            most = [
-                placed.most_runs(part.own_tokens, getattr(mode, "patches", RUN))
-                for part, mode in zip(self._steps or (), self._modes.of_part, strict=True)
-            ]
-            most_here = max(most, default=1)
-            (placed.least_runs,) = most_of_all_ranks(model, [most_here], device)
+        if groups:
+            owns = [part.own_tokens for part in self._steps or ()]
+            for wing in self._forward.wings.values():
+                wing.in_lockstep(owns, self._modes.of_part)
         self._run = self._run_of(among_ranks(self._schedule, order))
 
     def _prepare(
@@ -179,10 +174,11 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self.packed = packed = forward.packed
         scored = [part.scored(forward.units.predictor) for part in self._steps or ()]
         held_bytes = 0
-        if forward.loss is not None and trunks is not None:
+        if trunks is not None:
             # of a micro-batch, and of trunks that are alive
             most = max(batch.num_tokens for batch in batches) + trunks.stats.alive_tokens
-            held_bytes = forward.loss.held_bytes() * most // packed.num_tokens
+            whole = sum(wing.held_bytes for wing in forward.wings.values())
+            held_bytes = whole * most // packed.num_tokens
         given = *modes, forward, self._trains, held_bytes
         counts = [len(units) for units, _ in scored]
         self._modes = modes_of(model, trunks, self._steps, counts, *given)
@@ -191,7 +187,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._schedule = schedule.kept(spans, len(batches), self._trains, again)
         for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
             # what each forward would refuse
-            recomputed_forward(model, self._transformer, packed, 0, mode)
+            recomputed(model, self._transformer, packed, 0, mode)
         self._runs = PartRuns(
             *(model, self._transformer, forward, self._divided, scored, self._modes, self._trains),
             inputs_of="{} of the plan",

@@ -17,21 +17,20 @@ import torch
 from torch import nn
 
 from prefixtree.errors import with_hints
+from prefixtree.images.pictures import Pictures
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.models.checks import check_model, check_module, find_causal_lm
+from prefixtree.models.checks import check_module, find_causal_lm
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.routers import check_routes, router_loss
-from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batch import MicroBatch, of_plan
 from prefixtree.recompute.forward import Recompute
 from prefixtree.recompute.kept_modes import RecomputeTrunks, check_modes
 from prefixtree.scoring.edges import SequenceScores, find_edges, scores_of
+from prefixtree.scoring.forward import AskedWings, ModelForward, ScoresOfParts
 from prefixtree.scoring.kept_runs import KEPT, KeptRuns, TurnRows, running
-from prefixtree.scoring.logprobs import ModelForward, ScoresOfParts
+from prefixtree.scoring.local import inputs_of
 from prefixtree.scoring.values import ValuesForward, checked_classifier
 
 
@@ -104,25 +103,18 @@ def kept_trunks(
     check_modes(model, *modes, pictures is not None)
     options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     causal_lm = find_causal_lm(model)
+    asked = AskedWings(pictures, output_router_logits)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptScores:
-        if pictures is not None:
-            check_pictures(model, causal_lm, packed, pictures)
-        check_model(model, causal_lm, packed, pictures, KEPT)
-        check_routes(model, causal_lm, packed)
-        loss = router_loss(causal_lm, packed, output_router_logits)
+        asked.check(model, causal_lm, packed, KEPT)
         temperatures: float | Sequence[float] = 1.0
         masks = None
         if members is not None:
             given = temperature, loss_mask, batches[0].num_planned
             temperatures, masks = of_plan(*given, members)
-        placed = None
-        if pictures is not None:
-            placed = PlacedPictures(model, causal_lm, packed, pictures)
-            packed = placed.packed
-        inputs = forward_inputs(packed, causal_lm.config)
-        inputs |= {} if placed is None else placed.inputs
-        forward = ModelForward(model, causal_lm, packed, options, loss, placed)
+        packed, wings = asked.open(model, causal_lm, packed, packed)
+        inputs = inputs_of(packed, causal_lm.config, wings)
+        forward = ModelForward(model, causal_lm, packed, options, wings)
         return _KeptScores(forward, inputs, find_edges(packed, temperatures, masks))
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
@@ -135,10 +127,9 @@ class _KeptScores(ScoresOfParts):
     def result(self, batch: MicroBatch, found: TurnRows) -> SequenceScores:
         scores = scores_of(found.units, found.to_sequences, found.lengths, self.options)
         scores = replace(scores, measured_edges=None)
-        if self.loss is None:
-            return scores
-        aux_loss = self.loss.within(batch.packed, found.of_tokens)
-        return replace(scores, aux_loss=aux_loss, router_logits=found.of_tokens)
+        for wing in self.wings.values():
+            scores = wing.result(scores, found.of_tokens, batch.packed)
+        return scores
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -9,51 +9,29 @@ wrappers see an ordinary forward, which uses its parameters and returns its outp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from prefixtree.errors import with_hints
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
-from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
-from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm, warn_past_ddp
-from prefixtree.models.hybrids import prepare_states
+from prefixtree.kernels.lm_head.measures import Measure
+from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.layers import device_of
-from prefixtree.models.routers import (
-    RouterLoss,
-    check_routes,
-    replaying,
-    router_keywords,
-    router_loss,
-)
-from prefixtree.models.rows_alone import check_layers
-from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pictures
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.agreement import num_ranks
-from prefixtree.parallel.run import Rows
-from prefixtree.pictures import Pictures
-from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
-from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
-from prefixtree.scoring.edges import (
-    DeviceEdges,
-    ScoredEdges,
-    SequenceScores,
-    edges_on_device,
-    find_edges,
-    scores_of,
-)
-from prefixtree.scoring.in_groups import part_of_rank, scores_of_rank, whole_forest
-from prefixtree.scoring.in_steps import check_arguments, dividing, rows_in_steps
-from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
-from prefixtree.scoring.part_runs import PartCall
-from prefixtree.scoring.refusals import GroupMode, check_group_mode
+from prefixtree.scoring.edges import ScoredEdges, SequenceScores, find_edges, scores_of
+from prefixtree.scoring.forward import AskedWings, ModelForward, ScoresOfParts
+from prefixtree.scoring.local import LocalPart, whole_forest
+from prefixtree.scoring.refusals import GroupMode, check_group_mode, check_steps
+from prefixtree.wings import load
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from prefixtree.images.pictures import Pictures
+    from prefixtree.planning.costs import BorrowCost
+    from prefixtree.recompute.forward import Recompute
 
 
 @with_hints
@@ -168,25 +146,20 @@ def sequence_logprobs(
     """
     given = packed
     packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
-    check_arguments(max_tokens, borrow_cost)
-    if group is not None and num_ranks(group) == 1:
+    check_steps(max_tokens, borrow_cost)
+    if group is not None and load("groups").num_ranks(group) == 1:
         group = None
+    asked = AskedWings(pictures, output_router_logits)
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         # refuses, on all ranks of a group
         ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
         causal_lm = find_causal_lm(model)
-        if pictures is not None:
-            check_pictures(model, causal_lm, packed, pictures)
-        divided = None if group is None else "the ranks of a group"
-        check_model(model, causal_lm, packed, pictures, divided)
-        check_routes(model, causal_lm, packed)
-        # refuses a family without such a loss
-        router_loss(causal_lm, packed, output_router_logits)
+        asked.check(model, causal_lm, packed, None if group is None else "the ranks of a group")
         return causal_lm, find_edges(packed, *own_of(given, temperature, loss_mask))
 
-    placed: PlacedPictures | None = None
+    local: LocalPart
     if group is not None:
         options = {
             "return_entropy": return_entropy,
@@ -197,129 +170,29 @@ def sequence_logprobs(
             "max_tokens": max_tokens,
             "borrow_cost": borrow_cost,
         }
-        divide = dividing(model, max_tokens, borrow_cost, recompute, pictures)
-        how = options, group_mode, divide, pictures
-        causal_lm, local = part_of_rank(model, packed, group, check, scores_of_rank, *how)
+        divide = None
+        if max_tokens is not None:
+            how = model, max_tokens, borrow_cost, recompute, pictures
+            divide = load("steps").dividing(*how)
+        groups = load("groups")
+        given_to_ranks = groups.scores_of_rank, options, group_mode, divide, asked
+        causal_lm, local = groups.part_of_rank(model, packed, group, check, *given_to_ranks)
     else:
         causal_lm, found = check()
-        if pictures is not None:
-            placed = PlacedPictures(model, causal_lm, packed, pictures)
-            packed = placed.packed
-        local = whole_forest(packed, found, causal_lm.config)
-        if placed is not None:
-            inputs = local.inputs | placed.inputs
-            local = replace(local, inputs=inputs, of_steps=inputs)
+        packed, wings = asked.open(model, causal_lm, packed, packed)
+        local = whole_forest(packed, found, causal_lm.config, wings)
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
-    loss = router_loss(causal_lm, packed, output_router_logits)
-    shown = local.shown, local.share
-    forward = ModelForward(model, causal_lm, packed, wanted, loss, placed, *shown)
+    forward = ModelForward(model, causal_lm, packed, wanted, local.wings, local.share)
     rows = None
     if max_tokens is not None:
         of_parts = ScoresOfParts(forward, local.of_steps, local.edges.found)
-        more = recompute, local.divided
-        rows = rows_in_steps(model, causal_lm, of_parts, max_tokens, borrow_cost, *more)
+        how_large = max_tokens, borrow_cost, recompute, local.divided
+        rows = load("steps").rows_in_steps(model, causal_lm, of_parts, *how_large)
     if rows is None:
         rows = forward(local.mask, local.inputs, local.edges, recompute)
-    scores, *router_logits = local.gathered(rows)
+    scored, *of_tokens = local.gathered(rows)
     where = local.to_sequences, local.lengths
-    found_scores = scores_of(scores, *where, wanted, local.order, local.edges.found)
-    if loss is None:
-        return found_scores
-    aux_loss = loss.of(router_logits)
-    return replace(found_scores, aux_loss=aux_loss, router_logits=tuple(router_logits))
-
-
-class ModelForward:
-    """Calls a model over a packed forest, or over a part of one, for the scores of its edges.
-
-    Args:
-        model, causal_lm, packed: as `sequence_logprobs` has them.
-        options: what is computed of each edge; the rule of the model's family is added.
-        loss: the load-balancing loss to compute. Default: none.
-        placed: the pictures of the forest. Default: text alone, or a rank's part.
-        shown, share: of a rank's part, as in `LocalPart`. Default: a forest that no ranks divide.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        causal_lm: Any,
-        packed: PackedForest,
-        options: ScoreOptions,
-        loss: RouterLoss | None = None,
-        placed: PlacedPictures | None = None,
-        shown: EncodedPictures | None = None,
-        share: GroupShare | None = None,
-    ) -> None:
-        prepare_states(causal_lm)
-        warn_past_ddp(model)
-        self.packed, self.loss, self.placed = packed, loss, placed
-        self._model, self._causal_lm = model, causal_lm
-        self._shown, self._share = shown, share
-        self.options = replace(options, rule=logit_rule(causal_lm))
-
-    def __call__(
-        self,
-        mask: TreeMask,
-        inputs: dict[str, Any],
-        edges: DeviceEdges,
-        recompute: Recompute,
-        own: np.ndarray | None = None,
-    ) -> Rows:
-        """One forward: the scores [u, columns], and the router logits [t, E] of each layer of
-        experts where there is a loss.
-
-        Args:
-            mask: that of the tokens.
-            inputs: keywords of the model.
-            edges: what its lm_head scores.
-            recompute: as in `sequence_logprobs`.
-            own: int64 [t], the packed tokens that it computes, ascending. Default: all.
-        """
-        shown = self._shown if self.placed is None else self.placed.of(own)
-        if shown is not None:
-            inputs = inputs | shown.inputs
-        model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self.packed
-        # a forward of its own, which other ranks run where this one does
-        check_layers(model, causal_lm, packed.device)
-        keywords = router_keywords(causal_lm.config, loss)
-        held_bytes = 0 if loss is None else loss.held_bytes()
-        count = len(edges.target)
-        if self.options.measure is not None:
-            held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
-        planned = recompute, held_bytes, shown, self._share
-        with (
-            recomputed_forward(model, causal_lm, packed, count, *planned),
-            every_layer_attends(causal_lm, mask),
-            replaying(causal_lm, packed),
-            scoring_lm_head(causal_lm, edges, self.options) as handed,
-        ):
-            if loss is not None:
-                loss.check()
-            output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
-        # what a wrapper changed in place is its fault, not the model's
-        scores = handed.returned(output)
-        handed.check_treatment(causal_lm, self.options.rule)
-        if loss is None:
-            return (scores,)
-        return scores, *loss.logits_of(output, inputs["input_ids"].shape[-1])
-
-
-class ScoresOfParts:
-    """The scores of the edges whose predictors a part owns: a `PartForward`.
-
-    Args:
-        forward: over the forest.
-        inputs: keywords of a forward over all of it.
-        edges: all that are scored.
-    """
-
-    def __init__(self, forward: ModelForward, inputs: dict[str, Any], edges: ScoredEdges) -> None:
-        self.packed, self.options = forward.packed, forward.options
-        self.loss, self.placed = forward.loss, forward.placed
-        self.inputs, self.units = inputs, edges
-        self._forward = forward
-
-    def __call__(self, part: PartCall) -> Rows:
-        edges = edges_on_device(self.packed, self.units, part.which, part.rows)
-        return self._forward(part.mask, part.inputs, edges, part.recompute, part.own)
+    scores = scores_of(scored, *where, wanted, local.order, local.edges.found)
+    for wing in local.wings.values():
+        scores = wing.result(scores, tuple(of_tokens), packed)
+    return scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,33 +19,13 @@ from prefixtree.models.changes import ModelStamp, changing
 from prefixtree.models.checks import warn_of_hooks
 from prefixtree.models.families import forward_inputs
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.ledger import CellExchanges, Divided
 from prefixtree.parallel.run import Rows
 from prefixtree.parallel.states import part_mask
-from prefixtree.recompute.forward import Recompute
 from prefixtree.recompute.kept_modes import Asked, PartModes
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import of_tokens, part_inputs
-
-
-class PartCall(NamedTuple):
-    """One forward over a part.
-
-    Attributes:
-        mask: over which its tokens attend. inputs: keywords of the model.
-        which: int64 [u], the units whose rows it gives.
-        rows: int64 [u], for each the own token that gives it.
-        own: int64 [t], the packed tokens that it computes.
-        recompute: as in `sequence_logprobs`.
-    """
-
-    mask: TreeMask
-    inputs: dict[str, Any]
-    which: np.ndarray
-    rows: np.ndarray
-    own: np.ndarray
-    recompute: Recompute
+from prefixtree.scoring.local import PartCall
 
 
 class PartForward(Asked, Protocol):
@@ -105,8 +85,9 @@ class PartRuns:
                 inputs_of.format(name) + ", or what shares its memory,": x
                 for name, _, x in of_tokens(forward.inputs)
             }
-            pixels = {} if forward.placed is None else forward.placed.pixels()
-            self._stamp = ModelStamp(model, read | pixels, for_backward=True)
+            for wing in forward.wings.values():
+                read |= wing.read()
+            self._stamp = ModelStamp(model, read, for_backward=True)
 
     def __call__(self, part: int, exchanges: CellExchanges | None, is_last: bool) -> Rows:
         with self.wrapped.as_in_the_forward(is_last):

@@ -26,12 +26,12 @@ from prefixtree.models.checks import (
     find_causal_lm,
 )
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
+from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rows_alone import check_layers
 from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.placements import find_paths
+from prefixtree.packing.same_paths import find_paths
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
 from prefixtree.scoring.edges import MEND, ForestEdges, find_edges, make_handle, rows_in
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear, logit_rule
@@ -91,7 +91,7 @@ class Teacher:
         is_sharded = _is_sharded(model, lm_head)
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)
-            prepare_states(causal_lm)
+            prepare_layers(causal_lm)
             check_layers(model, causal_lm, packed.device)
             inputs = forward_inputs(packed, causal_lm.config)
             predictors = move(torch.from_numpy(rows.astype(np.int64)), packed.device)

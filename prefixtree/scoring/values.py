@@ -5,9 +5,10 @@ Legend: n tokens of a sequence, t own tokens of this process, C labels, d hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,27 +26,24 @@ from prefixtree.models.checks import (
     transformer_of,
     warn_past_ddp,
 )
-from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import device_of
-from prefixtree.models.routers import RouterLoss
+from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rows_alone import check_layers
-from prefixtree.models.vision import PlacedPictures
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.agreement import num_ranks
-from prefixtree.parallel.run import Rows
-from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
-from prefixtree.recompute.forward import GroupShare, Recompute, recomputed_forward
 from prefixtree.scoring.edges import ScoredUnits
-from prefixtree.scoring.in_groups import part_of_rank, values_of_rank, whole_tokens
-from prefixtree.scoring.in_steps import check_arguments, dividing, rows_in_steps
+from prefixtree.scoring.forward import recomputed
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear
-from prefixtree.scoring.part_runs import PartCall
-from prefixtree.scoring.refusals import VALUES
+from prefixtree.scoring.local import LocalTokens, PartCall, Rows, whole_tokens
+from prefixtree.scoring.refusals import VALUES, check_steps
+from prefixtree.wings import CallWing, load
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from prefixtree.planning.costs import BorrowCost
+    from prefixtree.recompute.forward import GroupShare, Recompute
 
 
 @with_hints
@@ -94,27 +92,30 @@ def sequence_values(
     """
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
     check_module(model)
-    check_arguments(max_tokens, borrow_cost)
-    if group is not None and num_ranks(group) == 1:
+    check_steps(max_tokens, borrow_cost)
+    if group is not None and load("groups").num_ranks(group) == 1:
         group = None
     divided = None if group is None else "the ranks of a group"
 
     def check() -> tuple[Any, None]:
         return checked_classifier(model, packed, divided), None
 
+    local: LocalTokens
     if group is None:
         classifier, _ = check()
         local = whole_tokens(packed, classifier.config)
     else:
-        divide = dividing(model, max_tokens, borrow_cost, recompute)
+        groups, divide = load("groups"), None
+        if max_tokens is not None:
+            divide = load("steps").dividing(model, max_tokens, borrow_cost, recompute)
         options = {"recompute": recompute, "max_tokens": max_tokens, "borrow_cost": borrow_cost}
-        how = values_of_rank, options
-        classifier, local = part_of_rank(model, packed, group, check, *how, divide=divide)
+        how = check, groups.values_of_rank, options
+        classifier, local = groups.part_of_rank(model, packed, group, *how, divide=divide)
     forward = ValuesForward(model, classifier, packed, local.of_steps, local.share)
     rows = None
     if max_tokens is not None:
-        more = recompute, local.divided
-        rows = rows_in_steps(model, classifier, forward, max_tokens, borrow_cost, *more)
+        how_large = max_tokens, borrow_cost, recompute, local.divided
+        rows = load("steps").rows_in_steps(model, classifier, forward, *how_large)
     if rows is None:
         rows = (forward.values(local.mask, local.inputs, recompute),)
     (values,) = local.gathered(rows)
@@ -132,8 +133,7 @@ class ValuesForward:
     """
 
     options = ScoreOptions()
-    loss: RouterLoss | None = None
-    placed: PlacedPictures | None = None
+    wings: Mapping[str, CallWing] = MappingProxyType({})
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class ValuesForward:
         inputs: dict[str, Any],
         share: GroupShare | None = None,
     ) -> None:
-        prepare_states(classifier)
+        prepare_layers(classifier)
         self.packed, self.inputs = packed, inputs
         self._model, self._classifier, self._share = model, classifier, share
 
@@ -169,7 +169,8 @@ class ValuesForward:
         arguments = self._model, self._classifier
         # a forward of its own, which other ranks run where this one does
         check_layers(*arguments, self.packed.device)
-        with recomputed_forward(*arguments, self.packed, 0, recompute, share=self._share):
+        _, recomputing = recomputed(*arguments, self.packed, 0, recompute, share=self._share)
+        with recomputing:
             return _values_of_tokens(*arguments, mask, inputs)
 
     def __call__(self, part: PartCall) -> Rows:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from prefixtree.forest import PrefixForest
-from prefixtree.pictures import Pictures
+from prefixtree.images.pictures import Pictures
 
 # nodes with fewer tokens are judged together: the worst of three numbers says little
 POOLED = 16
@@ -212,7 +212,7 @@ def _alone(
     """The model's keywords of one sequence."""
     if pictures is None:
         return {"input_ids": torch.from_numpy(tokens)[None].to(device)}
-    from prefixtree.models.vision import alone_inputs
+    from prefixtree.images.vision import alone_inputs
 
     inputs = alone_inputs(pictures, tokens, pictures.of_sequences[index])
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}

@@ -19,7 +19,7 @@ from prefixtree.errors import ForestError, UnsupportedError, with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.family_table import layer_types_of
-from prefixtree.models.hybrids import prepare
+from prefixtree.models.prepared import prepare
 from prefixtree.models.rows_alone import is_sharded
 from prefixtree.packing.layout import pack
 from prefixtree.testing.compare import Run, run_packed, run_replicated

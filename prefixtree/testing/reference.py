@@ -29,8 +29,9 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.kernels.chosen import from_bits
 from prefixtree.models.family_table import INDEXED, layer_types_of
-from prefixtree.models.plain_batches import family_eager, of_chosen
+from prefixtree.models.plain_batches import family_eager
 from prefixtree.packing.layout import PackedForest
+from prefixtree.sparse.masks import of_chosen
 
 EAGER_BY_ROWS = "eager_by_rows"
 # attention scores held at once, beside some six copies. On a CPU 64 MiB of float32: glibc takes

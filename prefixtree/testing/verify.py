@@ -14,9 +14,9 @@ import torch
 from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
+from prefixtree.images.pictures import Pictures
 from prefixtree.models.families import family_of
 from prefixtree.packing.layout import pack
-from prefixtree.pictures import Pictures
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.recompute.layers import Mode
 from prefixtree.rollouts import Rollouts

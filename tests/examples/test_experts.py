@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.models.routers import RULES
+from prefixtree.experts.routers import RULES
 from tests.support.models import padded_balancing_loss
 from tests.support.replay import recorded_choice
 from tests.support.spawn import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.models.vision import alone_inputs
+from prefixtree.images.vision import alone_inputs
 from tests.support.hooks import inner
 from tests.support.spawn import ROOT
 

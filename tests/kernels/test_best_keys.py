@@ -1,11 +1,11 @@
-"""The selection in Triton: the choice of `kernels.chosen` in torch, in the interpreter too."""
+"""The selection in Triton: the choice of `kernels.best_keys` in torch, in the interpreter too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from prefixtree.kernels import chosen
+from prefixtree.kernels import best_keys
 from prefixtree.kernels import indexer_kernels as kernels
 from prefixtree.kernels.chosen import from_bits, to_bits, words
 from tests.support.hooks import inner, put
@@ -39,7 +39,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def _same(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch.Tensor:
     """Of a word more than the columns have, which stays 0."""
     num_words = words(scores.shape[1]) + 1
-    want = to_bits(chosen.best_keys(scores, count, position), num_words)
+    want = to_bits(best_keys.best_keys(scores, count, position), num_words)
     got = kernels.best_bits(scores.to(DEVICE), count, position.to(DEVICE), num_words).cpu()
     assert got.dtype == torch.int32 and torch.equal(got, want)
     return got
@@ -92,14 +92,14 @@ def test_of_no_columns_none_is_chosen() -> None:
 def test_a_gpu_selects_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randint(-1, 2, (4, 40), generator=torch.Generator().manual_seed(0)).float()
     position = torch.tensor([3, 20, 39, 50])
-    want = chosen.best_keys(scores, 7, position)
+    want = best_keys.best_keys(scores, 7, position)
     kernels_for = inner("kernels of best keys")
     assert kernels_for(scores) is None
     assert (kernels_for(scores.cuda()) is kernels) if DEVICE == "cuda" else True
     put(monkeypatch, "kernels of best keys", lambda scores: kernels)
     given = scores.to(DEVICE), 7, position.to(DEVICE)
-    assert torch.equal(chosen.best_keys(*given).cpu(), want)
-    assert torch.equal(chosen.best_bits(*given, 3).cpu(), to_bits(want, 3))
+    assert torch.equal(best_keys.best_keys(*given).cpu(), want)
+    assert torch.equal(best_keys.best_bits(*given, 3).cpu(), to_bits(want, 3))
 
 
 def test_what_is_served() -> None:

@@ -12,7 +12,8 @@ from prefixtree import TreeMask, tree_attention
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.flash import launch
 from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall
-from prefixtree.kernels.chosen import best_keys, from_bits, to_bits, words
+from prefixtree.kernels.best_keys import best_keys
+from prefixtree.kernels.chosen import from_bits, to_bits, words
 from tests.support.choices import random_choice
 from tests.support.strategies import mask_of, random_forest
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from prefixtree.kernels import indexer_kernels
-from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.best_keys import best_keys
+from prefixtree.kernels.chosen import to_bits, words
 from prefixtree.packing.host_mask import HostMask
 from tests.conftest import Poison
 from tests.support.strategies import mask_of, random_forest

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
 from prefixtree import PackedForest
+from prefixtree.images import tower
+from prefixtree.images.vision import tower_of
 from prefixtree.kernels.attention import operator
-from prefixtree.models import tower
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
-from prefixtree.models.vision import tower_of
 from tests.support import alike, picture_cases
 from tests.support.family_configs import FAMILIES, INDEXED
 from tests.support.full import mostly

@@ -10,7 +10,7 @@ from packaging import version
 
 import prefixtree.models.attention as adapter
 from prefixtree.kernels.lm_head.eager import LogitRule
-from prefixtree.scoring import logprobs as scoring
+from prefixtree.scoring import forward as scoring
 from prefixtree.scoring.lm_head import Handed
 from tests.support import config_fields
 from tests.support.config_fields import FACTOR, RED, Field, fields, outcome_of, recorded, try_field

@@ -18,9 +18,9 @@ from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from prefixtree import compile_layers
+from prefixtree.experts.products import _is_swiglu, _runs_grouped, prepare_experts
 from prefixtree.kernels import expert_products
 from prefixtree.models.along_tree import AlongTree
-from prefixtree.models.experts import _is_swiglu, _runs_grouped, prepare_experts
 from tests.support.full import mostly
 from tests.support.models import (
     assert_same,

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.models import along_tree, families, hybrids
+from prefixtree.models import along_tree, families
 from prefixtree.models.along_tree import AlongTree
+from prefixtree.packing.segments import segments_of
 from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
+from prefixtree.states import layers as hybrids
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
 from tests.support.hooks import put
@@ -50,7 +52,7 @@ from tests.support.models import (
 def test_float64_is_exact(family: str, record_property: Any) -> None:
     """A prepared model, called by itself, against each sequence alone through eager."""
     sequences, packed = long_sequences(), long_packed()
-    assert packed.mask.host.segments.level.max() >= 3
+    assert segments_of(packed.mask.host).level.max() >= 3
     weights = [torch.randn(len(s) - 1, dtype=torch.float64) for s in sequences]
     with Float64():
         eager = in_float64(family, "eager")
@@ -104,7 +106,7 @@ def _by_definition(mistake: str) -> dict[str, Any]:
 
     def scan(mask: pt.TreeMask, zero: torch.Tensor, step: Any) -> torch.Tensor:
         predictor, states, outs = mask.host.predictor, [], []
-        starts = set(mask.host.segments.start.tolist())
+        starts = set(segments_of(mask.host).start.tolist())
         for t in range(mask.num_tokens):
             before = zero if predictor[t] < 0 else handed(states[predictor[t]], t in starts)
             state, out = step(t, before)
@@ -181,7 +183,7 @@ def test_layers_that_are_not_prepared_turn_it_red(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were it not for the checks, layers would drop the tree mask without a word."""
-    monkeypatch.setattr("prefixtree.scoring.logprobs.prepare_states", lambda _: None)
+    monkeypatch.setattr("prefixtree.scoring.logprobs.prepare_layers", lambda _: None)
     with pytest.raises(pt.UnsupportedError, match=r"call prefixtree.prepare\(model\) once"):
         _errors(build(family), family)
     monkeypatch.setattr("prefixtree.models.attention.check_prepared", lambda _: None)

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
-from prefixtree.kernels import chosen, indexer_kernels
-from prefixtree.models import attention, compressed, indexers, paths
+from prefixtree.kernels import best_keys, indexer_kernels
+from prefixtree.models import attention
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.sampling import TreeSampler
 from prefixtree.scoring.logprobs import sequence_logprobs
+from prefixtree.sparse import compressed, indexers, masks, paths
 from tests.conftest import Poison
 from tests.support.family_configs import INDEXED
 from tests.support.full import each_once
@@ -147,7 +148,7 @@ def test_keys_by_packed_order_turn_it_red(family: str, monkeypatch: Any) -> None
 
 @pytest.mark.parametrize("family", cases(FEW))
 def test_no_selection_turns_it_red(family: str, monkeypatch: Any) -> None:
-    for module in (chosen, indexers, compressed):
+    for module in (best_keys, indexers, compressed):
         monkeypatch.setattr(module, "best_keys", lambda scores, *_: torch.ones_like(scores).bool())
     assert _errors(family).logprob > 1e-2
 
@@ -164,7 +165,8 @@ def test_ancestors_keys_without_gradient_turn_it_red(family: str, monkeypatch: A
         return inner(q, k, v, mask, **options)
 
     assert errors(_as_it_is(family), _alone_in_eager(family)).largest < 1e-5
-    monkeypatch.setattr(attention, "tree_attention", detached)
+    for module in (attention, masks):
+        monkeypatch.setattr(module, "tree_attention", detached)
     found = _errors(family)
     assert kinds == {torch.int32}
     assert found.logprob < 1e-5 and found.gradient > 1e-2
@@ -305,10 +307,10 @@ def test_paths_of_at_most_topk_tokens_ask_no_indexer(family: str, monkeypatch: A
         changes: dict[str, Any] = {name: topk}
         reference = run_replicated(build(family, "eager", **changes), ragged_objective())
         asked: list[int] = []
-        best_keys = indexers.best_keys
+        inner = indexers.best_keys
         with monkeypatch.context() as patch:
-            for module in (chosen, indexers, compressed):
-                patch.setattr(module, "best_keys", lambda *a: asked.append(0) or best_keys(*a))  # noqa: B023
+            for module in (best_keys, indexers, compressed):
+                patch.setattr(module, "best_keys", lambda *a: asked.append(0) or inner(*a))  # noqa: B023
             run = run_packed(build(family, **changes), ragged_packed(), ragged_objective())
         assert_same(run, reference, tolerance(family))
         assert bool(asked) == (topk < enough)
@@ -356,7 +358,7 @@ def test_what_is_recomputed_has_the_same_bits(mode: str) -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_chooses_the_same_keys_again(use_reentrant: bool, monkeypatch: Any) -> None:
     found: dict[bytes, int] = {}
-    to_bits = chosen.to_bits
+    to_bits = best_keys.to_bits
 
     def noted(*args: Any) -> torch.Tensor:
         bits = to_bits(*args)
@@ -364,7 +366,7 @@ def test_a_checkpoint_chooses_the_same_keys_again(use_reentrant: bool, monkeypat
         found[name] = found.get(name, 0) + 1
         return bits
 
-    monkeypatch.setattr(chosen, "to_bits", noted)
+    monkeypatch.setattr(best_keys, "to_bits", noted)
     model = build("deepseek_v32")
     enable_checkpointing(model, use_reentrant)
     run_packed(model, ragged_packed(), ragged_objective())

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 import prefixtree as pt
 from prefixtree.kernels.latents import definition, gathered
-from prefixtree.models import attention, latents
+from prefixtree.sparse import latents
 from tests.models.test_indexers import _alone, _packed, _with_triton, _worst
 from tests.support.hybrid_cases import Float64, in_float64
 from tests.support.models import (
@@ -198,14 +198,14 @@ def test_triton_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = run_packed(model, ragged_packed(), ragged_objective())
     monkeypatch.setattr(latents, "pays", lambda *_: True)
     calls: list[int] = []
-    inner = attention.attend_to_latents
+    inner = latents.attend
 
     def noted(*args: Any, **options: Any) -> Any:
         found = inner(*args, **options)
         calls.append(found is not None)
         return found
 
-    monkeypatch.setattr(attention, "attend_to_latents", noted)
+    monkeypatch.setattr(latents, "attend", noted)
     found = run_packed(build("deepseek_v32", **one), _with_triton(), ragged_objective())
     assert calls == [True]
     assert_same(found, reference, tolerance("deepseek_v32"))

@@ -20,8 +20,9 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 
 import prefixtree as pt
 from prefixtree.errors import refuse
+from prefixtree.images import refusals as image_refusals
 from prefixtree.integrations.transformers import allow_model_type, supported_model_types
-from prefixtree.models import families, vision
+from prefixtree.models import families, prepared
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES, TINY
 from tests.support.models import (
@@ -359,11 +360,11 @@ def test_the_opt_in_ended_with_its_test():
 # ---- every row of the tables -------------------------------------------------------------------
 
 
-def _shows(model: Any = None, routes: Any = None, modality: str = "image") -> vision.Shows:
+def _shows(model: Any = None, routes: Any = None, modality: str = "image") -> image_refusals.Shows:
     model = build("qwen3") if model is None else model
     packed: Any = SimpleNamespace(forest=SimpleNamespace(routes=routes))
     pictures: Any = SimpleNamespace(distinct=[SimpleNamespace(modality=modality)])
-    return vision.Shows(model, build("qwen3"), packed, pictures)
+    return image_refusals.Shows(model, build("qwen3"), packed, pictures)
 
 
 def _with(layer: nn.Module, **attributes: Any) -> nn.Module:
@@ -396,7 +397,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "MODULES: neftune_noise_alpha": lambda: _with(nn.Linear(2, 2), neftune_noise_alpha=5.0),
     "MODULES: dropout": lambda: nn.Sequential(nn.Dropout(0.1)),
 }
-SHOWN: dict[str, Callable[[], vision.Shows]] = {
+SHOWN: dict[str, Callable[[], image_refusals.Shows]] = {
     "WITH_PICTURES: routes": lambda: _shows(routes=[]),
     "WITH_PICTURES: DeepSpeed": lambda: _shows(_Engine()),
     "WITH_PICTURES: FSDP1": lambda: _shows(_fsdp1()),
@@ -406,11 +407,15 @@ SHOWN: dict[str, Callable[[], vision.Shows]] = {
     ),
     "WITH_PICTURES: videos under FSDP2": lambda: _shows(_fsdp2(), modality="video"),
 }
-ROWS = rows_of(families, vision)
+UNPREPARED: dict[str, Callable[[], Any]] = {
+    "UNPREPARED: indexers": lambda: build("deepseek_v32").config,
+    "UNPREPARED: recurrent layers": lambda: build("qwen3_5_text").config,
+}
+ROWS = rows_of(families, prepared, image_refusals)
 
 
 def test_every_row_has_a_case() -> None:
-    check_cases(ROWS, MODULES | SHOWN)
+    check_cases(ROWS, MODULES | SHOWN | UNPREPARED)
 
 
 @pytest.fixture
@@ -427,11 +432,13 @@ def test_rows(name: str, two_ranks: None) -> None:
     with pytest.raises(pt.UnsupportedError, match=pattern(ROWS[name])):
         if name in MODULES:
             families.check_modules(MODULES[name]())
+        elif name in UNPREPARED:
+            refuse(prepared.UNPREPARED, UNPREPARED[name]())
         else:
-            refuse(vision.WITH_PICTURES, SHOWN[name]())
+            refuse(image_refusals.WITH_PICTURES, SHOWN[name]())
 
 
 def test_what_the_rows_serve(two_ranks: None) -> None:
     families.check_modules(MODULES["MODULES: neftune_noise_alpha"]().eval())
-    refuse(vision.WITH_PICTURES, _shows(_fsdp2()))
-    refuse(vision.WITH_PICTURES, _shows(modality="video"))
+    refuse(image_refusals.WITH_PICTURES, _shows(_fsdp2()))
+    refuse(image_refusals.WITH_PICTURES, _shows(modality="video"))

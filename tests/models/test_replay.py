@@ -18,7 +18,7 @@ from packaging import version
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import prefixtree as pt
-from prefixtree.models import routers
+from prefixtree.experts import routers
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import in_turn
 from tests.support.hooks import put

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
-from prefixtree.models import tower
-from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
-from prefixtree.models.vision import PlacedPictures, tower_of
+from prefixtree.images import tower
+from prefixtree.images.tower import TowerRuns, TowerShape, in_few_calls
+from prefixtree.images.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward as recompute
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan

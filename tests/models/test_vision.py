@@ -17,8 +17,8 @@ from packaging import version
 from peft import LoraConfig, get_peft_model
 
 import prefixtree as pt
-from prefixtree.models import vision as adapter
-from prefixtree.packing.placements import place
+from prefixtree.images import vision as adapter
+from prefixtree.images.placements import place
 from prefixtree.testing import compare
 from prefixtree.testing.reference import EAGER_BY_ROWS
 from prefixtree.testing.verify import random_objective

@@ -10,9 +10,9 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import prefixtree as pt
-from prefixtree.models import vision as adapter
+from prefixtree.images import vision as adapter
+from prefixtree.images.placements import place
 from prefixtree.models.families import forward_inputs
-from prefixtree.packing.placements import place
 from tests.support.models import counted, enable_checkpointing, pack_sequences
 from tests.support.picture_cases import (
     TREE,

@@ -82,9 +82,10 @@ def every_import(below: str = "prefixtree", types: bool = False) -> Iterator[tup
 MASK_ROOMS = (
     "copies",
     "block_tables",
-    "segments",
     "host_mask",
     "mask",
+    "segments",
+    "state_borders",
 )
 # the work list of decoding: what its kernels know in the place of a mask
 WORK = "prefixtree.kernels.decoding.work"
@@ -103,7 +104,7 @@ LAYERS = (
     ("kernels",),
     ("parallel",),
     ("models",),
-    ("recompute",),
+    ("experts", "images", "recompute", "sparse", "states"),
     ("scoring",),
     ("sampling",),
     ("rollouts", "plotting"),
@@ -190,7 +191,7 @@ def _import_after_torch(attempt: int = 0) -> dict[str, object]:
 def test_nothing_heavy_is_imported_until_it_is_needed() -> None:
     new = _import_after_torch()["new"]
     assert isinstance(new, list)
-    assert "prefixtree.packing.layout" in new
+    assert "prefixtree.errors" in new and "prefixtree.packing.layout" not in new
     heavy = sorted({name for name in new if name.split(".")[0] in LATER})
     assert heavy == []
     assert not COMPILED & set(new)
@@ -208,20 +209,22 @@ def test_import_takes_little_longer_than_torch() -> None:
 
 # ---- registration ------------------------------------------------------------------------------
 
-_BUILD = """
+_CONFIG = """
 import json, sys
-config = {models}.Qwen3Config(
+config = transformers.Qwen3Config(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
     num_key_value_heads=1, head_dim=8
 )
-model = {models}.AutoModelForCausalLM.from_config(config, attn_implementation="prefixtree")
+"""
+_BUILD = """
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="prefixtree")
 packed = prefixtree.pack(prefixtree.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5]]))
 scores = prefixtree.sequence_logprobs(model, packed)
 assert isinstance(scores, prefixtree.SequenceScores)
 from prefixtree.scoring.logprobs import sequence_logprobs
 assert sequence_logprobs is prefixtree.sequence_logprobs
 hooks = sum(type(f).__module__.startswith("prefixtree") for f in sys.meta_path)
-print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}}))
+print(json.dumps({"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}))
 """
 
 
@@ -240,7 +243,7 @@ print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}
 )
 def test_import_prefixtree_registers_the_attention(order: str) -> None:
     """Whichever of the two comes first, and with nothing left behind on the import path."""
-    found = run_python(order + _BUILD.format(models="transformers"))
+    found = run_python(order + _CONFIG + _BUILD)
     assert found == {"lengths": [2, 3], "hooks": 0}
 
 
@@ -334,6 +337,63 @@ def test_libraries_import_no_command_line() -> None:
         if "cli" not in module.split(".") and module != "prefixtree.__main__":
             assert target.split(".")[0] not in ("rich", "typer"), f"{module} prints"
             assert not target.startswith("prefixtree.cli"), f"{module} imports {target}"
+
+
+# what a model may have or a call may ask for beside attention, by where it stands
+WINGS = {
+    "experts": ("experts.", "kernels.expert_products"),
+    "images": ("images.",),
+    "memory": ("recompute.",),
+    "ways of running": (
+        "parallel.",
+        *(f"planning.{name}" for name in ("division", "parts", "schedule", "split", "steps")),
+        *("planning.trunks", "scoring.group", "scoring.in_", "scoring.kept", "scoring.part_runs"),
+    ),
+    "sparse": ("sparse.", "kernels.best_keys", "kernels.indexer_kernels", "kernels.latents"),
+    "states": ("states.", "kernels.recurrence", "packing.segments", "packing.state_borders"),
+}
+ENTRIES = ("prefixtree.scoring.logprobs", "prefixtree.models.attention")
+
+
+def wing_of(module: str) -> str | None:
+    name = f"{module.removeprefix('prefixtree.')}."
+    return next((wing for wing, begins in WINGS.items() if name.startswith(begins)), None)
+
+
+def test_the_core_imports_no_wing() -> None:
+    """Not inside functions either: `prefixtree.wings` loads them by name."""
+    core, left = set[str](), [*ENTRIES]
+    while left:
+        module = left.pop()
+        if module in core:
+            continue
+        core.add(module)
+        for target, _ in _imports(module, types=False):
+            if target in MODULES:
+                assert wing_of(target) is None, f"{module} imports {target}"
+                left.append(target)
+    lines = sum(len(MODULES[module].read_text().splitlines()) for module in core)
+    print(f"the core: {len(core)} files, {lines:,} lines")
+    assert {"prefixtree.kernels.attention.sdpa", "prefixtree.wings"} < core
+    assert len(core) <= 65 and lines <= 17_500
+    assert {wing_of(module) for module in MODULES} == {None, *WINGS}
+
+
+_LOADED = """
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="prefixtree")
+packed = prefixtree.pack(prefixtree.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5]]))
+sum(x.sum() for x in prefixtree.sequence_logprobs(model, packed).logprobs).backward()
+print(json.dumps([name for name in sys.modules if name.startswith("prefixtree.")]))
+"""
+
+
+def test_a_plain_model_loads_no_wing() -> None:
+    found = run_python("import prefixtree, transformers" + _CONFIG + _LOADED)
+    assert isinstance(found, list)
+    wings = sorted(name for name in found if wing_of(name) is not None)
+    lines = sum(len(MODULES[name].read_text().splitlines()) for name in found)
+    print(f"a plain call loads {len(found)} files, {lines:,} lines")
+    assert wings == [] and len(found) <= 85 and lines <= 16_000
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples", "docs"])

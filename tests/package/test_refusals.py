@@ -58,8 +58,10 @@ TESTED = {
     "integrations/trl/refusals.py": "integrations/trl/test_refusals.py",
     "integrations/verl/refusals.py": "integrations/verl/test_refusals.py",
     "models/families.py": "models/test_refused_models.py",
-    "models/vision.py": "models/test_refused_models.py",
+    "models/prepared.py": "models/test_refused_models.py",
+    "images/refusals.py": "models/test_refused_models.py",
     "recompute/kept_modes.py": "scoring/test_refusals.py",
+    "scoring/group_refusals.py": "scoring/test_refusals.py",
     "scoring/refusals.py": "scoring/test_refusals.py",
 }
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from prefixtree import PrefixForest, loops
-from prefixtree.packing.placements import described, find_paths
+from prefixtree.packing.same_paths import described, find_paths
 from tests.support.strategies import forests
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from prefixtree import PrefixForest, TreeMask, pack
 from prefixtree.packing import segments
-from prefixtree.packing.segments import Segments, find_segments
+from prefixtree.packing.segments import Segments, find_segments, segments_of, tables_of
 from tests.support.strategies import forests, mask_of, predictors_of, token_sequences
 
 
@@ -69,7 +69,7 @@ def _check(found: Segments, predictor: np.ndarray) -> None:
 @given(forests())
 def test_segments_of_any_forest(forest: PrefixForest) -> None:
     predictor = predictors_of(forest).astype(np.int32)
-    _check(mask_of(forest).host.segments, predictor)
+    _check(segments_of(mask_of(forest).host), predictor)
 
 
 @given(token_sequences())
@@ -80,7 +80,7 @@ def test_a_segment_goes_on_while_every_prefix_has_one_continuation(sequences: li
     for p in prefixes:
         continuations[p[:-1]] = continuations.get(p[:-1], 0) + 1
     starts = sum(len(p) == 1 or continuations[p[:-1]] > 1 for p in prefixes)
-    found = pack(PrefixForest.from_sequences(sequences)).mask.host.segments
+    found = segments_of(pack(PrefixForest.from_sequences(sequences)).mask.host)
     assert found.num_segments == starts
     ends = sum(continuations.get(p, 0) > 1 for p in prefixes)
     assert found.num_states == ends
@@ -89,7 +89,7 @@ def test_a_segment_goes_on_while_every_prefix_has_one_continuation(sequences: li
 @pytest.mark.parametrize("size", [1, 2, 3, 64])
 @given(forest=forests())
 def test_chunks(forest: PrefixForest, size: int) -> None:
-    found = mask_of(forest).host.segments
+    found = segments_of(mask_of(forest).host)
     cu, indices = found.chunks(size)
     want = [
         (s, c)
@@ -106,7 +106,7 @@ def test_chunks(forest: PrefixForest, size: int) -> None:
 @given(forest=forests(max_length=3))
 def test_taps(forest: PrefixForest, width: int) -> None:
     predictor = predictors_of(forest)
-    found = mask_of(forest).host.segments
+    found = segments_of(mask_of(forest).host)
     ancestors, start, token, tap, branch_tokens, run_start = found.taps(width)
     assert branch_tokens.tolist() == np.flatnonzero(np.diff(start)).tolist()
     assert run_start[-1] == len(predictor) and (np.diff(run_start) <= segments.RUN).all()
@@ -137,26 +137,28 @@ def test_taps(forest: PrefixForest, width: int) -> None:
 
 
 def test_no_tokens_and_padding() -> None:
-    empty = TreeMask(np.empty(0, np.int32)).host.segments
+    empty = segments_of(TreeMask(np.empty(0, np.int32)).host)
     assert empty.num_segments == empty.num_levels == empty.num_states == 0
     assert len(empty.chunks(64).chunk_indices) == 0
     assert empty.taps(4).ancestors.shape == (4, 0)
     packed = pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]), pad_to_multiple_of=8)
     # a padding token is a root of its own: nothing passes from or to it
-    assert packed.mask.host.segments.start.tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
-    assert packed.mask.host.segments.parent.tolist() == [-1, 0, 0, -1, -1, -1, -1]
+    assert segments_of(packed.mask.host).start.tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
+    assert segments_of(packed.mask.host).parent.tolist() == [-1, 0, 0, -1, -1, -1, -1]
 
 
 def test_a_sequence_that_ends_inside_is_no_branch() -> None:
     packed = pack(PrefixForest.from_sequences([[1, 2, 3, 4], [1, 2], [1, 2]]))
-    assert packed.mask.host.segments.start.tolist() == [0, 4]
-    assert repr(packed.mask.host.segments) == "Segments(1 of 4 tokens, 1 levels, 0 with children)"
+    assert segments_of(packed.mask.host).start.tolist() == [0, 4]
+    assert (
+        repr(segments_of(packed.mask.host)) == "Segments(1 of 4 tokens, 1 levels, 0 with children)"
+    )
 
 
 def test_tables_on_a_device_are_those_of_the_host_and_kept() -> None:
     mask = pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5], [6]])).mask
-    host, tables = mask.host.segments, mask.host.segment_tables(mask.device)
-    assert tables is mask.with_options(deterministic=True).host.segment_tables(mask.device)
+    host, tables = segments_of(mask.host), tables_of(mask.host, mask.device)
+    assert tables is tables_of(mask.with_options(deterministic=True).host, mask.device)
     for name in ("start", "parent", "level", "has_children", "order", "level_start", "state_row"):
         tensor = getattr(tables, name)
         assert tensor.dtype == torch.int32, name
@@ -173,8 +175,8 @@ def test_made_in_inference_mode_they_serve_training_later() -> None:
     mask = pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]])).mask
     with torch.inference_mode():
         taps, tables = (
-            mask.host.segment_tables(mask.device).taps(3),
-            mask.host.segment_tables(mask.device),
+            tables_of(mask.host, mask.device).taps(3),
+            tables_of(mask.host, mask.device),
         )
     assert not taps.ancestors.is_inference() and not tables.start.is_inference()
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
-from prefixtree.models.encodings import blank_picture
-from prefixtree.models.vision import grid_keyword_of, tower_of
+from prefixtree.images.encodings import blank_picture
+from prefixtree.images.vision import grid_keyword_of, tower_of
 from prefixtree.packing.host_mask import pairs_per_run, visible_keys, visible_pairs
 from prefixtree.planning.costs import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches

@@ -27,7 +27,7 @@ from prefixtree.recompute.forward import plan_recomputation
 from prefixtree.recompute.layers import MODES, recomputing
 from prefixtree.recompute.plan import RecomputePlan, Work, plan_for, scoring_bytes, tokens_that_fit
 from prefixtree.recompute.trace import LayerMemory, ModelMemory, trace_memory
-from prefixtree.scoring import logprobs as scoring
+from prefixtree.scoring import forward as scoring
 from tests.support.alike import skip_if_repeated
 from tests.support.family_configs import FAMILIES
 from tests.support.full import mostly

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prefixtree as pt
-from prefixtree.models.tower import TowerShape, in_few_calls
-from prefixtree.models.vision import PlacedPictures, tower_of
+from prefixtree.images.tower import TowerShape, in_few_calls
+from prefixtree.images.vision import PlacedPictures, tower_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute import forward, picture_work
 from prefixtree.recompute.kept_modes import plan_kept

@@ -10,12 +10,12 @@ import torch
 
 from prefixtree import UnsupportedError, prepare
 from prefixtree.kernels.chosen import from_bits, to_bits
-from prefixtree.models import indexers, paths
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.ledger import Exchange, Ledger
-from prefixtree.scoring import refusals
+from prefixtree.scoring import group_refusals
 from prefixtree.scoring.kept_runs import check_kept
+from prefixtree.sparse import indexers, paths
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run
 from tests.support.family_configs import INDEXED
@@ -196,6 +196,6 @@ def test_compressed_keys_are_refused() -> None:
 def test_heads_that_do_not_divide_group_by_group_are_refused_before_a_forward() -> None:
     config = build(BLOCKS).config
     packed, heads = ragged_packed(), config.num_key_value_heads
-    refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
+    group_refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
     with pytest.raises(ValueError, match=f"of each of {heads} groups of heads.*do not divide"):
-        refusals.check_mode("heads", config, packed, config.num_attention_heads)
+        group_refusals.check_mode("heads", config, packed, config.num_attention_heads)

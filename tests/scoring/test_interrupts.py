@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.experts import routers
+from prefixtree.images import vision as pictures
 from prefixtree.kernels import operators
-from prefixtree.models import changes, routers
+from prefixtree.models import changes
 from prefixtree.models import checks as model_checks
-from prefixtree.models import vision as pictures
 from prefixtree.parallel.ledger import Ledger
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
 from prefixtree.sampling.forward import CachedForward
+from prefixtree.scoring import forward as scoring
 from prefixtree.scoring import lm_head as scoring_lm_head
-from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring import part_runs
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_cases

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.scoring import logprobs
+from prefixtree.scoring import forward
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import MAX_TOKENS
@@ -53,9 +53,9 @@ def test_what_a_measure_takes_is_planned_for(monkeypatch):
     def note(_: Any, causal_lm: Any, *of: Any) -> Any:
         _, scored, _, bytes_, *_ = of
         held.append(bytes_ - 16 * 4 * scored * causal_lm.config.vocab_size)
-        return nullcontext()
+        return None, nullcontext()
 
-    monkeypatch.setattr(logprobs, "recomputed_forward", note)
+    monkeypatch.setattr(forward, "recomputed", note)
     run(build("qwen3"))
     assert held == [0]
 

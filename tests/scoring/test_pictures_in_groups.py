@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.parallel.ranks import holders_of
+from prefixtree.images.exchange import holders_of
 from tests.support.full import mostly
 from tests.support.picture_cases import (
     Errors,

@@ -13,8 +13,8 @@ from packaging import version
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.models import vision
-from prefixtree.packing.placements import place
+from prefixtree.images import vision
+from prefixtree.images.placements import place
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute.trace import LiveBytes
@@ -220,7 +220,7 @@ def test_features_without_gradients_are_seen(model_type, of_trunk, monkeypatch):
     part = 0 if of_trunk else len(steps) - 1
     assert trunks.spans[part].is_trunk == of_trunk
     lost = steps[part].own_tokens[0]
-    of = vision.PlacedPictures.of
+    of = vision.PlacedPictures.forward
 
     def without(self: Any, own: Any = None) -> Any:
         found = of(self, own)
@@ -233,7 +233,7 @@ def test_features_without_gradients_are_seen(model_type, of_trunk, monkeypatch):
                 )
         return found
 
-    monkeypatch.setattr(vision.PlacedPictures, "of", without)
+    monkeypatch.setattr(vision.PlacedPictures, "forward", without)
     options = {"recompute": "auto"} if model_type == "qwen3_vl" else {}
     wrong = errors(_run(model, made, **options), reference(model_type))
     print(wrong)

@@ -12,9 +12,9 @@ from packaging import version
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.models import vision
+from prefixtree.images import vision
+from prefixtree.images.placements import place
 from prefixtree.models.layers import layers_of
-from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
 from prefixtree.scoring.part_runs import dummy_of

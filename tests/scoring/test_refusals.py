@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification
 from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import check_modes
-from prefixtree.scoring import refusals
+from prefixtree.scoring import group_refusals, refusals
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 from tests.support.models import build, ragged_packed
@@ -54,9 +54,9 @@ def of_model(table: Any, make: Callable[[], Any]) -> Callable[[], None]:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "GROUPS: DeepSpeed": of_model(refusals.GROUPS, Engine),
-    "GROUPS: tensor or expert parallel": of_model(refusals.GROUPS, divided),
-    "GROUPS: parallelize_module": of_model(refusals.GROUPS, placed),
+    "GROUPS: DeepSpeed": of_model(group_refusals.GROUPS, Engine),
+    "GROUPS: tensor or expert parallel": of_model(group_refusals.GROUPS, divided),
+    "GROUPS: parallelize_module": of_model(group_refusals.GROUPS, placed),
     "STEPS: DeepSpeed": of_model(refusals.STEPS, Engine),
     "SEVERAL_STEPS: static_graph": of_model(refusals.SEVERAL_STEPS, static),
     "STEPS_IN_GROUPS: auto": of_model(
@@ -77,7 +77,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "VALUES: routes": of_model(refusals.VALUES, lambda: SimpleNamespace(routes=[])),
 }
-ROWS = rows_of(refusals, kept_modes)
+ROWS = rows_of(group_refusals, refusals, kept_modes)
 
 
 def test_every_row_has_a_case() -> None:
@@ -101,7 +101,7 @@ def test_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "table", [refusals.GROUPS, refusals.STEPS, refusals.SEVERAL_STEPS, refusals.KEPT_TRUNKS]
+    "table", [group_refusals.GROUPS, refusals.STEPS, refusals.SEVERAL_STEPS, refusals.KEPT_TRUNKS]
 )
 def test_what_is_served(table: Any) -> None:
     refuse(table, nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
@@ -115,7 +115,7 @@ def test_a_group_of_one_rank_is_none(score: Callable[..., Any]) -> None:
         model = AutoModelForTokenClassification.from_config(model.config)
     model.model.layers[0].mlp._is_hooked = True
     with pytest.raises(UnsupportedError, match="not verified with group"):
-        refuse(refusals.GROUPS, model)
+        refuse(group_refusals.GROUPS, model)
     score(model.eval(), ragged_packed(), group=dist.group.WORLD)
 
 

@@ -32,8 +32,8 @@ from transformers import (
 
 from prefixtree import PackedForest, PrefixForest, pack, prepare
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
-from prefixtree.models.indexers import has_indexers
-from prefixtree.scoring import logprobs as scoring
+from prefixtree.models.family_table import has_indexers
+from prefixtree.scoring import forward as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 from tests.support.family_configs import FAMILIES, TINY, VOCABULARY
 from tests.support.family_configs import (

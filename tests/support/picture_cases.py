@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
+from prefixtree.images.tower import ALL_AT_ONCE, TowerRuns
+from prefixtree.images.vision import PlacedPictures, alone_inputs
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns
-from prefixtree.models.vision import PlacedPictures, alone_inputs
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
 from tests.support.models import TOWERS, TRANSFORMERS, as_lists, randomise
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
+from prefixtree.images.vision import tower_of
 from prefixtree.models.checks import find_causal_lm
-from prefixtree.models.vision import tower_of
 from prefixtree.packing.copies import gather
 from prefixtree.recompute import forward as recompute
 from prefixtree.scoring import in_groups

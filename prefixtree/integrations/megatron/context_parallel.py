@@ -27,7 +27,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.models.along_tree import KeepsStates, WholeForest
 from prefixtree.packing.copies import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
@@ -37,13 +36,14 @@ from prefixtree.parallel.states import LayerStates, part_mask
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_facts import FACTS, parts_of_forest, parts_of_scores
+from prefixtree.scoring.group_refusals import check_backend_of_parts
 from prefixtree.scoring.in_groups import (
     edges_of,
     edges_of_part,
     gathering,
     padded_to_ranks,
 )
-from prefixtree.scoring.refusals import check_backend_of_parts
+from prefixtree.states.kept import KeepsStates, WholeForest
 
 
 class LocalForest:

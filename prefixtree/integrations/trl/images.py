@@ -12,7 +12,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.pictures import Pictures
+from prefixtree.images.pictures import Pictures
 
 #: TRL's arguments for images that are taken: those of processors that give grids.
 _TAKEN = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")

@@ -25,12 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.images.pictures import Pictures
+from prefixtree.images.placements import place
 from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.models.checks import transformer_of
 from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import pack
-from prefixtree.packing.placements import place
-from prefixtree.pictures import Pictures
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks, plan_trunks

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from prefixtree._picture_inputs import check_served
 from prefixtree.errors import Refusal, is_set, refuse
+from prefixtree.experts.routers import loss_function
+from prefixtree.images.inputs import check_served
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.families import (
@@ -19,8 +20,7 @@ from prefixtree.models.families import (
     check_config,
     check_modules,
 )
-from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.routers import loss_function
+from prefixtree.models.prepared import prepare_layers
 from prefixtree.recompute.forward import Recompute
 
 #: Arguments of every trainer (a `GRPOConfig`, `DPOConfig`, ...).
@@ -429,7 +429,7 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
         transformer = transformer_of(model)
         set_attention(transformer)
         # generation runs it too, before anything is scored
-        prepare_states(transformer)
+        prepare_layers(transformer)
 
 
 def _warn_of_attention(args: Any) -> None:

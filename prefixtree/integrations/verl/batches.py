@@ -19,8 +19,8 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
+from prefixtree.images.pictures import Pictures
 from prefixtree.integrations.verl.balance import leaf_order
-from prefixtree.pictures import Pictures
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches

@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import (
 from verl.workers.engine.utils import detach_tree
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.images.pictures import Pictures
 from prefixtree.integrations.verl.batches import (
     TRAINED_TOKENS,
     count_tokens,
@@ -61,7 +62,6 @@ from prefixtree.integrations.verl.refusals import (
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.pictures import Pictures
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute

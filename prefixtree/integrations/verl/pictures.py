@@ -16,11 +16,11 @@ from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.images.pictures import Pictures
+from prefixtree.images.vision import positions_alone, tower_of
 from prefixtree.integrations.verl.batches import largest, sequences_of, shown_of
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
-from prefixtree.models.vision import positions_alone, tower_of
-from prefixtree.pictures import Pictures
 
 _PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
 # what follows from tokens and grids

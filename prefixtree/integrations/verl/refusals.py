@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
-from prefixtree._picture_inputs import GRIDS
 from prefixtree.errors import Refusal, is_set, refuse
+from prefixtree.images.inputs import GRIDS
 from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.models.families import LIGER_LAYERS, check_config
 from prefixtree.recompute.layers import MODES

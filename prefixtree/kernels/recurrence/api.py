@@ -16,7 +16,8 @@ from prefixtree._numbers import entries, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence import operator
 from prefixtree.kernels.recurrence.backends import check_name
-from prefixtree.packing.mask import StateBorders, TreeMask, check_mask
+from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.packing.state_borders import StateBorders
 
 _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 

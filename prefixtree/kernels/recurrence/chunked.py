@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.packing.copies import move
 from prefixtree.packing.host_mask import HostMask
-from prefixtree.packing.segments import Segments, Taps
+from prefixtree.packing.segments import Segments, Taps, segments_of, tables_of
 
 # (state [n, H, K, V], inputs [n, c, ...]..) -> out [n, c, H, V], state behind the chunk
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -186,7 +186,7 @@ def conv_backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
 
 def _taps(call: ConvCall) -> Taps[torch.Tensor]:
     assert call.mask is not None
-    return call.mask.segment_tables(call.x.device).taps(call.weight.shape[1])
+    return tables_of(call.mask, call.x.device).taps(call.weight.shape[1])
 
 
 def _slabs(call: ConvCall) -> list[slice]:
@@ -254,7 +254,7 @@ class _Scan(NamedTuple):
 
     def head_parts(self) -> int:
         """In how many equal parts the heads are taken, so that the longest segment is a piece."""
-        found = self.mask.segments
+        found = segments_of(self.mask)
         longest = -(-int(np.diff(found.start).max(initial=0)) // self.chunk)
         # all inputs have heads in their second dimension, the key heads are the fewest
         key_heads = min(x.shape[1] for x in self.inputs)
@@ -366,7 +366,7 @@ class _Piece(NamedTuple):
 def _pieces(scan: _Scan, inner: bool, backwards: bool = False) -> Iterator[_Piece]:
     """All segments (with `inner` those with children alone), parents before their children; the
     other way round with `backwards`."""
-    found = scan.mask.segments
+    found = segments_of(scan.mask)
     limit = scan.chunks_of_piece
     device = scan.inputs[0].device
     for level in range(found.num_levels)[:: -1 if backwards else 1]:
@@ -407,7 +407,7 @@ def _steps(
 
 def _before(scan: _Scan, piece: _Piece, states: torch.Tensor) -> torch.Tensor:
     """[n, H, K, V]: the states that the piece's segments start from."""
-    found = scan.mask.segments
+    found = segments_of(scan.mask)
     parents = found.parent[piece.segments]
     if len(parents) == 0 or parents[0] < 0:
         # roots are the whole first level
@@ -421,7 +421,7 @@ def _before(scan: _Scan, piece: _Piece, states: torch.Tensor) -> torch.Tensor:
 
 def _entered(scan: _Scan, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
     """The places in a piece of roots that states enter, and the rows of these."""
-    rows = scan.mask.segments.entry[piece.segments]
+    rows = segments_of(scan.mask).entry[piece.segments]
     places = np.flatnonzero(rows >= 0)
     device = scan.inputs[0].device
     return _rows(places, device), _rows(rows[places], device)
@@ -429,7 +429,7 @@ def _entered(scan: _Scan, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _leaving(scan: _Scan) -> torch.Tensor:
     """The rows of the states that leave among those behind segments."""
-    found = scan.mask.segments
+    found = segments_of(scan.mask)
     return _rows(found.state_row[found.exits], scan.inputs[0].device)
 
 
@@ -443,7 +443,7 @@ def _run(scan: _Scan, out: torch.Tensor | None) -> torch.Tensor:
 
     Without out, segments without children are left out.
     """
-    found = scan.mask.segments
+    found = segments_of(scan.mask)
     states = scan.inputs[0].new_empty((found.num_states, *scan.state_shape), dtype=scan.dtype)
     for piece in _pieces(scan, inner=out is None):
         state = _before(scan, piece, states)
@@ -466,7 +466,7 @@ def _run_back(
     dinitial: torch.Tensor | None,
 ) -> None:
     """Writes the gradients of the inputs, and adds those of the states that enter."""
-    found = scan.mask.segments
+    found = segments_of(scan.mask)
     states = _run(scan, None)
     dstates = torch.zeros_like(states)
     if dfinal is not None:
@@ -500,7 +500,7 @@ def _add_to_entries(
     scan: _Scan, piece: _Piece, dstate: torch.Tensor, dinitial: torch.Tensor
 ) -> None:
     """Adds [n, H, K, V] into [I, H, K, V]: several roots may start from one state."""
-    rows = scan.mask.segments.entry[piece.segments]
+    rows = segments_of(scan.mask).entry[piece.segments]
     for place in np.flatnonzero(rows >= 0)[::-1].tolist():
         dinitial[rows[place]] += dstate[place]
 

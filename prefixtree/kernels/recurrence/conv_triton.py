@@ -17,7 +17,7 @@ from prefixtree.kernels.recurrence.conv_kernels import (
     conv_forward,
 )
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall
-from prefixtree.packing.segments import Taps
+from prefixtree.packing.segments import Taps, tables_of
 
 INTERPRETED = not isinstance(conv_forward, triton.JITFunction)
 # taps that the kernels' registers hold
@@ -132,5 +132,5 @@ def _inputs(
     assert call.mask is not None
     width = call.weight.shape[1]
     bias = None if call.bias is None else call.bias.contiguous()
-    taps = call.mask.segment_tables(call.x.device).taps(width)
+    taps = tables_of(call.mask, call.x.device).taps(width)
     return call.x.contiguous(), call.weight.contiguous(), bias, taps

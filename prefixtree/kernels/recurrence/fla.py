@@ -21,7 +21,7 @@ import triton.language as tl
 from prefixtree.kernels import runtime
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
-from prefixtree.packing.segments import StateSchedule
+from prefixtree.packing.segments import StateSchedule, tables_of
 
 # numbers that a program holds
 _SIZE = 4096
@@ -203,7 +203,7 @@ def backward(
 
 def _schedule(call: Call) -> StateSchedule:
     assert call.mask is not None
-    return call.mask.segment_tables(call[0].device).schedule(CHUNK)
+    return tables_of(call.mask, call[0].device).schedule(CHUNK)
 
 
 def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:

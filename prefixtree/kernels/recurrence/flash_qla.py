@@ -34,7 +34,7 @@ from prefixtree.kernels.operators import first_call
 from prefixtree.kernels.recurrence import fla
 from prefixtree.kernels.recurrence.protocol import Call, Computed, DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK, gradients_of_ends, starts_of
-from prefixtree.packing.segments import SegmentTables, StateSchedule
+from prefixtree.packing.segments import SegmentTables, StateSchedule, tables_of
 
 _log = logging.getLogger("prefixtree")
 _lock = threading.Lock()
@@ -85,7 +85,7 @@ def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
     assert call.mask is not None
-    tables = call.mask.segment_tables(torch.device("cpu"))
+    tables = tables_of(call.mask, torch.device("cpu"))
     query, key, value, g, beta = (
         torch.empty(x.shape, dtype=x.dtype, device="meta")
         for x in (call.query, call.key, call.value, call.g, call.beta)
@@ -271,7 +271,7 @@ def backward(
 
 def _tables(call: DeltaCall) -> tuple[SegmentTables, StateSchedule]:
     assert call.mask is not None
-    tables = call.mask.segment_tables(call.value.device)
+    tables = tables_of(call.mask, call.value.device)
     return tables, tables.schedule(CHUNK)
 
 

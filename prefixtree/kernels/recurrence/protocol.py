@@ -22,8 +22,8 @@ class ConvCall(NamedTuple):
         x: [T, D].
         weight: [D, W]; the last tap is the token's own.
         bias: [D], or None.
-        mask: the mask's host side; `mask.segment_tables(device)` holds what kernels read. None
-            where only shapes are asked for.
+        mask: the mask's host side, of which kernels read `packing.segments.tables_of`. None where
+            only shapes are asked for.
         silu: whether silu is applied to the sum.
     """
 
@@ -43,12 +43,12 @@ class DeltaCall(NamedTuple):
         g: [T, Hv] log of the decay, or [T, Hv, K], one per channel; a dtype of its own.
         beta: [T, Hv]; a dtype of its own.
         initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter:
-            `mask.segments.entry` says where. None where all roots start from zeros.
+            `segments_of(mask).entry` says where. None where all roots start from zeros.
         mask: as in `ConvCall`.
         scale: factor on the query.
         qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
-        num_final: F, the states that leave: those behind `mask.segments.exits`. None where there is
-            nobody to take them.
+        num_final: F, the states that leave: those behind `segments_of(mask).exits`. None where
+            there is nobody to take them.
     """
 
     query: torch.Tensor

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
+from prefixtree.packing.segments import segments_of
 
 
 def refusal(call: Call) -> str | None:
@@ -67,7 +68,7 @@ class _States:
 
     def __init__(self, call: DeltaCall | SsdCall) -> None:
         assert call.mask is not None
-        self._found = found = call.mask.segments
+        self._found = found = segments_of(call.mask)
         like = call.value if isinstance(call, DeltaCall) else call.x
         self._wide = torch.promote_types(like.dtype, torch.float32)
         self._zeros = like.new_zeros(call.state_shape, dtype=self._wide)

@@ -29,9 +29,9 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from prefixtree.experts.routers import RouterLoss
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
-from prefixtree.models.routers import RouterLoss
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.family_configs import FAMILIES, TINY
 

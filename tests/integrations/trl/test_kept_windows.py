@@ -13,7 +13,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
 from prefixtree.planning.costs import BorrowCost
-from prefixtree.scoring import logprobs as scoring
+from prefixtree.scoring import in_steps as scoring
 from tests.integrations.trl.runs import (
     SameOrder,
     assert_equal_runs,

@@ -20,10 +20,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from verl.utils import tensordict_utils as tu
 
 from prefixtree import compile_layers
+from prefixtree.images import vision
+from prefixtree.images.placements import Placements
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl import pictures as room
-from prefixtree.models import vision
-from prefixtree.packing.placements import Placements
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.picture_runs import shown
 from tests.integrations.verl.runs import (

@@ -18,10 +18,10 @@ from prefixtree.kernels.recurrence import flash_qla
 from prefixtree.kernels.recurrence.chunked import delta_rule
 from prefixtree.kernels.recurrence.protocol import DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK, gradients_of_ends, starts_of
-from prefixtree.packing.segments import SegmentTables
+from prefixtree.packing.segments import SegmentTables, segments_of
 from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.steps import Steps
-from tests.kernels.recurrence.test_states import BORDERS, DEVICE, FORESTS, schedule_of, segments_of
+from tests.kernels.recurrence.test_states import BORDERS, DEVICE, FORESTS, schedule_of, segments_in
 from tests.support.recurrence_cases import FORESTS as PACKED
 from tests.support.recurrence_cases import forest_of, relative
 from tests.support.strategies import mask_of
@@ -46,7 +46,7 @@ def random_handover(segments: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     "forest, with_states", [*((f, False) for f in FORESTS), *((f, True) for f in BORDERS)]
 )
 def test_states_from_parent_to_child_and_back(forest: str, with_states: bool) -> None:
-    segments = segments_of(forest, with_states)
+    segments = segments_in(forest, with_states)
     schedule, tables = schedule_of(segments), SegmentTables(segments, DEVICE)
     ends, transitions, dstarts = random_handover(segments.num_segments)
     initial = random_handover(segments.num_entries)[0] + 1
@@ -290,7 +290,7 @@ def test_forests_with_and_without_branches(name: str, rules: SegmentsInTorch) ->
         (x.shape, x.dtype) for x in flash_qla.saves(call)
     ]
     grads = flash_qla.backward(call, dout, saved)
-    branches = mask.host.segments.num_states > 0
+    branches = segments_of(mask.host).num_states > 0
     assert rules.calls == ["branches" if branches else "sequences"]
     want, want_grads = reference_of(call, dout)
     assert relative(out, want) < 2e-6
@@ -317,7 +317,7 @@ def test_short_segments_run_through_fla(
 ) -> None:
     """Both directions, by the same rule, and what one saves the other reads."""
     call = call_of(mask_of(forest_of("star")))
-    tokens, segments = call.mask.num_tokens, call.mask.segments.num_segments
+    tokens, segments = call.mask.num_tokens, segments_of(call.mask).num_segments
     assert [(x.shape, x.dtype) for x in flash_qla.fla.saves(call)] == [
         (x.shape, x.dtype) for x in flash_qla.saves(call)
     ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefixtree import ForestError, PackedForest, PrefixForest, pack
 from prefixtree.kernels.recurrence import chunked, operator, tree_conv
 from prefixtree.kernels.recurrence.protocol import Computed
-from prefixtree.packing.mask import StateBorders
+from prefixtree.packing.state_borders import StateBorders
 from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.steps import Steps

@@ -18,6 +18,7 @@ from prefixtree.packing.segments import (
     SegmentTables,
     StateSchedule,
     find_segments,
+    segments_of,
 )
 from tests.support.strategies import forests, mask_of
 
@@ -44,7 +45,7 @@ BORDERS = {
 }
 
 
-def segments_of(forest: str, with_states: bool = False) -> Segments:
+def segments_in(forest: str, with_states: bool = False) -> Segments:
     lengths, parent = FORESTS[forest]
     start = np.concatenate([[0], np.cumsum(lengths)])
     predictor = np.arange(start[-1], dtype=np.int32) - 1
@@ -142,7 +143,7 @@ RULES = ["plain", "g", "gk", "w", "w_g", "w_gk"]
 def test_states_and_their_gradients(forest: str, rule: str, with_states: bool) -> None:
     value_heads, key_dim, value_dim = 2, 20, 36
     heads = 2 if "gk" in rule else 1
-    segments = segments_of(forest, with_states)
+    segments = segments_in(forest, with_states)
     start, parent, schedule = segments.start, segments.parent, schedule_of(segments)
     tensors, g, gk = make(segments, heads, value_heads, key_dim, value_dim)
     g = g if "g" in rule.split("_") else None
@@ -211,7 +212,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_children_that_hand_nothing_up_are_missed() -> None:
     """The sum over children is what the gradient of a shared segment is made of."""
-    segments = segments_of("star")
+    segments = segments_in("star")
     tensors, g, _ = make(segments, 1, 2, 20, 36)
     q, k, do = (tensors[name] for name in ("q", "k", "do"))
     full, _ = launches.carry_gradients(schedule_of(segments), q, k, do, g=g, scale=1.0)
@@ -225,7 +226,7 @@ def test_children_that_hand_nothing_up_are_missed() -> None:
 @settings(max_examples=100)
 @given(forest=forests())
 def test_nothing_waits_for_what_comes_later(forest: PrefixForest) -> None:
-    segments = mask_of(forest).host.segments
+    segments = segments_of(mask_of(forest).host)
     schedule = SegmentTables(segments, CPU).schedule(2)
     forward, backward = schedule.forward_order.numpy(), schedule.backward_order.numpy()
     place, back = np.argsort(forward), np.argsort(backward)
@@ -253,7 +254,7 @@ def test_nothing_waits_for_what_comes_later(forest: PrefixForest) -> None:
 @given(forest=forests())
 def test_the_longest_way_begins_first(forest: PrefixForest) -> None:
     """Segments by the chunks that they wait for, and of equal ones the longest rest first."""
-    segments = mask_of(forest).host.segments
+    segments = segments_of(mask_of(forest).host)
     schedule, parent = SegmentTables(segments, CPU).schedule(2), segments.parent.tolist()
     chunks = [-(-length // 2) for length in np.diff(segments.start).tolist()]
     paths: list[list[int]] = []

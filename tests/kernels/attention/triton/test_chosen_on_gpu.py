@@ -8,7 +8,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree import PrefixForest, tree_attention
-from prefixtree.kernels import chosen, indexer_kernels
+from prefixtree.kernels import best_keys, indexer_kernels
 from prefixtree.kernels.chosen import from_bits
 from prefixtree.models import attention
 from tests.support.attention_checks import Case, assert_numerics, ours, run
@@ -124,8 +124,8 @@ def test_the_selection_is_that_of_torch(width: int, are_ties: bool) -> None:
     scores = torch.randn(64, width, generator=g)
     scores = scores.mul(8).round() if are_ties else scores
     position = torch.arange(width - 1, 0, -(width // 64))[:64]
-    want = chosen.best_keys(scores, 2048, position)
-    assert torch.equal(chosen.best_keys(scores.cuda(), 2048, position.cuda()).cpu(), want)
+    want = best_keys.best_keys(scores, 2048, position)
+    assert torch.equal(best_keys.best_keys(scores.cuda(), 2048, position.cuda()).cpu(), want)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

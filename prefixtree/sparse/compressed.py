@@ -4,7 +4,7 @@ A compressor makes one key (and value) of every m neighbouring tokens of a seque
 the tree a window is m tokens of a path: the token that ends it, at a position d with d + 1 a
 multiple of m, and its m - 1 nearest ancestors. A query sees an entry exactly when it sees that
 token. So entries stand in the rows of these tokens, and the query's choice of them is a bit per
-position of its path, as of other keys (`models.indexers`). All that a forest shares is compressed
+position of its path, as of other keys (`sparse.indexers`). All that a forest shares is compressed
 once; a window across a branch is one per branch.
 
 Legend: T packed tokens, E entries, m tokens of a window, D head dim, n queries of a chunk, K tokens
@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.best_keys import best_keys
+from prefixtree.kernels.chosen import to_bits, words
 from prefixtree.kernels.operators import uncompiled
-from prefixtree.models.paths import Entries, ForestMask, QueryPath
 from prefixtree.packing.mask import TreeMask
+from prefixtree.sparse.masks import Entries, ForestMask
+from prefixtree.sparse.paths import QueryPath
 
 
 def of_compressor(original: Any) -> dict[str, Any]:

@@ -29,11 +29,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.chosen import best_bits, best_keys, words
+from prefixtree.kernels.best_keys import best_bits, best_keys
+from prefixtree.kernels.chosen import words
 from prefixtree.kernels.operators import uncompiled
 from prefixtree.kernels.runtime import installed
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
-from prefixtree.models.compressed import of_compressor
 from prefixtree.models.family_table import (
     COMPRESSED_TYPES,
     INDEXED,
@@ -41,25 +41,17 @@ from prefixtree.models.family_table import (
     INDEXED_TYPES,
     layer_types_of,
 )
-from prefixtree.models.latents import held_back, of_expansion
-from prefixtree.models.paths import (
-    CHUNK,
-    ForestMask,
-    QueryPath,
-    UnpreparedMask,
-    keys_of_part,
-    not_handed_on,
-    not_kept,
-)
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import PartMask
+from prefixtree.sparse.compressed import of_compressor
+from prefixtree.sparse.latents import held_back, of_expansion
+from prefixtree.sparse.masks import ForestMask, UnpreparedMask, not_handed_on, not_kept
+from prefixtree.sparse.paths import CHUNK, QueryPath, keys_of_part
 
 # scores of queries held at once where a kernel sums the heads: 64 MiB
 _SCORES = 1 << 24
-# how MiniMax M3 hands blocks of keys to its attention function
-BLOCKS = "block_indices"
 # the mark of attention layers, which holds transformers' name of their type
 _LAYER_TYPE = "_prefixtree_layer_type"
 # what an attention has that chooses keys, and the layer types in which this gets no mask but the
@@ -86,17 +78,12 @@ _USES = {
 _SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size", "compress_rate")
 
 
-def has_indexers(config: Any) -> bool:
-    """Whether a configuration has layers with indexers."""
-    return not INDEXED_TYPES.isdisjoint(layer_types_of(config))
-
-
 def compresses_keys(config: Any) -> bool:
     """Whether a configuration has layers that attend to compressed keys."""
     return not COMPRESSED_TYPES.isdisjoint(layer_types_of(config))
 
 
-def prepare_indexers(transformer: Any, config: Any) -> None:
+def prepare_layers(transformer: Any, config: Any) -> None:
     """Gives attentions and indexers their forward along the tree.
 
     Raises:

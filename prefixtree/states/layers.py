@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,122 +22,38 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.along_tree import (
     AlongTree,
-    KeepsStates,
-    WholeForest,
     along_tree,
     check_own_code,
+    rules_of,
     with_globals,
 )
-from prefixtree.models.checks import attention_modules, refuse_pooled, set_attention, transformer_of
-from prefixtree.models.experts import prepare_experts
-from prefixtree.models.families import (
-    PACKING_KEYWORDS,
-    check_config,
-    check_modules,
-    family_of,
-)
+from prefixtree.models.families import PACKING_KEYWORDS, family_of
 from prefixtree.models.family_table import FUSED, Family, layer_types_of
-from prefixtree.models.indexers import prepare_indexers
-from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.states import LayerStates
-
-_MARK = "_prefixtree_prepared"
-_HELD = "_prefixtree_registers"
-_Model = TypeVar("_Model", bound=nn.Module)
+from prefixtree.states.kept import KeepsStates, WholeForest
+from prefixtree.wings import DividedMask, DividedStates
 
 
-def prepare(model: _Model) -> _Model:
-    """Makes a model of transformers ready for forwards over packed forests, however it was loaded.
-
-    It sets attn_implementation="prefixtree" where the model has another attention; a vision tower
-    keeps its own. Where layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others),
-    recurrent layers get a class of their own, which runs the family's forward along the tree.
-    Indexers, which choose the keys of a query (DeepSeek V3.2, GLM-5), get one likewise;
-    `sequence_logprobs` does that by itself. A sequence classifier refuses to give one row for a
-    forest of several. It checks what no single layer sees: that the type is
-    verified, that every layer runs this attention, and that no dropout is active.
-
-    The model still generates, and runs ordinary batches without gradients: as under "sdpa".
-
-    A second call changes nothing. Copies and pickles of a prepared model are prepared;
-    `from_pretrained` gives a model that is not.
+def prepare_layers(transformer: Any, config: Any) -> None:
+    """Gives recurrent layers their forward along the tree.
 
     Args:
-        model: a model of transformers, wrapped (PEFT, DDP, FSDP2) or not.
-
-    Returns:
-        The same model.
+        transformer: the transformers model. config: of its text.
 
     Raises:
-        TypeError: not a module.
-        UnsupportedError: a model that does not run exactly on packed forests, with the reason.
+        UnsupportedError: a recurrent layer that is not as the family's proof had it.
     """
-    transformer = transformer_of(model)
-    config = transformer.config
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        check_config(part, transformer.training)
-    # the model may be called by itself from now on, whatever trains then
-    check_modules(model, may_change=True)
-    set_attention(transformer)
-    setattr(transformer, _HELD, _Registers())
-    attention_modules(transformer)
-    prepare_states(transformer)
-    refuse_pooled(transformer)
-    return model
-
-
-class _Registers:
-    """Held by prepared models: unpickling it imports prefixtree, which registers that."""
-
-
-def prepare_states(transformer: Any) -> None:
-    """Gives recurrent layers and indexers their forward along the tree, and experts theirs.
-
-    Raises:
-        UnsupportedError: a recurrent layer or an indexer that is not as the family's proof had it.
-    """
-    prepare_experts(transformer)
-    config = transformer.config.get_text_config()
     family = family_of(config)
     mixers = [(n, m) for n, m in transformer.named_modules() if rules_of(_kind(m))]
-    if family.has_indexers:
-        prepare_indexers(transformer, config)
-    elif not mixers and not family.rules:
-        return
-    if mixers or family.rules:
-        for name, mixer in mixers:
-            _check_mixer(name, mixer, config, family)
-        _check_none_is_missing(len(mixers), config, family)
+    for name, mixer in mixers:
+        _check_mixer(name, mixer, config, family)
+    _check_none_is_missing(len(mixers), config, family)
     for _, mixer in mixers:
         if not isinstance(mixer, AlongTree):
             mixer.__class__ = along_tree(_kind(mixer), _members)
-    if family.hides_positions and not family.has_indexers:
+    if family.hides_positions:
         _show_positions(transformer.get_decoder())
-    for _, module in attention_modules(transformer):
-        setattr(module, _MARK, True)
-
-
-def check_prepared(module: nn.Module) -> None:
-    """Refuses an attention layer of a model whose recurrent layers or indexers do not know the
-    tree yet.
-
-    They would drop the mask without an error, and mix tokens or choose keys by packed order.
-    """
-    config: Any = module.config
-    family = family_of(config)
-    if getattr(module, _MARK, False):
-        return
-    if family.has_indexers:
-        raise unprepared(config)
-    if family.rules:
-        raise UnsupportedError(
-            f"{config.model_type} has recurrent layers, which mix tokens by packed order until the "
-            "model is prepared: call prefixtree.prepare(model) once before model(...), or use "
-            "sequence_logprobs, which does it by itself"
-        )
 
 
 # ---- functions along the tree --------------------------------------------------------------------
@@ -155,7 +71,7 @@ def _conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    tree_mask: TreeMask | LayerStates | None = None,
+    tree_mask: TreeMask | DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -176,7 +92,7 @@ def _delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    tree_mask: TreeMask | LayerStates | None = None,
+    tree_mask: TreeMask | DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
     key_copies: int = 1,
     **kwargs: Any,
@@ -201,7 +117,7 @@ def _ssd(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    tree_mask: TreeMask | LayerStates | None = None,
+    tree_mask: TreeMask | DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -229,17 +145,21 @@ def _not_fused(
 
 
 def _states_of(
-    tree_mask: TreeMask | LayerStates | None, forest_cache: KeepsForest | None
+    tree_mask: TreeMask | DividedStates | None, forest_cache: KeepsForest | None
 ) -> KeepsStates:
     """Where states come from and go to: this call, other steps or ranks, or a growing forest."""
     if forest_cache is not None:
         return forest_cache.states
     assert tree_mask is not None
-    return tree_mask if isinstance(tree_mask, LayerStates) else WholeForest(tree_mask)
+    if isinstance(tree_mask, TreeMask):
+        return WholeForest(tree_mask)
+    of_part: Any = tree_mask
+    found: KeepsStates = of_part
+    return found
 
 
 def _check_call(
-    tree_mask: TreeMask | LayerStates | None, x: torch.Tensor, kwargs: dict[str, Any]
+    tree_mask: TreeMask | DividedStates | None, x: torch.Tensor, kwargs: dict[str, Any]
 ) -> None:
     """x [B, n, ..]; what the attention layers refuse, before a state mixes it. Without a mask:
     tokens of a growing forest's rows."""
@@ -247,7 +167,7 @@ def _check_call(
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask is None:
         return
-    if not isinstance(tree_mask, LayerStates):
+    if not isinstance(tree_mask, DividedStates):
         check_mask(tree_mask, "tree_mask")
     if tree_mask.query_tokens is not None:
         raise UnsupportedError(
@@ -297,7 +217,7 @@ def _of_layer(forward: Any) -> Any:
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("tree_mask")
-        if isinstance(mask, PartMask):
+        if isinstance(mask, DividedMask):
             kwargs["tree_mask"] = mask.of_layer(self)
         heads = getattr(self, "num_v_heads", 1), getattr(self, "num_k_heads", 1)
         if heads[0] > heads[1] and ("tree_mask" in kwargs or "forest_cache" in kwargs):
@@ -305,17 +225,6 @@ def _of_layer(forward: Any) -> Any:
         return forward(self, *args, **kwargs)
 
     return run
-
-
-@functools.cache
-def rules_of(kind: Any) -> frozenset[str]:
-    """Which functions along the tree the forward of a class has a place for."""
-    forward = inspect.unwrap(kind.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return frozenset()
-    # co_names has attributes too
-    return frozenset(_TREE_RULES.keys() & set(code.co_names) & forward.__globals__.keys())
 
 
 def _kind(module: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Masks of models whose layers choose keys, and the paths along which they choose.
+"""The paths along which indexers choose keys.
 
 Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
 """
@@ -7,95 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import to_bits, words
 from prefixtree.packing.mask import TreeMask
-from prefixtree.parallel.attention import PartMask
+from prefixtree.sparse.masks import ForestMask
 
 # scores of all index heads held at once: 128 MiB in float32
 CHUNK = 1 << 25
-
-
-class UnpreparedMask:
-    """Stands for the attention mask of a batch without padding in a model with indexers.
-
-    transformers asks for it before layers run, and does not know the tree. A prepared layer puts
-    the forest's mask in its place, or an ordinary causal one; others cannot read it.
-    """
-
-    def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
-        self._length, self._config, self._device = length, config, device
-
-    def __getitem__(self, index: Any) -> Any:
-        raise unprepared(self._config)
-
-    def causal(self) -> torch.Tensor:
-        """bool [1, 1, n, n] of an ordinary batch."""
-        shape = 1, 1, self._length, self._length
-        return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
-
-
-class Entries(NamedTuple):
-    """The compressed keys (`models.compressed`) that queries attend to.
-
-    Attributes:
-        bits: int32 [T, W], those of the tokens that end their windows; its own of a query that sees
-            none.
-        absent: bool [T], whether a query sees none.
-    """
-
-    bits: torch.Tensor
-    absent: torch.Tensor
-
-
-class ForestMask:
-    """A forest's mask where a layer hands its indexer the attention mask, or its cache, and then
-    the function the mask.
-
-    Attributes:
-        mask: of the forest, or of the part that a rank or a step computes.
-        part: where it is a part's.
-        deepest: tokens of the longest path of the whole forest.
-        entries: the compressed keys that each query attends to, where a layer has some.
-    """
-
-    entries: Entries | None = None
-
-    def __init__(self, mask: TreeMask, part: PartMask | None = None) -> None:
-        self.mask, self.part = mask, part
-        self.deepest = (mask if part is None else part.part).host.deepest
-
-    def __getitem__(self, index: Any) -> ForestMask:
-        return self
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Those of the layer, of which a cache keeps nothing."""
-        return keys, values
-
-
-def not_kept() -> UnsupportedError:
-    """The refusal of samplers."""
-    return UnsupportedError("samplers do not keep an indexer's keys yet: sample with an engine")
-
-
-def not_handed_on() -> UnsupportedError:
-    """The refusal of parts of a forest."""
-    return UnsupportedError(
-        "steps, kept trunks and groups would cut the windows of compressed keys (DeepSeek V4): "
-        "score without max_tokens=, kept_trunks and group="
-    )
-
-
-def unprepared(config: Any) -> UnsupportedError:
-    """The refusal of a layer that would choose keys in packed order, or attend to all of them."""
-    return UnsupportedError(
-        f"{config.model_type} chooses keys with an indexer: call prefixtree.prepare(model) once "
-        "before model(...), or use sequence_logprobs"
-    )
 
 
 class QueryPath:

@@ -12,20 +12,18 @@ Legend: T packed tokens, K placements, N distinct pictures that are placed, F fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
-from prefixtree._picture_inputs import Modality, Picture, check_served
-from prefixtree.errors import Refusal, UnsupportedError, refuse
-from prefixtree.models.changes import changing
-from prefixtree.models.checks import runs_deepspeed
-from prefixtree.models.encodings import (
+from prefixtree.errors import UnsupportedError
+from prefixtree.images.encodings import (
     MODALITIES,
     TOWERS,
     UNEXPECTED,
@@ -35,20 +33,33 @@ from prefixtree.models.encodings import (
     grids_of,
     pixels_of,
 )
-from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
-from prefixtree.models.layers import decoder_of, groups_of, layers_of
-from prefixtree.models.tower import (
+from prefixtree.images.inputs import Modality, Picture
+from prefixtree.images.pictures import Pictures
+from prefixtree.images.placements import PathPictures, place
+from prefixtree.images.refusals import runs_in_lockstep
+from prefixtree.images.tower import (
     ALL_AT_ONCE,
+    RUN,
     Run,
     TowerRuns,
     TowerShape,
     in_few_calls,
     in_runs,
+    picture_attention,
 )
+from prefixtree.models.changes import changing
+from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, family_of
+from prefixtree.models.layers import decoder_of, most_of_all_ranks
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.placements import PathPictures, place
-from prefixtree.pictures import Pictures
 from prefixtree.planning.parts import Parts
+from prefixtree.recompute.layers import (
+    MODES,
+    Mode,
+    checkpoint_of_tower,
+    checkpoints_itself,
+    keeping_in_tower,
+)
+from prefixtree.wings import CallWing, ForwardWing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,13 +70,14 @@ _TOWER = ("visual", "grid_thw")
 _OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
 
 
-class PlacedPictures:
+class PlacedPictures(CallWing):
     """A packed forest with its pictures.
 
     Attributes:
         packed: the forest with the token ids that the model knows.
         inputs: keywords of the model's forward that differ from those of the packed forest alone,
             the pictures left out.
+        model: what is called.
         placements: of the pictures in the forest.
         pictures: those of the batch.
         least_runs: how many runs each call of the tower makes at least. 0: ranks that shard it
@@ -83,38 +95,44 @@ class PlacedPictures:
         self.inputs: dict[str, Any] = {}
         if family_of(causal_lm.config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
-        self._model, self._causal_lm = model, causal_lm
+        self.model, self._causal_lm = model, causal_lm
         self._calls = TowerCalls(causal_lm.config, pictures, self.placements, packed.device)
 
-    def of(self, own: np.ndarray | None = None) -> EncodedPictures:
-        """Finds the pictures of one forward's tokens.
-
-        Args:
-            own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
-                whole. Default: all.
-        """
+    def forward(self, own: np.ndarray | None = None) -> EncodedPictures:
+        """The pictures of one forward's tokens. A picture may be cut, and is then encoded whole."""
         return self._encoded(self._shown(own), own is not None and self._only_pictures_train())
 
-    def most_runs(self, own: np.ndarray, patches: int) -> int:
-        """The most runs of at most `patches` patches in one call of the tower, of a part's own
-        tokens, int64 [t]."""
+    def in_lockstep(self, owns: Iterable[np.ndarray], modes: Iterable[Any]) -> None:
+        """A backward may meet that of any forward of another rank, and each run of a tower is
+        exchanges: so all forwards of the block make as many."""
         # one without pictures is one of a blank one
-        return _most_runs(self._shown(own), patches) or 1
+        most = [
+            _most_runs(self._shown(own), getattr(mode, "patches", RUN)) or 1
+            for own, mode in zip(owns, modes, strict=True)
+        ]
+        most_here = [max(most, default=1)]
+        (self.least_runs,) = most_of_all_ranks(self.model, most_here, self.packed.device)
 
-    def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
-        """Finds the pictures that one rank of a group encodes, and those that its own tokens show.
+    def of_rank(self, parts: Parts, rank: int, group: ProcessGroup) -> CallWing:
+        """The pictures that one rank of a group encodes, and those that its own tokens show.
 
         Each distinct picture is encoded by one rank, and features travel between the ranks. So all
         ranks call their towers equally often.
-
-        Args:
-            parts: the forest divided among the ranks of the group.
-            index: this rank's place in the group.
-            group: the process group.
         """
-        where = parts, index, group
+        where = parts, rank, group
         found = (self._calls.of_rank(modality, *where) for modality in MODALITIES)
-        return self._encoded([encoding for encoding in found if encoding is not None])
+        return _OfRank(self._encoded([encoding for encoding in found if encoding is not None]))
+
+    def facts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"whether they are passed": True}
+        for n in np.unique(self.placements.number).tolist():
+            picture = self.pictures.distinct[n]
+            parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
+            # a hash says nothing to readers
+            key: Any = picture.key
+            key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
+            parts[f"the pixels of picture {n}"] = key
+        return parts
 
     def _shown(self, own: np.ndarray | None) -> list[Encoding]:
         """By modality, those that packed tokens int64 [t] show; None: all."""
@@ -130,26 +148,35 @@ class PlacedPictures:
         return torch.is_grad_enabled() and not has_gradients and pictures_train(self._causal_lm)
 
     def _encoded(self, found: list[Encoding], wants_one: bool = False) -> EncodedPictures:
-        if not found and (wants_one or _runs_in_lockstep(self._model)):
+        if not found and (wants_one or runs_in_lockstep(self.model)):
             # ranks with pictures run the tower, and wait for those without; and a part without
             # pictures may borrow from one with some, whose gradients must pass its layers
             found = [blank(self._causal_lm.config, self.packed.device)]
             return EncodedPictures(self, self._causal_lm, found, is_blank=True)
         return EncodedPictures(self, self._causal_lm, found)
 
-    def pixels(self) -> dict[str, torch.Tensor]:
-        """By a name for messages, the pixels of the pictures in the forest."""
+    def read(self) -> dict[str, torch.Tensor]:
         return {
             f"the pixels of picture {n}": self.pictures.distinct[n].pixels
             for n in np.unique(self.placements.number).tolist()
         }
 
 
+class _OfRank(CallWing):
+    """The pictures of a rank of a group, which runs one forward."""
+
+    def __init__(self, encoded: EncodedPictures) -> None:
+        self._encoded = encoded
+
+    def forward(self, own: np.ndarray | None) -> EncodedPictures:
+        return self._encoded
+
+
 def _most_runs(encodings: list[Encoding], patches: int) -> int:
     return max((len(encoding.shape.runs(patches)[0]) for encoding in encodings), default=0)
 
 
-class EncodedPictures:
+class EncodedPictures(ForwardWing):
     """The pictures of one forward over a forest, or over a part of one.
 
     Attributes:
@@ -187,6 +214,39 @@ class EncodedPictures:
             kept -= sum(other.shape.patches)
         return encoding.shape, *encoding.shape.runs(patches, kept)
 
+    def around(self, recompute: Any) -> AbstractContextManager[None]:
+        """The tower runs as layers are recomputed."""
+        patches: int | None = RUN
+        mode: Mode = "all"
+        kept = 0
+        if recompute in MODES:
+            mode = recompute
+        elif recompute is not None:
+            patches, kept = recompute.patches, recompute.kept or 0
+        elif not checkpoints_itself(self.tower):
+            mode = "nothing"
+        around = None
+        if torch.is_grad_enabled():
+            around = checkpoint_of_tower(self.tower, mode)
+            if around is None:
+                patches = None
+        model, placed = self.placed.model, self.placed
+        least = [placed.least_runs, 0]
+        if least[0]:
+            # ranks agreed on runs that are computed again
+            kept = 0
+        elif any(isinstance(module, FSDPModule) for module in model.modules()):
+            # every run gathers the tower's parameters, those that are computed again do so twice;
+            # other ranks may have no graph, and so runs
+            runs = [0, 1] if patches is None else self.num_runs(patches, kept)
+            least = most_of_all_ranks(model, runs, placed.packed.device)
+            if patches is None:
+                kept = sys.maxsize
+        if patches is None and sum(least) > 1:
+            patches = sys.maxsize
+        keeping = None if around is None else keeping_in_tower(self.tower)
+        return self.encoded(TowerRuns(patches, around, least[0], kept, keeping, least[1]))
+
     @contextmanager
     def encoded(self, runs: TowerRuns = ALL_AT_ONCE) -> Iterator[None]:
         """One forward, in which the tower encodes each distinct picture once.
@@ -208,7 +268,7 @@ class EncodedPictures:
             kwargs = {k: v for k, v in kwargs.items() if k not in _OF_THE_TEXT}
             vision = self._causal_lm.config.vision_config
             if vision._attn_implementation == "prefixtree":
-                kwargs[ENCODES] = True
+                kwargs[ENCODES] = picture_attention
             return args, kwargs | {self._grid_keyword: encoding.grids}
 
         def after(tower: nn.Module, args: Any, output: Any) -> None:
@@ -269,105 +329,6 @@ def pictures_train(causal_lm: Any) -> bool:
 def grid_keyword_of(config: Any) -> str:
     """The keyword of a tower's forward that says how large pictures are."""
     return TOWERS.get(config.model_type, _TOWER)[1]
-
-
-class Shows(NamedTuple):
-    """A model that is called, transformers' model in it, a forest, and the pictures to show."""
-
-    model: nn.Module
-    causal_lm: Any
-    packed: PackedForest
-    pictures: Pictures
-
-
-def _runs_in_lockstep(model: nn.Module) -> bool:
-    """Whether other ranks wait for this one in every layer, or in the backward."""
-    return any(group.size() > 1 for group in groups_of(model))
-
-
-def _compiles_others(shows: Shows) -> Any:
-    """The first compiled module that is no decoder layer, nor in one."""
-    in_layers = {module for layer in layers_of(shows.causal_lm) for module in layer.modules()}
-    for module in shows.model.modules():
-        is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
-        if is_compiled and module not in in_layers:
-            return {"kind": type(module).__name__}
-    return None
-
-
-def _waits_for_videos(shows: Shows) -> bool:
-    has_videos = any(picture.modality == "video" for picture in shows.pictures.distinct)
-    is_sharded = any(isinstance(module, FSDPModule) for module in shows.model.modules())
-    return has_videos and is_sharded and _runs_in_lockstep(shows.model)
-
-
-#: What does not go with pictures.
-WITH_PICTURES = (
-    Refusal(
-        "routes",
-        lambda shows: shows.packed.forest.routes is not None,
-        "recorded routes of experts are not verified with pictures; make the forest without routes",
-    ),
-    Refusal(
-        "DeepSpeed",
-        lambda shows: runs_deepspeed(shows.model),
-        "DeepSpeed is not verified with pictures; use DDP or FSDP2",
-    ),
-    Refusal(
-        "FSDP1",
-        lambda shows: any(isinstance(m, FullyShardedDataParallel) for m in shows.model.modules()),
-        "FSDP1 is not verified with pictures; use FSDP2 (fully_shard) or DDP",
-    ),
-    Refusal(
-        "compiled modules",
-        _compiles_others,
-        "torch.compile of {kind}, which is no decoder layer, is not verified with pictures; leave "
-        "it out, and compile with compile_layers(model)",
-    ),
-    Refusal(
-        "tensor or expert parallel",
-        lambda shows: any(vars(m).get("_is_hooked") for m in shows.model.modules()),
-        "tensor or expert parallelism is not verified with pictures; load the model without "
-        "tp_plan and ep_size",
-    ),
-    Refusal(
-        "videos under FSDP2",
-        _waits_for_videos,
-        "videos are not verified under FSDP2, where ranks with images alone would run the tower "
-        "less often; train on images alone, or use DDP",
-    ),
-)
-
-
-def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
-    """Refuses pictures that the model would not run as it runs each sequence alone.
-
-    Args:
-        model: what is called. causal_lm: the transformers model inside it.
-
-    Raises:
-        TypeError: no Pictures.
-        ValueError: pictures that were made for another model.
-        UnsupportedError: what is not verified with pictures, with the way to mend it.
-    """
-    if not isinstance(pictures, Pictures):
-        raise TypeError(
-            f"pictures must be a Pictures, got {type(pictures).__name__}; "
-            "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config) makes one"
-        )
-    config, text = causal_lm.config, causal_lm.config.get_text_config()
-    check_served(config.model_type, text)
-    made_for = pictures.model_type, pictures.placeholders
-    is_for = config.model_type, {m: getattr(config, f"{m}_token_id") for m in made_for[1]}
-    if made_for != is_for or pictures.first_id < text.vocab_size:
-        raise ValueError(
-            f"the pictures were made for {made_for[0]} with placeholders {made_for[1]} and ids "
-            f"from {pictures.first_id} on, the model is {is_for[0]} with {is_for[1]} and a "
-            f"vocabulary of {text.vocab_size}: give Pictures.from_batch this model's config"
-        )
-    if causal_lm.training:
-        check_noise(config.vision_config, "vision_config")
-    refuse(WITH_PICTURES, Shows(model, causal_lm, packed, pictures))
 
 
 # ---- positions -----------------------------------------------------------------------------------

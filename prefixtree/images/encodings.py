@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prefixtree._picture_inputs import Modality, Picture
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.tower import TowerShape, features_in
+from prefixtree.images.exchange import FeatureExchange, holders_of
+from prefixtree.images.inputs import Modality, Picture
+from prefixtree.images.pictures import Pictures
+from prefixtree.images.placements import Placements
+from prefixtree.images.tower import TowerShape, features_in
 from prefixtree.packing.copies import GatherIndex, gather, move, move_joined
-from prefixtree.packing.placements import Placements
-from prefixtree.parallel.ranks import FeatureExchange, holders_of
-from prefixtree.pictures import Pictures
 from prefixtree.planning.parts import Parts
 
 if TYPE_CHECKING:

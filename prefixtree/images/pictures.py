@@ -4,7 +4,7 @@ Processors write one placeholder id for every picture. `Pictures` gives each dis
 of its own, beyond the vocabulary. Then two sequences have a common prefix exactly where text and
 pictures are equal, and forests, plans and reports of these ids need to know nothing of pictures.
 
-This module needs no model and not transformers. `models.vision` runs pictures in a model.
+This module needs no model and not transformers. `images.vision` runs pictures in a model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from prefixtree._forest_inputs import flatten
-from prefixtree._picture_inputs import Modality, Picture, PictureRule, picture_key
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
+from prefixtree.images.inputs import Modality, Picture, PictureRule, picture_key
 
 __all__ = ["Picture", "Pictures", "picture_key"]
 

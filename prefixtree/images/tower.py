@@ -31,6 +31,10 @@ from prefixtree.kernels.operators import uncompiled
 from prefixtree.models.along_tree import with_globals
 from prefixtree.models.changes import changing
 
+#: Patches of pictures that a tower takes at once: enough to keep a GPU busy, and about 28 GiB of
+#: activations in a tower of 24 layers of width 1024.
+RUN = 1 << 15
+
 # ---- attention: a call per size of picture -------------------------------------------------------
 
 # what a forward asks before it hands borders on, and what it then hands them on as

@@ -23,7 +23,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -36,7 +36,6 @@ from prefixtree._forest_inputs import OTHER_LAYERS, check_counts
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import attention_modules
 from prefixtree.models.families import (
-    COUNTS_COPIES,
     REPLAYS,
     ROUTES,
     checkpoint_wrappers,
@@ -265,20 +264,17 @@ class RouterLoss:
     Attributes:
         causal_lm: the transformers model.
         function: transformers' function of the loss.
-        multiplicity: int32 [T], how many sequences hold each packed token.
-        is_dummy: whether it is 0 of all tokens, so that the loss is 0.
     """
 
     causal_lm: Any
     function: Callable[..., Any]
-    multiplicity: torch.Tensor
-    is_dummy: bool
 
-    def held_bytes(self) -> int:
-        """Bytes that the loss holds until its backward: logits and probabilities of all layers."""
+    def held_bytes(self, tokens: int) -> int:
+        """Bytes that the loss of so many tokens holds until its backward: logits and probabilities
+        of all layers."""
         config = self.causal_lm.config.get_text_config()
         experts = getattr(self.causal_lm, "num_experts", None) or config.num_experts
-        router_logits = len(self.multiplicity) * experts * config.num_hidden_layers
+        router_logits = tokens * experts * config.num_hidden_layers
         return 2 * router_logits * next(self.causal_lm.parameters()).element_size()
 
     def check(self) -> None:
@@ -317,30 +313,25 @@ class RouterLoss:
             )
         return logits
 
-    def within(self, packed: PackedForest, logits: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The loss of a micro-batch, of the router logits of its packed tokens."""
-        multiplicity = packed.multiplicity.to(logits[0].device)
-        return replace(self, multiplicity=multiplicity, is_dummy=packed.forest.is_dummy).of(logits)
-
-    def of(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    def of(self, packed: PackedForest, logits: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss, a scalar, of the router logits of all packed tokens, one [T, E] per layer."""
-        if self.is_dummy:
+        if packed.forest.is_dummy:
             # transformers would divide by their number. Other ranks wait for the graph's backward
             return sum((layer[:0].float().sum() for layer in logits), torch.zeros(()))
         # the model's number: ERNIE's configuration had another name for it
         config = self.causal_lm.config.get_text_config()
         chosen = getattr(self.causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
         experts = logits[0].shape[-1]
-        loss: torch.Tensor = self.function(tuple(logits), experts, chosen, self.multiplicity[None])
+        counts = packed.multiplicity.to(logits[0].device)
+        loss: torch.Tensor = self.function(tuple(logits), experts, chosen, counts[None])
         return loss
 
 
-def router_loss(causal_lm: Any, packed: PackedForest, asked: bool | None) -> RouterLoss | None:
+def router_loss(causal_lm: Any, asked: bool | None) -> RouterLoss | None:
     """The loss that a forward over a packed forest is to compute, None for none.
 
     Args:
         causal_lm: the transformers model.
-        packed: the packed forest.
         asked: by the caller. None: what `config.output_router_logits` says, which says nothing in
             families without such a loss.
 
@@ -357,7 +348,7 @@ def router_loss(causal_lm: Any, packed: PackedForest, asked: bool | None) -> Rou
     configured = getattr(config, "output_router_logits", False)
     if function is None or not (configured if asked is None else asked):
         return None
-    return RouterLoss(causal_lm, function, packed.multiplicity, packed.forest.is_dummy)
+    return RouterLoss(causal_lm, function)
 
 
 def loss_function(causal_lm: Any) -> Callable[..., Any] | None:
@@ -368,11 +359,3 @@ def loss_function(causal_lm: Any) -> Callable[..., Any] | None:
         return None
     found: Callable[..., Any] | None = forward.__globals__.get(_FUNCTION)
     return found
-
-
-def router_keywords(config: Any, loss: RouterLoss | None) -> dict[str, Any]:
-    """The keywords of a forward that computes the loss; for None, of one that does not whatever the
-    configuration says. Families without experts get none."""
-    if not hasattr(config.get_text_config(), "output_router_logits"):
-        return {}
-    return {"output_router_logits": loss is not None, COUNTS_COPIES: True}

@@ -37,7 +37,7 @@ _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _ON_SHAPES = (None, "eager", "batched_mm", "grouped_mm")
 
 
-def prepare_experts(transformer: nn.Module) -> None:
+def prepare_layers(transformer: nn.Module, config: Any) -> None:
     """Gives this way to experts that may run grouped products; others stay as they are."""
     for module in transformer.modules():
         kind: Any = type(module)

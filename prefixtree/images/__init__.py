@@ -1,0 +1,1 @@
+"""A wing: images and videos in a forest."""

@@ -1,0 +1,51 @@
+"""The cost that a vision tower adds to a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.images.inputs import PictureRule
+
+
+def cost_of_pictures(config: Any) -> tuple[int, int] | None:
+    """The linear weights that a picture's token meets in the tower, and the first id of pictures.
+
+    Args:
+        config: of a model of transformers.
+
+    Returns:
+        None of a model that is served without pictures.
+    """
+    try:
+        rule = PictureRule(config)
+    except UnsupportedError:
+        return None
+    return tower_weights(config), rule.first_id
+
+
+def tower_weights(config: Any) -> int:
+    """The linear weights that the patches of one placeholder meet in a vision tower.
+
+    Args:
+        config: of a model of transformers that takes pictures.
+    """
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config).model
+    tower = getattr(model, "visual", None) or model.vision_tower
+    vision = config.vision_config
+    side = getattr(vision, "spatial_merge_size", None) or vision.pooling_kernel_size
+    skipped = {id(m.weight) for m in tower.modules() if isinstance(m, nn.Embedding)}
+    found = 0
+    for name, weight in tower.named_parameters():
+        *_, owner, last = name.split(".")
+        is_linear = weight.ndim > 1 and "norm" not in owner and "position" not in last
+        if is_linear and id(weight) not in skipped:
+            # these see the patches of a placeholder as one row
+            sees_all = "merger" in name or "downsample" in name
+            found += weight.numel() * (1 if sees_all else side**2)
+    return found

@@ -1,0 +1,134 @@
+"""Refuses pictures that a model would not run as it runs each sequence alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from prefixtree.errors import ForestError, Refusal, refuse
+from prefixtree.images.inputs import check_served
+from prefixtree.images.pictures import Pictures
+from prefixtree.models.checks import runs_deepspeed
+from prefixtree.models.families import check_noise
+from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.packing.layout import PackedForest
+
+
+class Shows(NamedTuple):
+    """A model that is called, transformers' model in it, a forest, and the pictures to show."""
+
+    model: nn.Module
+    causal_lm: Any
+    packed: PackedForest
+    pictures: Pictures
+
+
+def runs_in_lockstep(model: nn.Module) -> bool:
+    """Whether other ranks wait for this one in every layer, or in the backward."""
+    return any(group.size() > 1 for group in groups_of(model))
+
+
+def _compiles_others(shows: Shows) -> Any:
+    """The first compiled module that is no decoder layer, nor in one."""
+    in_layers = {module for layer in layers_of(shows.causal_lm) for module in layer.modules()}
+    for module in shows.model.modules():
+        is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
+        if is_compiled and module not in in_layers:
+            return {"kind": type(module).__name__}
+    return None
+
+
+def _waits_for_videos(shows: Shows) -> bool:
+    has_videos = any(picture.modality == "video" for picture in shows.pictures.distinct)
+    is_sharded = any(isinstance(module, FSDPModule) for module in shows.model.modules())
+    return has_videos and is_sharded and runs_in_lockstep(shows.model)
+
+
+#: What does not go with pictures.
+WITH_PICTURES = (
+    Refusal(
+        "routes",
+        lambda shows: shows.packed.forest.routes is not None,
+        "recorded routes of experts are not verified with pictures; make the forest without routes",
+    ),
+    Refusal(
+        "DeepSpeed",
+        lambda shows: runs_deepspeed(shows.model),
+        "DeepSpeed is not verified with pictures; use DDP or FSDP2",
+    ),
+    Refusal(
+        "FSDP1",
+        lambda shows: any(isinstance(m, FullyShardedDataParallel) for m in shows.model.modules()),
+        "FSDP1 is not verified with pictures; use FSDP2 (fully_shard) or DDP",
+    ),
+    Refusal(
+        "compiled modules",
+        _compiles_others,
+        "torch.compile of {kind}, which is no decoder layer, is not verified with pictures; leave "
+        "it out, and compile with compile_layers(model)",
+    ),
+    Refusal(
+        "tensor or expert parallel",
+        lambda shows: any(vars(m).get("_is_hooked") for m in shows.model.modules()),
+        "tensor or expert parallelism is not verified with pictures; load the model without "
+        "tp_plan and ep_size",
+    ),
+    Refusal(
+        "videos under FSDP2",
+        _waits_for_videos,
+        "videos are not verified under FSDP2, where ranks with images alone would run the tower "
+        "less often; train on images alone, or use DDP",
+    ),
+)
+
+
+def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
+    """Refuses pictures that the model would not run as it runs each sequence alone.
+
+    Args:
+        model: what is called. causal_lm: the transformers model inside it.
+
+    Raises:
+        TypeError: no Pictures.
+        ValueError: pictures that were made for another model.
+        UnsupportedError: what is not verified with pictures, with the way to mend it.
+    """
+    if not isinstance(pictures, Pictures):
+        raise TypeError(
+            f"pictures must be a Pictures, got {type(pictures).__name__}; "
+            "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config) makes one"
+        )
+    config, text = causal_lm.config, causal_lm.config.get_text_config()
+    check_served(config.model_type, text)
+    made_for = pictures.model_type, pictures.placeholders
+    is_for = config.model_type, {m: getattr(config, f"{m}_token_id") for m in made_for[1]}
+    if made_for != is_for or pictures.first_id < text.vocab_size:
+        raise ValueError(
+            f"the pictures were made for {made_for[0]} with placeholders {made_for[1]} and ids "
+            f"from {pictures.first_id} on, the model is {is_for[0]} with {is_for[1]} and a "
+            f"vocabulary of {text.vocab_size}: give Pictures.from_batch this model's config"
+        )
+    if causal_lm.training:
+        check_noise(config.vision_config, "vision_config")
+    refuse(WITH_PICTURES, Shows(model, causal_lm, packed, pictures))
+
+
+def check_sequences(sequences: list[np.ndarray], pictures: Pictures) -> None:
+    """Refuses pictures of other sequences than those of the batch, or in another order."""
+    mend = (
+        "pictures must be made of the sequences of this batch, in its order: make them "
+        "(Pictures.from_batch) behind whatever cuts, drops or shuffles rows"
+    )
+    lengths, expected = ([len(s) for s in rows] for rows in (pictures.sequences, sequences))
+    if lengths != expected:
+        raise ForestError(f"{mend}; expected sequences of {expected} tokens, got {lengths}")
+    for i, (given, theirs) in enumerate(zip(sequences, pictures.sequences, strict=True)):
+        # the batch has the processor's placeholders, or the ids of the pictures
+        for at in np.flatnonzero((given != pictures.with_placeholders(theirs)) & (given != theirs)):
+            raise ForestError(
+                f"{mend}; token {at} of sequence {i} is {given[at]} in input_ids and {theirs[at]} "
+                "in pictures.sequences"
+            )

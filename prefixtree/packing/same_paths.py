@@ -1,0 +1,129 @@
+"""Where tokens of one forest stand in another, by their paths.
+
+What stands at the tokens of a forest, in rows or in numbers, may be read for another forest where
+both are compared: the same, one that was cut out of it, one of more sequences.
+
+Legend: T tokens of a forest, Q tokens of the forest that reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from prefixtree import loops
+from prefixtree._forest_inputs import numbers_of
+from prefixtree.forest import PrefixForest
+
+
+class Found(NamedTuple):
+    """The tokens of another forest that have the paths of a forest's tokens.
+
+    Attributes:
+        at: int64 [Q], its token with the same path, the first of several; -1 where there is none.
+        is_one_of_several: bool [Q], whether it has the path more than once, as under `namespaces=`.
+    """
+
+    at: np.ndarray
+    is_one_of_several: np.ndarray
+
+
+class _Paths(NamedTuple):
+    """The paths of a forest's tokens, sorted by their hashes.
+
+    Attributes:
+        above, value: int64 [T], the token before each, and what makes tokens the same.
+        hashes, first: those of its tokens, ascending, and the first token with each.
+        first_of: int64 [T], the first token with the hash of each; is_equal: whether it has its
+            path, bool [T].
+        comes_again: bool [T], of a first token, whether others have its hash.
+    """
+
+    above: np.ndarray
+    value: np.ndarray
+    hashes: np.ndarray
+    first: np.ndarray
+    first_of: np.ndarray
+    is_equal: np.ndarray
+    comes_again: np.ndarray
+
+    @classmethod
+    def of(cls, forest: PrefixForest, value: np.ndarray) -> _Paths:
+        above = _token_above(forest)
+        every = loops.sequence_copies.hashes(above, value)
+        hashes, first, inverse = np.unique(every, return_index=True, return_inverse=True)
+        first_of = first[inverse]
+        is_equal = loops.sequence_copies.are_equal(first_of, above, value)
+        comes_again = np.bincount(first_of, minlength=len(above)) > 1
+        return cls(above, value, hashes, first, first_of, is_equal, comes_again)
+
+
+_paths: WeakKeyDictionary[PrefixForest, _Paths] = WeakKeyDictionary()
+
+
+def find_paths(forest: PrefixForest, other: PrefixForest) -> Found:
+    """Looks each token of a forest up in another one.
+
+    Paths are equal where their token ids are, and their routes, if the other forest has some. Of
+    two forests that are alike, in the order of their nodes too, token t is token t.
+
+    Args:
+        forest: whose tokens are looked up. other: in which.
+    """
+    if _is_alike(forest, other):
+        return Found(np.arange(forest.num_tokens), np.zeros(forest.num_tokens, bool))
+    nothing = Found(np.full(forest.num_tokens, -1), np.zeros(forest.num_tokens, bool))
+    if forest.tokens is None or other.tokens is None:
+        return nothing
+    value, other_value = forest.tokens, other.tokens
+    if other.routes is not None:
+        if forest.routes is None or forest.routes.shape[1:] != other.routes.shape[1:]:
+            return nothing
+        both = np.concatenate([value, other_value]), np.concatenate([forest.routes, other.routes])
+        value, other_value = np.split(numbers_of(*both), [len(value)])
+    # numbers of routes are those of this pair of forests
+    paths = _paths.get(other) if other.routes is None else None
+    if paths is None:
+        paths = _Paths.of(other, other_value)
+        if other.routes is None:
+            _paths[other] = paths
+    above = _token_above(forest)
+    wanted = loops.sequence_copies.hashes(above, value)
+    place = np.searchsorted(paths.hashes, wanted).clip(max=len(paths.hashes) - 1)
+    at = np.where(paths.hashes[place] == wanted, paths.first[place], -1)
+    others = paths.first_of, paths.is_equal, paths.above, paths.value
+    loops.sequence_copies.keep_equal(at, above, value, *others)
+    return Found(at, (at >= 0) & paths.comes_again[at])
+
+
+def _is_alike(a: PrefixForest, b: PrefixForest) -> bool:
+    """Whether the packed tokens of both are the same, number by number."""
+    if a is b:
+        return True
+    pairs = [(a.node_parent, b.node_parent), (a.node_length, b.node_length), (a.tokens, b.tokens)]
+    if b.routes is not None:
+        pairs.append((a.routes, b.routes))
+    return all(
+        x is y or (x is not None and y is not None and np.array_equal(x, y)) for x, y in pairs
+    )
+
+
+def _token_above(forest: PrefixForest) -> np.ndarray:
+    """int64 [T], the token before each on its path, -1 for none."""
+    above = np.arange(-1, forest.num_tokens - 1)
+    parent = forest.node_parent
+    last = forest.node_start + forest.node_length - 1
+    above[forest.node_start] = np.where(parent < 0, -1, last[parent])
+    return above
+
+
+def described(forest: PrefixForest, token: int) -> str:
+    """A packed token, for messages: its id, its position and the first sequence that holds it."""
+    node = int(np.searchsorted(forest.node_start, token, side="right")) - 1
+    ends = forest.node_start[forest.sequence_node]
+    below = (ends >= forest.node_start[node]) & (ends < forest.node_subtree_end[node])
+    position = int(forest.node_position[node]) + token - int(forest.node_start[node])
+    name = "" if forest.tokens is None else f" (id {forest.tokens[token]})"
+    return f"token {position}{name} of sequence {int(below.argmax())}"

@@ -1,0 +1,195 @@
+"""One forward of a model over a packed forest, or over a part of one, with the wings of its call.
+
+Legend: u edges that are scored, t own tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
+from prefixtree.kernels.lm_head.measures import measure_bytes
+from prefixtree.models.checks import check_model, every_layer_attends, warn_past_ddp
+from prefixtree.models.prepared import prepare_layers
+from prefixtree.models.rows_alone import check_layers
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask
+from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
+from prefixtree.scoring.local import PartCall, Rows
+from prefixtree.wings import CallWing, load
+
+if TYPE_CHECKING:
+    from prefixtree.images.pictures import Pictures
+    from prefixtree.recompute.forward import GroupShare, Recompute
+
+
+class AskedWings(NamedTuple):
+    """The keywords of a call for scores that ask for wings; as in `sequence_logprobs`."""
+
+    pictures: Pictures | None = None
+    output_router_logits: bool | None = None
+
+    def check(
+        self, model: nn.Module, causal_lm: Any, packed: PackedForest, divided: str | None
+    ) -> None:
+        """Refuses what would not give the scores of the replicated batch; as `check_model`.
+
+        Raises:
+            TypeError, UnsupportedError, ValueError: as `sequence_logprobs`.
+        """
+        if self.pictures is not None:
+            load("images").check_pictures(model, causal_lm, packed, self.pictures)
+        check_model(model, causal_lm, packed, self.pictures, divided)
+        if self._has_routers(causal_lm, packed):
+            load("experts").check_routes(model, causal_lm, packed)
+            # refuses a family without such a loss
+            load("experts").router_loss(causal_lm, self.output_router_logits)
+
+    def open(
+        self, model: nn.Module, causal_lm: Any, packed: PackedForest, whole: PackedForest
+    ) -> tuple[PackedForest, dict[str, CallWing]]:
+        """The wings of a call, by name, and the forest with the token ids that the model knows.
+
+        Args:
+            model: what is called. causal_lm: the transformers model inside it.
+            packed: the forest of the caller. whole: the same, padded where ranks need it.
+        """
+        wings: dict[str, CallWing] = {}
+        if self.pictures is not None:
+            wings["images"] = load("images").PlacedPictures(model, causal_lm, whole, self.pictures)
+            whole = wings["images"].packed  # type: ignore[attr-defined]
+        if self._has_routers(causal_lm, packed):
+            asked = self.output_router_logits
+            wings["experts"] = load("experts").Routers(causal_lm, packed, asked)
+        return whole, wings
+
+    def _has_routers(self, causal_lm: Any, packed: PackedForest) -> bool:
+        """Whether the model has experts, or the call asks for theirs."""
+        asked = self.output_router_logits or packed.forest.routes is not None
+        return asked or hasattr(causal_lm.config.get_text_config(), "output_router_logits")
+
+
+class ModelForward:
+    """Calls a model over a packed forest, or over a part of one, for the scores of its edges.
+
+    Args:
+        model, causal_lm, packed: as `sequence_logprobs` has them.
+        options: what is computed of each edge; the rule of the model's family is added.
+        wings: of the call, by name.
+        share: of a rank's part, as in `LocalPart`. Default: a forest that no ranks divide.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        causal_lm: Any,
+        packed: PackedForest,
+        options: ScoreOptions,
+        wings: Mapping[str, CallWing],
+        share: GroupShare | None = None,
+    ) -> None:
+        prepare_layers(causal_lm)
+        warn_past_ddp(model)
+        self.packed, self.wings = packed, wings
+        self._model, self._causal_lm, self._share = model, causal_lm, share
+        self.options = replace(options, rule=logit_rule(causal_lm))
+
+    def __call__(
+        self,
+        mask: TreeMask,
+        inputs: dict[str, Any],
+        edges: DeviceEdges,
+        recompute: Recompute,
+        own: np.ndarray | None = None,
+    ) -> Rows:
+        """One forward: the scores [u, columns], and the router logits [t, E] of each layer of
+        experts where there is a loss.
+
+        Args:
+            mask: that of the tokens.
+            inputs: keywords of the model.
+            edges: what its lm_head scores.
+            recompute: as in `sequence_logprobs`.
+            own: int64 [t], the packed tokens that it computes, ascending. Default: all.
+        """
+        model, causal_lm, count = self._model, self._causal_lm, len(edges.target)
+        forwards = {name: wing.forward(own) for name, wing in self.wings.items()}
+        # a forward of its own, which other ranks run where this one does
+        check_layers(model, causal_lm, self.packed.device)
+        held_bytes = sum(each.held_bytes for each in forwards.values())
+        if self.options.measure is not None:
+            held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
+        planned = recompute, held_bytes, forwards.get("images"), self._share
+        chosen, recomputing = recomputed(model, causal_lm, self.packed, count, *planned)
+        with ExitStack() as around:
+            around.enter_context(recomputing)
+            for each in forwards.values():
+                around.enter_context(each.around(chosen))
+                inputs = {**inputs, **each.inputs}
+            around.enter_context(every_layer_attends(causal_lm, mask))
+            handed = around.enter_context(scoring_lm_head(causal_lm, edges, self.options))
+            output = model(**inputs, logits_to_keep=edges.predictors)
+        # what a wrapper changed in place is its fault, not the model's
+        rows = [handed.returned(output)]
+        handed.check_treatment(causal_lm, self.options.rule)
+        for each in forwards.values():
+            rows += each.rows(output, inputs["input_ids"].shape[-1])
+        return tuple(rows)
+
+
+def recomputed(
+    model: nn.Module,
+    transformer: Any,
+    packed: PackedForest,
+    scored: int,
+    recompute: Recompute,
+    held_bytes: int = 0,
+    images: Any = None,
+    share: GroupShare | None = None,
+) -> tuple[Any, AbstractContextManager[Any]]:
+    """Chooses what layers compute again in the backward of one forward.
+
+    Args:
+        model: what is called. transformer: the transformers model inside it.
+        scored: edges whose log-probability is computed.
+        recompute: as in `sequence_logprobs`.
+        held_bytes: what is held until the backward beside activations of layers. Default: 0.
+        images: the wing's part in the forward. Default: text alone.
+        share: of a rank of a group, which computes a part of the forest. Default: all of it.
+
+    Returns:
+        The choice, and the context in which they do.
+    """
+    if recompute is None or not torch.is_grad_enabled():
+        return None, nullcontext()
+    memory = load("memory")
+    more = recompute, held_bytes, images, share
+    chosen = memory.chosen_modes(model, transformer, packed, scored, *more)
+    return chosen, memory.recomputing_as(transformer, chosen)
+
+
+class ScoresOfParts:
+    """The scores of the edges whose predictors a part owns: a `PartForward`.
+
+    Args:
+        forward: over the forest.
+        inputs: keywords of a forward over all of it.
+        edges: all that are scored.
+    """
+
+    def __init__(self, forward: ModelForward, inputs: dict[str, Any], edges: ScoredEdges) -> None:
+        self.packed, self.options, self.wings = forward.packed, forward.options, forward.wings
+        self.inputs, self.units = inputs, edges
+        self._forward = forward
+
+    def __call__(self, part: PartCall) -> Rows:
+        edges = edges_on_device(self.packed, self.units, part.which, part.rows)
+        return self._forward(part.mask, part.inputs, edges, part.recompute, part.own)

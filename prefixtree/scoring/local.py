@@ -1,0 +1,118 @@
+"""The tokens of a packed forest that this process computes: all of them, or a part.
+
+Legend: U scored edges, one per temperature; u of them, and t own tokens, of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree.models.families import forward_inputs
+from prefixtree.packing.copies import GatherIndex
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask
+from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.wings import CallWing
+
+if TYPE_CHECKING:
+    from prefixtree.parallel.ledger import Divided
+    from prefixtree.recompute.forward import GroupShare, Recompute
+
+#: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
+#: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
+Rows = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTokens:
+    """The tokens of a packed forest that this process computes.
+
+    Attributes:
+        inputs: keywords of the model's forward.
+        mask: the mask over which its layers attend.
+        gathered: from the rows that a forward gives here to those of all ranks.
+        of_steps: keywords of a forward over the whole forest, for steps.
+        wings: of the call, by name.
+        share: of a rank's part, for recompute="auto". Default: none, as of other modes.
+        divided: what a rank computes of each step. Default: one forward, or this process divides.
+    """
+
+    inputs: dict[str, Any]
+    mask: TreeMask
+    gathered: Callable[[Rows], Rows]
+    of_steps: dict[str, Any]
+    wings: Mapping[str, CallWing] = field(default_factory=dict)
+    share: GroupShare | None = None
+    divided: Divided | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart(LocalTokens):
+    """The same where edges are scored. The router logits [t, E] of own tokens are gathered beside
+    their scores, where a loss wants them.
+
+    Attributes:
+        edges: what the lm_head scores here.
+        to_sequences: from the gathered scores to every sequence but its first token.
+        lengths: n - 1 of each sequence.
+        order: gives int64 [U], the row of each scored edge once gathered. Default: as they are.
+    """
+
+    edges: DeviceEdges
+    to_sequences: GatherIndex
+    lengths: list[int]
+    order: Callable[[], np.ndarray] | None = None
+
+
+def inputs_of(packed: PackedForest, config: Any, wings: Mapping[str, CallWing]) -> dict[str, Any]:
+    """The keywords of a forward over a packed forest. config: of the model."""
+    inputs = forward_inputs(packed, config)
+    for wing in wings.values():
+        inputs |= wing.inputs
+    return inputs
+
+
+def whole_tokens(
+    packed: PackedForest, config: Any, wings: Mapping[str, CallWing] = MappingProxyType({})
+) -> LocalTokens:
+    """All of a packed forest; the arguments as of `inputs_of`."""
+    inputs = inputs_of(packed, config, wings)
+    same: dict[str, Any] = {"inputs": inputs, "of_steps": inputs, "mask": packed.mask}
+    return LocalTokens(**same, wings=wings, gathered=lambda rows: rows)
+
+
+def whole_forest(
+    packed: PackedForest, found: ScoredEdges, config: Any, wings: Mapping[str, CallWing]
+) -> LocalPart:
+    """The same with what is scored of it."""
+    return LocalPart(
+        **vars(whole_tokens(packed, config, wings)),
+        edges=edges_on_device(packed, found, None, found.predictor),
+        to_sequences=GatherIndex(lambda: found.of_copies, found.count, packed.device),
+        lengths=found.lengths,
+    )
+
+
+class PartCall(NamedTuple):
+    """One forward over a part.
+
+    Attributes:
+        mask: over which its tokens attend. inputs: keywords of the model.
+        which: int64 [u], the units whose rows it gives.
+        rows: int64 [u], for each the own token that gives it.
+        own: int64 [t], the packed tokens that it computes.
+        recompute: as in `sequence_logprobs`.
+    """
+
+    mask: TreeMask
+    inputs: dict[str, Any]
+    which: np.ndarray
+    rows: np.ndarray
+    own: np.ndarray
+    recompute: Recompute

@@ -1,0 +1,1 @@
+"""A wing: layers whose queries attend to chosen or compressed keys."""

@@ -1,0 +1,224 @@
+"""Masks of layers that choose keys, and the attention of these layers.
+
+Legend: T packed tokens, W words of bits, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.attention import tree_attention
+from prefixtree.kernels.operators import as_one_call
+from prefixtree.models.attention import attend_once, token_rows
+from prefixtree.models.prepared import unprepared
+from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.attention import PartMask
+from prefixtree.sparse import latents
+from prefixtree.wings import DividedMask, LayerMask
+
+# how MiniMax M3 hands blocks of keys to its attention function
+BLOCKS = "block_indices"
+
+
+class UnpreparedMask(LayerMask):
+    """Stands for the attention mask of a batch without padding in a model with indexers.
+
+    transformers asks for it before layers run, and does not know the tree. A prepared layer puts
+    the forest's mask in its place, or an ordinary causal one; others cannot read it.
+    """
+
+    def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
+        self._length, self._config, self._device = length, config, device
+
+    def __getitem__(self, index: Any) -> Any:
+        raise unprepared(self._config)
+
+    def check(self, config: Any, chosen: dict[str, torch.Tensor]) -> None:
+        raise unprepared(config)
+
+    def causal(self) -> torch.Tensor:
+        """bool [1, 1, n, n] of an ordinary batch."""
+        shape = 1, 1, self._length, self._length
+        return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
+
+
+class Entries(NamedTuple):
+    """The compressed keys (`sparse.compressed`) that queries attend to.
+
+    Attributes:
+        bits: int32 [T, W], those of the tokens that end their windows; its own of a query that sees
+            none.
+        absent: bool [T], whether a query sees none.
+    """
+
+    bits: torch.Tensor
+    absent: torch.Tensor
+
+
+class ForestMask(LayerMask):
+    """A forest's mask where a layer hands its indexer the attention mask, or its cache, and then
+    the function the mask.
+
+    Attributes:
+        mask: of the forest, or of the part that a rank or a step computes.
+        part: where it is a part's.
+        deepest: tokens of the longest path of the whole forest.
+        entries: the compressed keys that each query attends to, where a layer has some.
+    """
+
+    entries: Entries | None = None
+
+    def __init__(self, mask: TreeMask, part: PartMask | None = None) -> None:
+        self.mask, self.part = mask, part
+        self.deepest = (mask if part is None else part.part).host.deepest
+
+    def __getitem__(self, index: Any) -> ForestMask:
+        return self
+
+    def check(self, config: Any, chosen: dict[str, torch.Tensor]) -> None:
+        if not chosen and self.entries is None:
+            # a layer whose indexer made no choice
+            raise unprepared(config)
+
+    def num_keys(self, queries: int) -> int:
+        return queries * (1 if self.entries is None else 2)
+
+    def attend(
+        self,
+        module: nn.Module,
+        rows: tuple[torch.Tensor, ...],
+        mask: TreeMask | DividedMask,
+        chosen: dict[str, torch.Tensor],
+        **options: Any,
+    ) -> torch.Tensor:
+        if self.entries is not None:
+            assert isinstance(mask, TreeMask)
+            q, k, v = token_rows(*rows)
+            return _attend_to_entries(q, k, v, mask, self.entries, **options)
+        (bits,) = chosen.values()
+        # no words: all queries choose all keys
+        options["chosen"] = bits[0] if bits.shape[-1] else None
+        if (held := latents.held_by(module)) is not None:
+            assert isinstance(mask, TreeMask)
+            found = latents.attend(module, token_rows(rows[0])[0], held, mask, **options)
+            if found is not None:
+                return found
+            rows = rows[0], *latents.expanded(module, held)
+        q, k, v = token_rows(*rows)
+        if BLOCKS in chosen and options["chosen"] is not None:
+            return _attend_by_group(module, q, k, v, mask, **options)
+        return attend_once(module, q, k, v, mask, **options)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Gives back those of the layer: nothing is kept."""
+        return keys, values
+
+
+def not_kept() -> UnsupportedError:
+    """The refusal of samplers."""
+    return UnsupportedError("samplers do not keep an indexer's keys yet: sample with an engine")
+
+
+def not_handed_on() -> UnsupportedError:
+    """The refusal of parts of a forest."""
+    return UnsupportedError(
+        "steps, kept trunks and groups would cut the windows of compressed keys (DeepSeek V4): "
+        "score without max_tokens=, kept_trunks and group="
+    )
+
+
+def _attend_by_group(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask | DividedMask,
+    *,
+    chosen: torch.Tensor,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]. Parts
+    hand on each group's keys as those of a layer."""
+    assert sinks is None
+    count = len(chosen)
+    groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
+    attended = mask.attended if isinstance(mask, DividedMask) else mask
+    with as_one_call(attended.host, "attention"):
+        parts = [
+            attend_once((module, i), a, b, c, mask, chosen=bits, **options)
+            for i, (a, b, c, bits) in enumerate(groups)
+        ]
+    return torch.cat(parts, 1)
+
+
+def _attend_to_entries(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    entries: Entries,
+    *,
+    window: int | None,
+    sinks: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention to the keys in a window and to compressed ones, under one softmax.
+
+    Args:
+        k, v: [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
+    """
+    count = mask.num_tokens
+    options["return_lse"] = True
+    with as_one_call(mask.host, "attention"):
+        near, near_lse = tree_attention(q, k[:count], v[:count], mask, window=window, **options)
+        far = k[count:], v[count:], mask
+        out, lse = tree_attention(q, *far, chosen=entries.bits, **options)
+    lse = lse.masked_fill(entries.absent, -torch.inf)
+    sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    # each part's share of the softmax; the sink has no value
+    shares = torch.stack([near_lse, lse, sink]).softmax(0)[:2].transpose(1, 2)[..., None]
+    return (shares[0] * near + shares[1] * out).to(q.dtype)
+
+
+# ---- ordinary batches ----------------------------------------------------------------------------
+
+
+def plain_mask(
+    module: Any,
+    attention_mask: torch.Tensor | None,
+    chosen: dict[str, torch.Tensor],
+    key: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> torch.Tensor:
+    """The mask bool [B, 1 or H, n, m] of an ordinary batch, true for chosen keys alone.
+
+    Args:
+        module: the attention. attention_mask: [B, 1, n, m], or None for a causal one.
+        chosen: indices int [B, n, k], or block_indices int [B, groups of heads, n, k], -1 for none.
+        key: [B, Hk, m, D]. positions: int [1 or B, n], of the queries.
+    """
+    if BLOCKS not in chosen:
+        return of_chosen(attention_mask, chosen["indices"])
+    # its layers hand them on, or the first would have refused the call
+    assert positions is not None
+    blocks = chosen[BLOCKS]
+    given = attention_mask, key.shape[2], key.dtype, key.device, positions.expand(len(blocks), -1)
+    bias: torch.Tensor = module.indexer.build_block_mask(blocks, *given)
+    return bias == 0
+
+
+def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
+    """The mask bool [B, 1, n, m] of an ordinary batch, true for the chosen keys alone.
+
+    Args:
+        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], what the indexer chose.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype != torch.bool:
+        raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")
+    keep = torch.zeros_like(attention_mask.expand(len(indices), -1, -1, -1))
+    return attention_mask & keep.scatter(-1, indices[:, None].long(), True)

@@ -1,0 +1,1 @@
+"""A wing: layers that carry a state."""
