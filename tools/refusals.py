@@ -35,6 +35,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"adapters|low_precision", "Adapters and quantised weights"),
     (r"/experts/", "Mixtures of experts"),
     (r"/states/", "Recurrent layers"),
+    (r"/sparse/", "Sparse attention"),
     (r"/kernels/|/packing/(?!layout.py:__rtruediv__)|dualkv|plotting|/testing/", None),
     (r"", "Every model"),
 )

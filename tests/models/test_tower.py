@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
-from prefixtree.images import tower
+from prefixtree.images import tower, vision
 from prefixtree.images.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.images.vision import PlacedPictures, tower_of
-from prefixtree.recompute import forward as recompute
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.recompute.trace import LiveBytes
@@ -89,7 +88,7 @@ def test_float64_is_exact(model_type, kind):
 @contextmanager
 def _small_runs(patches: int = 40) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recompute, "RUN", patches)
+        patched.setattr(vision, "RUN", patches)
         yield
 
 

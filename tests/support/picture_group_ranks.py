@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
+from prefixtree.images import vision
 from prefixtree.images.vision import tower_of
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.packing.copies import gather
-from prefixtree.recompute import forward as recompute
 from prefixtree.scoring import in_groups
 from prefixtree.scoring.edges import find_edges
 from tests.support.distributed_ranks import whole
@@ -206,7 +206,7 @@ def run(case: Case) -> dict[str, Any]:
             stack.enter_context(Float64())
             logprobs = _logprobs_in_float64(model, packed, pictures, case)
         else:
-            stack.enter_context(patch.object(recompute, "RUN", 1))
+            stack.enter_context(patch.object(vision, "RUN", 1))
             logprobs = pt.sequence_logprobs(
                 wrapped,
                 packed,
