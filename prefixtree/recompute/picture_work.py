@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prefixtree.models.encodings import Encoding
     from prefixtree.packing.placements import Placements
     from prefixtree.pictures import Pictures
-    from prefixtree.recompute.trace_tower import TowerMemory
+    from prefixtree.recompute.tower_memory import TowerMemory
 
 #: patches of pictures that a tower takes at once: enough to keep a GPU busy, and about 28 GiB of
 #: activations in a tower of 24 layers of width 1024

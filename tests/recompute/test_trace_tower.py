@@ -28,7 +28,7 @@ from prefixtree.recompute.plan import (
     recomputed_by,
     spare_bytes,
 )
-from prefixtree.recompute.trace import LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.trace_tower import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.recompute.test_trace import saved_bytes

@@ -21,7 +21,7 @@ from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import KeptPlan
-from prefixtree.recompute.trace import LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from tests.scoring.kept_cases import compare, plan_of, run
 from tests.scoring.steps_cases import run as in_steps
 from tests.support.full import mostly

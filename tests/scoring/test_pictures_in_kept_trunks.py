@@ -17,7 +17,7 @@ from prefixtree.models import vision
 from prefixtree.packing.placements import place
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.recompute.trace import LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import Forward64
 from tests.scoring.test_kept_modes import Memory

@@ -19,7 +19,7 @@ from prefixtree.parallel.ledger import Exchange
 from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward
 from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
-from prefixtree.recompute.trace import LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.scoring import in_groups as shares
 from tests.support import group_cases
 from tests.support.full import asked_for, quick_ones_run

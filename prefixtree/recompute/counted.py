@@ -1,0 +1,105 @@
+"""Bytes of tensors that are alive: those of CUDA's allocator, or as a dispatch mode counts them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+# of CPUs
+_AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make while something holds them.
+
+    Compiled code runs uncompiled while it counts. Open around a forward and its backward, it stands
+    for an allocator on devices that have none.
+
+    Attributes:
+        bytes: those that are alive. most: the most so far.
+    """
+
+    open: list[LiveBytes] = []
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.bytes = self.most = self._peak = 0
+        self._known: Any = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __enter__(self) -> Any:
+        self.open.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self.open.remove(self)
+        super().__exit__(*failure)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # kernels of recurrences differentiate inside of themselves
+        with ExitStack() as stack:
+            for key in _AUTOGRAD if func.namespace == "prefixtree" else ():
+                stack.enter_context(_SetExcludeDispatchKeyGuard(key, False))
+            result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def restart(self) -> int:
+        """The most bytes since the last call."""
+        peak, self._peak = self._peak, self.bytes
+        return peak
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.bytes += size
+        self._peak, self.most = max(self._peak, self.bytes), max(self.most, self.bytes)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size
+
+
+class AllocatedBytes:
+    """The same of CUDA's allocator. `restart` resets torch.cuda.max_memory_allocated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def bytes(self) -> int:
+        """Those that are allocated."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def most(self) -> int:
+        """The most since a reset, by whoever."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> int:
+        """The most bytes since the last call."""
+        peak = self.most
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+Meter = LiveBytes | AllocatedBytes
+
+
+def meter_of(device: torch.device) -> Meter | None:
+    """What counts bytes now, also in a backward that others run; None where nothing does."""
+    if device.type == "cuda":
+        return AllocatedBytes(device)
+    return LiveBytes.open[-1] if LiveBytes.open else None
