@@ -162,16 +162,17 @@ def _planned(
         plan = plan_for(of_layers, work, memory, tower, with_spare=with_spare)
     if not learns:
         return plan
-    modes = plan.modes
     if share is None:
-        scoring, waiting = scoring_bytes(of_layers, work), waiting_bytes(of_layers, work)
+        ends = scoring_bytes(of_layers, work), waiting_bytes(of_layers, work)
 
-        def fits(modes: Sequence[Mode]) -> bool:
-            peaks = (of_layers.peak(work.num_tokens, m, scoring, waiting) for m in (modes, plan.modes))
-            return next(peaks) - next(peaks) + plan.peak_bytes <= memory
+        def peak(modes: Sequence[Mode]) -> int:
+            more = of_layers.peak(work.num_tokens, modes, *ends)
+            return plan.peak_bytes + more - of_layers.peak(work.num_tokens, plan.modes, *ends)
 
-        modes = learnt.more_modes(modes, _is_compiled(causal_lm), fits)
-    return measured_plan(replace(plan, modes=modes), learnt, work)
+        compiled = _is_compiled(causal_lm)
+        modes = learnt.more_modes(plan.modes, compiled, lambda x: peak(x) <= memory)
+        plan = replace(plan, modes=modes, peak_bytes=peak(modes))
+    return measured_plan(plan, learnt, work)
 
 
 def measured_plan(plan: RecomputePlan, learnt: Learnt, work: Work | PartWork) -> RecomputePlan:
@@ -406,7 +407,7 @@ def _learning(
     start = meter.bytes
     try:
         if isinstance(plan, MeasuredPlan):
-            with learnt.measuring(causal_lm, meter, plan):
+            with learnt.measuring(causal_lm, meter, plan, planned):
                 yield
         else:
             with learnt.watching(causal_lm, meter, planned):

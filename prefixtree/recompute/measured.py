@@ -98,6 +98,7 @@ class Recorder:
         self._turn: int | None = None
         self._over = False
         self.before = 0.0
+        self.most = 0
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -136,6 +137,11 @@ class Recorder:
         working = [self._working[place] for place in places]
         return Run(tokens, modes, self.before, np.diff(after).tolist(), working, frozen)
 
+    def _restart(self) -> int:
+        peak = self._meter.restart()
+        self.most = max(self.most, peak)
+        return peak
+
     def _around(self, place: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if place == 0:
             self._begin((args, kwargs))
@@ -156,14 +162,14 @@ class Recorder:
             }
             self.before = sum(storages.values())
             self._start = self._meter.bytes
-            self._meter.restart()
+            self._restart()
 
     def _end(self, place: int, output: Any) -> None:
         if self._turn is not None or self._over:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         self._after[place] = self._meter.bytes
-        self._working[place] = self._meter.restart() - self._after[place]
+        self._working[place] = self._restart() - self._after[place]
         if hidden.requires_grad:
             self._reached.add(place)
             hidden.register_hook(partial(self._begin_turn, place))
@@ -179,7 +185,7 @@ class Recorder:
         self._base = self._meter.bytes - gradient.untyped_storage().nbytes()
 
     def _end_turn(self) -> None:
-        peak = self._meter.restart()
+        peak = self._restart()
         if self._turn is not None:
             self._working[self._turn] = peak - self._base
 
@@ -405,15 +411,20 @@ class Learnt:
     # ---- forwards that run -----------------------------------------------------------------------
 
     @contextmanager
-    def measuring(self, causal_lm: Any, meter: Meter, plan: MeasuredPlan) -> Iterator[None]:
-        """While open, a forward is measured; what it told is known behind its backward."""
+    def measuring(
+        self, causal_lm: Any, meter: Meter, plan: MeasuredPlan, planned: float
+    ) -> Iterator[None]:
+        """As `watching`, and what layers hold is known behind the backward."""
         assert plan.work is not None
         tokens = np.broadcast_to(layer_tokens(self.cost, plan.work), (len(self.kinds),))
 
         def done(recorder: Recorder) -> None:
             if (run := recorder.run(tokens, plan.modes)) is not None:
                 self.add(run, plan.work)
+            if not plan.first:
+                self.margin = max(self.margin, recorder.most - start - planned)
 
+        start = meter.bytes
         with Recorder(causal_lm, meter, done).open():
             yield
 

@@ -43,8 +43,9 @@ from prefixtree.recompute.layers import MODES, Mode, recomputing
 from prefixtree.recompute.measured import Learnt, NotMeasuredError, Recorder, Run, kinds_of
 from prefixtree.recompute.memory import ModelMemory
 
-# tokens of the probes: multiples of what recurrent kernels take at once
-_TOKENS = (512, 2048)
+# tokens of the probes, multiples of what recurrent kernels take at once: CUDA's allocator rounds
+_TOKENS = {"cuda": (512, 2048)}
+_FEW_TOKENS = (128, 512)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OTHER_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 _PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS, *_OTHER_HOOKS)
@@ -177,11 +178,12 @@ def _runs(
     count = min(len(layers), max(map(kinds.index, kinds)) + 3)
     _skip(layers[:count], layers[count:])
     drop_gradients(model)
+    numbers = _TOKENS.get(device.type, _FEW_TOKENS)
     # what allocators and libraries need once
     if device.type == "cuda" and fake is None:
-        _run(model, count, device, modes[0], _TOKENS[0], fake, autocast)
+        _run(model, count, device, modes[0], numbers[0], fake, autocast)
     for mode in modes:
-        for tokens in _TOKENS:
+        for tokens in numbers:
             yield _run(model, count, device, mode, tokens, fake, autocast)
 
 
