@@ -10,6 +10,8 @@ import torch
 
 import prefixtree as pt
 from benchmarks.cases.pictures import config_of
+from prefixtree.recompute.counted import LiveBytes
+from prefixtree.recompute.forward import memory_of as memory_of_model
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
@@ -21,8 +23,6 @@ from prefixtree.recompute.plan import (
     reserve,
     spare_bytes,
 )
-from prefixtree.recompute.trace import LiveBytes, trace_memory
-from prefixtree.recompute.trace_tower import trace_tower
 from tests.recompute.test_recompute import memory_of
 from tests.support.hooks import limit
 from tests.support.models import build
@@ -61,7 +61,7 @@ def test_an_update_takes_what_was_planned(layers, vocabulary, place, monkeypatch
     # eight scored edges, whose logits are next to nothing
     limit(monkeypatch, "logits of plans", 1 << 12)
     masks = [np.arange(len(sequence)) >= len(sequence) - 8]
-    memory = trace_memory(model.config, torch.bfloat16)
+    memory = memory_of_model(model, model, packed.device)
     plan = plan_at(peaks_of(memory, Work(packed.forest, 8)), place % (layers + 1) ** 2)
     counted = _counted(model, packed, masks, plan)
     print(f"{plan}: counted {counted:,}, planned {plan.peak_bytes:,}")

@@ -29,7 +29,7 @@ from prefixtree.recompute.plan import (
     spare_bytes,
 )
 from prefixtree.recompute.counted import LiveBytes
-from prefixtree.recompute.trace_tower import TowerMemory
+from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.recompute.test_trace import saved_bytes
 from tests.support.full import mostly
