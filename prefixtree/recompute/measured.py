@@ -155,12 +155,9 @@ class Recorder:
     def _begin(self, given: Any) -> None:
         # a layer that is recomputed begins again
         if self._turn is None and not self._over:
-            storages = {
-                x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-                for x in tree_iter(given)
-                if isinstance(x, torch.Tensor) and x.is_floating_point()
-            }
-            self.before = sum(storages.values())
+            given = [x for x in tree_iter(given) if isinstance(x, torch.Tensor)]
+            storages = [x.untyped_storage() for x in given if x.is_floating_point()]
+            self.before = sum({id(x): x.nbytes() for x in storages}.values())
             self._start = self._meter.bytes
             self._restart()
 

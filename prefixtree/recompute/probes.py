@@ -276,7 +276,7 @@ class _Config:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self._said = config.to_json_string(use_diff=False)
+        self._said = f"{config.to_json_string(use_diff=False)} {traced_as(config)}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Config) and self._said == other._said

@@ -81,6 +81,7 @@ CALLS = {
     "numbers of tokens and choices": "_forest_inputs:numbers_of",
     "output of verl's engine": "integrations.verl.engine:PackedActorEngine._model_output",
     "plan of auto": "recompute.forward:_auto",
+    "plan of parts": "recompute.kept_modes:_planned",
     "positions of pictures": "models.vision:_position_ids",
     "probe of layers": "models.rows_alone:_difference",
     "product of patches": "models.tower:_product",
