@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive: those of CUDA's allocator, or as a dispatch mode counts them."""
+"""Bytes of tensors that are alive, as a dispatch mode counts them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from prefixtree.recompute.recorder import counting
 
 # of CPUs
 _AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
@@ -26,24 +28,20 @@ class LiveBytes(TorchDispatchMode):
         bytes: those that are alive. most: the most so far.
     """
 
-    open: list[LiveBytes] = []
-
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.bytes = self.most = self._peak = 0
         self._known: Any = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __enter__(self) -> Any:
-        self.open.append(self)
+        counting.append(self)
         return super().__enter__()
 
     def __exit__(self, *failure: Any) -> None:
-        self.open.remove(self)
+        counting.remove(self)
         super().__exit__(*failure)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # kernels of recurrences differentiate inside of themselves
         with ExitStack() as stack:
             for key in _AUTOGRAD if func.namespace == "prefixtree" else ():
@@ -70,36 +68,3 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, size: int) -> None:
         self.bytes -= size
-
-
-class AllocatedBytes:
-    """The same of CUDA's allocator. `restart` resets torch.cuda.max_memory_allocated."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def bytes(self) -> int:
-        """Those that are allocated."""
-        return torch.cuda.memory_allocated(self._device)
-
-    @property
-    def most(self) -> int:
-        """The most since a reset, by whoever."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def restart(self) -> int:
-        """The most bytes since the last call."""
-        peak = self.most
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
-
-
-Meter = LiveBytes | AllocatedBytes
-
-
-def meter_of(device: torch.device) -> Meter | None:
-    """What counts bytes now, also in a backward that others run; None where nothing does."""
-    if device.type == "cuda":
-        return AllocatedBytes(device)
-    return LiveBytes.open[-1] if LiveBytes.open else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,24 +18,20 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.models.families import checkpoint_wrappers
-from prefixtree.models.layers import device_of, fsdp2_units, layers_of, most_of_all_ranks
-from prefixtree.models.tower import TowerRuns
+from prefixtree.models.layers import device_of, fsdp2_units, layers_of
 from prefixtree.models.vision import pictures_train
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import place
 from prefixtree.parallel.agreement import agree
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
-from prefixtree.recompute.counted import meter_of
 from prefixtree.recompute.layers import (
     MODES,
     Mode,
-    checkpoint_of_tower,
-    checkpoints_itself,
-    keeping_in_tower,
     recomputing,
 )
-from prefixtree.recompute.measured import Learnt, MeasuredPlan, NotMeasuredError, learnt_of
-from prefixtree.recompute.picture_work import RUN, PictureWork
+from prefixtree.recompute.measured import Learnt, MeasuredPlan, learning, learnt_of
+from prefixtree.recompute.picture_runs import entered, with_pictures
+from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
     PartWork,
     RecomputePlan,
@@ -49,6 +44,7 @@ from prefixtree.recompute.plan import (
     tokens_that_fit,
     waiting_bytes,
 )
+from prefixtree.recompute.recorder import NotMeasuredError, meter_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -188,6 +184,11 @@ def first_plan(causal_lm: Any, device: torch.device, work: Work | PartWork) -> M
     return MeasuredPlan(modes, 0, _FEW_PATCHES, 0, work=work, first=True)
 
 
+def least_plan(layers: int) -> RecomputePlan:
+    """The plan that keeps least."""
+    return RecomputePlan(modes_at(layers, layers, layers), 0, _FEW_PATCHES, 0)
+
+
 def _first_modes(causal_lm: Any, device: torch.device) -> tuple[Mode, ...]:
     return learnt_so_far(causal_lm, device).first_modes(_is_compiled(causal_lm))
 
@@ -209,13 +210,13 @@ class GroupShare:
         self,
         device: torch.device,
         plan: Callable[[], RecomputePlan],
-        first: Callable[[], Sequence[Mode]] | None = None,
+        first_modes: Callable[[], Sequence[Mode]] | None = None,
     ) -> RecomputePlan:
         """The plan of this rank, with as much recomputation in each layer as any rank needs.
 
         Args:
             device: where the group's collectives take tensors. plan: plans for this rank.
-            first: the modes where a rank knows nothing of its layers, which are those of its plan.
+            first_modes: gives those of all ranks where one knows nothing of its layers.
 
         Raises:
             RuntimeError: on the other ranks, if `plan` raised on one.
@@ -228,8 +229,8 @@ class GroupShare:
         most = torch.tensor([*place_of(own), knows_nothing], device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         first, kept, any_knows_nothing = most.tolist()
-        if any_knows_nothing and first is not None:
-            return replace(own, modes=tuple(first()))
+        if any_knows_nothing and first_modes is not None:
+            return replace(own, modes=tuple(first_modes()))
         return replace(own, modes=modes_at(first, kept, len(own.modes)))
 
 
@@ -337,7 +338,7 @@ def recomputed_forward(
         torch.OutOfMemoryError: see `plan_recomputation`.
     """
     if recompute is None or not torch.is_grad_enabled():
-        return _with_pictures(nullcontext(), model, shown, None)
+        return with_pictures(nullcontext(), model, shown, None)
     if not causal_lm.training:
         raise UnsupportedError(
             f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
@@ -374,106 +375,32 @@ def recomputed_forward(
             f"RecomputePlan, got {recompute!r}"
         )
     context = recomputing(causal_lm, modes)
-    whole = recompute == "auto"
-    if isinstance(of_tower, MeasuredPlan) or (whole and of_tower.peak_bytes):
-        context = _entered(context, _learning(causal_lm, packed.device, of_tower, held))
-    return _with_pictures(context, model, shown, of_tower)
+    meter = meter_of(packed.device)
+    measured = isinstance(of_tower, MeasuredPlan)
+    watched = recompute == "auto" and isinstance(of_tower, RecomputePlan) and of_tower.peak_bytes
+    if meter and isinstance(of_tower, RecomputePlan) and (measured or watched):
+        learnt = learnt_so_far(causal_lm, packed.device)
+        allowed = of_tower.peak_bytes + held + _missing_gradients(causal_lm)
+        allowed += gathered_bytes(causal_lm)
+        context = entered(context, learning(learnt, causal_lm, meter, of_tower, allowed))
+    return with_pictures(context, model, shown, of_tower)
 
 
-def _auto(model: nn.Module, causal_lm: Any, packed: PackedForest, *given: Any) -> RecomputePlan:
+def _auto(
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    scored: int,
+    shown: Shown | None,
+    held: int,
+    share: GroupShare | None,
+) -> RecomputePlan:
     """The plan of "auto"; the one that recomputes all where nothing can be known of the layers."""
     try:
-        return _planned(model, packed, None, *given, learns=True)
+        return _planned(model, packed, None, scored, shown, held, share, learns=True)
     except NotMeasuredError as problem:
         warnings.warn(f"recompute='auto' recomputes every layer: {problem}", stacklevel=2)
-        return RecomputePlan(("all",) * len(layers_of(causal_lm)), 0, _FEW_PATCHES, 0)
-
-
-@contextmanager
-def _learning(
-    causal_lm: Any, device: torch.device, plan: RecomputePlan, held: int
-) -> Iterator[None]:
-    """While open, a forward is measured, or it is seen whether it takes more than was planned.
-
-    Args:
-        held: as in `recomputed_forward`.
-    """
-    meter = meter_of(device)
-    if meter is None:
-        yield
-        return
-    learnt = learnt_so_far(causal_lm, device)
-    planned = plan.peak_bytes + held + _missing_gradients(causal_lm) + gathered_bytes(causal_lm)
-    start = meter.bytes
-    try:
-        if isinstance(plan, MeasuredPlan):
-            with learnt.measuring(causal_lm, meter, plan, planned):
-                yield
-        else:
-            with learnt.watching(causal_lm, meter, planned):
-                yield
-    except torch.OutOfMemoryError as problem:
-        used = meter.most - start
-        learnt.exceeded(used, planned)
-        problem.add_note(
-            f"recompute='auto' planned {planned / 2**30:.1f} GiB for this forward and its backward "
-            f"beside what was there, and {used / 2**30:.1f} GiB were taken; the next plan leaves "
-            f"{learnt.margin / 2**30:.1f} GiB more"
-        )
-        raise
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _with_pictures(
-    context: AbstractContextManager[None],
-    model: nn.Module,
-    shown: EncodedPictures | None,
-    recompute: Mode | RecomputePlan | None,
-) -> AbstractContextManager[None]:
-    """A context, in which the tower runs as layers are recomputed too.
-
-    Args:
-        recompute: None where the layers are as the model is set.
-    """
-    if shown is None:
-        return context
-    patches: int | None = RUN
-    mode: Mode = "all"
-    kept = 0
-    if isinstance(recompute, RecomputePlan):
-        patches, kept = recompute.patches, recompute.kept or 0
-    elif recompute is not None:
-        mode = recompute
-    elif not checkpoints_itself(shown.tower):
-        mode = "nothing"
-    around = None
-    if torch.is_grad_enabled():
-        around = checkpoint_of_tower(shown.tower, mode)
-        if around is None:
-            patches = None
-    least = [shown.placed.least_runs, 0]
-    if least[0]:
-        # ranks agreed on runs that are computed again
-        kept = 0
-    elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        # every run gathers the tower's parameters, those that are computed again do so twice; other
-        # ranks may have no graph, and so runs
-        runs = [0, 1] if patches is None else shown.num_runs(patches, kept)
-        least = most_of_all_ranks(model, runs, shown.placed.packed.device)
-        if patches is None:
-            kept = sys.maxsize
-    if patches is None and sum(least) > 1:
-        patches = sys.maxsize
-    keeping = None if around is None else keeping_in_tower(shown.tower)
-    tower_runs = TowerRuns(patches, around, least[0], kept, keeping, least[1])
-    return _entered(context, shown.encoded(tower_runs))
+        return least_plan(len(layers_of(causal_lm)))
 
 
 def memory_of(
@@ -495,8 +422,14 @@ def memory_of(
     learnt = learnt_so_far(causal_lm, device)
     missing = [mode for mode in modes if not learnt.knows((mode,))]
     if missing:
-        from prefixtree.recompute.probes import probe
-
+        try:
+            from prefixtree.recompute.probes import probe
+        except ImportError as problem:
+            raise NotMeasuredError(
+                "nothing is known of the layers of this model, and they cannot be probed: torch "
+                f"{torch.__version__} lacks a name that is not public ({problem}); give recompute "
+                "as a mode or a RecomputePlan"
+            ) from problem
         for run in probe(causal_lm, device, _dtypes(causal_lm, device)[0], missing):
             learnt.add(run)
     memory = learnt.memory()

@@ -32,11 +32,11 @@ from prefixtree.planning.parts import Parts
 from prefixtree.planning.schedule import graphs_beside, kept
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
-from prefixtree.recompute.counted import meter_of
 from prefixtree.recompute.forward import (
     Recompute,
     first_plan,
     learnt_so_far,
+    least_plan,
     left_for_activations,
     lm_head_trains,
     measured_plan,
@@ -59,6 +59,7 @@ from prefixtree.recompute.plan import (
     too_large,
     waiting_bytes,
 )
+from prefixtree.recompute.recorder import meter_of
 
 if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Ledger
@@ -456,7 +457,7 @@ def _planned(
     if measures and memory is None:
         # the first part tells of all others
         first = first_plan(causal_lm, device, works[0])
-        least = RecomputePlan(("all",) * len(first.modes), 0, first.patches, 0)
+        least = least_plan(len(first.modes))
         return KeptPlan((first, *[least] * (len(works) - 1)), runs_again=True)
     if memory is None:
         memory = memory_of(model, causal_lm, device)

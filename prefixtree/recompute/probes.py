@@ -18,12 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree.errors import UnsupportedError
@@ -38,17 +32,17 @@ from prefixtree.models.rope import as_default_rope
 from prefixtree.models.routers import router_keywords
 from prefixtree.packing.layout import pack
 from prefixtree.planning.model_cost import auto_class
-from prefixtree.recompute.counted import AllocatedBytes, LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import MODES, Mode, recomputing
-from prefixtree.recompute.measured import Learnt, NotMeasuredError, Recorder, Run, kinds_of
+from prefixtree.recompute.measured import Learnt, kinds_of
 from prefixtree.recompute.memory import ModelMemory
+from prefixtree.recompute.recorder import AllocatedBytes, NotMeasuredError, Recorder, Run
 
 # tokens of the probes, multiples of what recurrent kernels take at once: CUDA's allocator rounds
 _TOKENS = {"cuda": (512, 2048)}
 _FEW_TOKENS = (128, 512)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OTHER_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
-_PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS, *_OTHER_HOOKS)
+_PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # what stands for a parameter or a buffer
 Made = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,12 +58,13 @@ def probe(
         modes: every layer has the same, in one run after another.
 
     Raises:
-        NotMeasuredError: parameters that FSDP1 made one.
+        NotMeasuredError: FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in causal_lm.modules()):
+    in_pieces = any(p.numel() == 0 for p in causal_lm.parameters())
+    if in_pieces or any(isinstance(m, FullyShardedDataParallel) for m in causal_lm.modules()):
         raise NotMeasuredError(
-            "the layers of a model under FSDP1 cannot be probed, as it keeps their weights in one "
-            'piece: run a micro-batch with recompute="auto" on a GPU first, which measures them, '
+            "layers under FSDP1 or DeepSpeed ZeRO-3 cannot be probed, as their weights are not "
+            'there: run a micro-batch with recompute="auto" on a GPU first, which measures them, '
             "give recompute as a mode, or shard with FSDP2"
         )
     with untouched(device):
@@ -131,7 +126,7 @@ def twin(model: nn.Module, made: Made) -> Any:
         if module is None or id(module) in modules:
             return None if module is None else modules[id(module)]
         kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
-        new: nn.Module = kind.__new__(kind)
+        new: Any = kind.__new__(kind)
         modules[id(module)] = new
         held, own = vars(new), vars(module)
         held |= {name: x for name, x in own.items() if name not in _PARTS}
@@ -142,7 +137,8 @@ def twin(model: nn.Module, made: Made) -> Any:
             held[name] = {key: of_tensor(tensor) for key, tensor in own[name].items()}
         for name in _HOOKS:
             held[name] = OrderedDict((k, h) for k, h in own[name].items() if _is_needed(h))
-        held |= {name: OrderedDict() for name in _OTHER_HOOKS}
+        others = [name for name in held if "hook" in name and not name.startswith("_forward")]
+        held |= {name: OrderedDict() for name in others if isinstance(held[name], dict)}
         held["_modules"] = {key: of_module(child) for key, child in own["_modules"].items()}
         return new
 
@@ -162,7 +158,7 @@ def _runs(
     model: Any,
     device: torch.device,
     modes: Sequence[Mode],
-    fake: FakeTensorMode | None = None,
+    fake: Any = None,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Run]:
     """Runs of a model whose tensors stand for others.
@@ -201,7 +197,10 @@ def drop_gradients(model: nn.Module) -> None:
 def _skip(first: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
     """Has other layers hand on what they are given, as the first ones do."""
     in_tuples: list[bool] = []
-    note = lambda layer, args, output: in_tuples.append(isinstance(output, tuple))
+
+    def note(layer: nn.Module, args: Any, output: Any) -> None:
+        in_tuples.append(isinstance(output, tuple))
+
     first[0].register_forward_hook(note)
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -218,7 +217,7 @@ def _run(
     device: torch.device,
     mode: Mode,
     tokens: int,
-    fake: FakeTensorMode | None,
+    fake: Any,
     autocast: AbstractContextManager[Any] | None,
 ) -> Run:
     packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
@@ -311,6 +310,13 @@ def memory_on_shapes(
     Raises:
         UnsupportedError: as `memory_of_config`.
     """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+
     cpu = torch.device("cpu")
     if dtype != torch.bfloat16 and _has_grouped_experts(layers_of(model)):
         # torch knows the shapes of grouped products in bfloat16 alone, and autocast leaves them in

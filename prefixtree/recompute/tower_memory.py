@@ -19,9 +19,10 @@ from prefixtree.models.encodings import blank_picture
 from prefixtree.models.families import ENCODES
 from prefixtree.models.tower import compile_blocks, features_in, has_compiled_blocks, in_few_calls
 from prefixtree.models.vision import grid_keyword_of, tower_of
-from prefixtree.recompute.counted import AllocatedBytes, LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.probes import drop_gradients, standing_for, twin, untouched
+from prefixtree.recompute.recorder import AllocatedBytes
 
 # placeholders a side of the picture
 _SIDE = 8
@@ -129,7 +130,7 @@ def _measured(config: Any, tower: Any, device: torch.device, dtype: torch.dtype)
     # libraries and graphs need some memory once
     for count in (1, 1, 2) if device.type == "cuda" else (1, 2):
         shown = torch.cat([pixels] * count).to(device, dtype)
-        keywords = {keyword: torch.cat([grids] * count).to(device)}
+        keywords: dict[str, Any] = {keyword: torch.cat([grids] * count).to(device)}
         keywords |= {ENCODES: True} if encodes else {}
 
         def run(shown: torch.Tensor, keywords: dict[str, Any] = keywords) -> dict[str, Any]:

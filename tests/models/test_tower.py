@@ -17,9 +17,9 @@ from prefixtree.models import tower
 from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward as recompute
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.recompute.counted import LiveBytes
 from tests.models.test_vision import FAMILIES, made_of
 from tests.support.full import in_turn
 from tests.support.hooks import wrap

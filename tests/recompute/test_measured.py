@@ -4,7 +4,7 @@ counted; and what "auto" makes of it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
-from prefixtree.models.families import forward_inputs
 from prefixtree.models.layers import layers_of
 from prefixtree.recompute import forward
 from prefixtree.recompute.counted import LiveBytes
-from prefixtree.recompute.layers import MODES, Mode, recomputing
-from prefixtree.recompute.measured import MeasuredPlan, Recorder
+from prefixtree.recompute.layers import MODES, Mode
+from prefixtree.recompute.measured import MeasuredPlan
 from prefixtree.recompute.memory import ModelMemory
-from prefixtree.recompute.probes import memory_of_config, twin
+from prefixtree.recompute.probes import twin
 from tests.support.full import mostly
 from tests.support.hooks import limit, wrap
-from tests.support.models import adapted, build, gradients, pack_sequences, quantised, same_bits
+from tests.support.models import adapted, build, gradients, pack_sequences, quantised
 
 _CPU = torch.device("cpu")
 _TOKENS = 700
@@ -373,9 +372,9 @@ def test_what_cannot_be_measured_is_recomputed():
         model, auto_wrap_policy=policy, use_orig_params=True, device_id=_CPU
     )
     packed = _packed(200)
-    with pytest.raises(pt.UnsupportedError, match="under FSDP1 cannot be probed"):
+    with pytest.raises(pt.UnsupportedError, match="cannot be probed"):
         pt.plan_recomputation(sharded, packed, 1 << 40)
-    with pytest.warns(UserWarning, match="recomputes every layer: the layers of a model under FSDP1"):
+    with pytest.warns(UserWarning, match="recomputes every layer: layers under FSDP1"):
         pt.sequence_logprobs(sharded, packed, recompute="auto")
     update(sharded, packed)
     assert pt.plan_recomputation(sharded, packed, 1 << 40).modes == ("nothing",) * 3

@@ -23,6 +23,8 @@ from prefixtree.recompute.plan import (
     reserve,
     spare_bytes,
 )
+from prefixtree.recompute.probes import memory_of_config
+from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.support.hooks import limit
 from tests.support.models import build
@@ -90,8 +92,11 @@ def test_an_h100_that_ran_out_of_memory():
     """Qwen3-VL-2B's shape with 78 screenshots (`python -m benchmarks pictures`): where 70.74 GiB
     were allocated, 7.44 GiB were in blocks that were too small for one of 654 MiB."""
     config = config_of(is_tiny=False)
-    memory = trace_memory(config, torch.bfloat16)
-    tower = trace_tower(config, torch.bfloat16, None, None)
+    memory = memory_of_config(config, torch.bfloat16)
+    # of its tower, probed
+    line = (815_303.0, 0.0)
+    pairs = {"products": 328_728_576.0, "pairs": 49_152.0}
+    tower = TowerMemory(line[0], 1 << 25, 16_384, torch.bfloat16, 813_914_112, line, **pairs)
     forest = pt.PrefixForest.from_parents([-1] + [0] * 96, [83_667 - 96 * 224] + [224] * 96)
     pictures = PictureWork(dict.fromkeys(range(78), 3520), 2 * 78 * 880, 0)
     work = Work(forest, 96 * 64, pictures=pictures)

@@ -16,7 +16,7 @@ from prefixtree.models import vision
 from prefixtree.models.layers import layers_of
 from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
-from prefixtree.recompute import forward
+from prefixtree.recompute import picture_runs
 from prefixtree.scoring.part_runs import dummy_of
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TRANSFORMERS, adapted, counted
@@ -89,7 +89,7 @@ def test_equals_each_sequence_alone(model_type, kind):
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_the_tower_in_runs(model_type, monkeypatch):
-    monkeypatch.setattr(forward, "RUN", 1)
+    monkeypatch.setattr(picture_runs, "RUN", 1)
     model = build(model_type)
     # each step keeps its last picture
     layers = len(model.get_decoder().layers)

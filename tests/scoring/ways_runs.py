@@ -215,7 +215,7 @@ def _rows_alone(
 
 
 # each picture is a run of a tower
-@patch("prefixtree.recompute.forward.RUN", 1)
+@patch("prefixtree.recompute.picture_runs.RUN", 1)
 def run(case: dict[str, str], group: Any = None) -> Found:
     """The case through prefixtree. group: of the ranks, for the ways of groups."""
     model = pt.prepare(model_of(case))
