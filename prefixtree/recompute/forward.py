@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import re
+import warnings
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.images.placements import place
-from prefixtree.images.tower import has_compiled_blocks
-from prefixtree.images.vision import pictures_train, tower_of
+from prefixtree.images.vision import pictures_train
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, fsdp2_units, layers_of
-from prefixtree.models.low_precision import is_quantised
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
-from prefixtree.recompute.layers import MODES, Mode, recomputing
+from prefixtree.recompute.layers import (
+    MODES,
+    Mode,
+    recomputing,
+)
+from prefixtree.recompute.measured import Learnt, MeasuredPlan, learning, learnt_of
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
     PartWork,
@@ -37,24 +39,26 @@ from prefixtree.recompute.plan import (
     place_of,
     plan_for,
     reserve,
+    scoring_bytes,
     tokens_that_fit,
+    waiting_bytes,
 )
+from prefixtree.recompute.recorder import NotMeasuredError, meter_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from prefixtree.images.pictures import Pictures
     from prefixtree.images.vision import EncodedPictures
-    from prefixtree.recompute.trace import ModelMemory
-    from prefixtree.recompute.trace_tower import TowerMemory
-    from prefixtree.recompute.traced_runs import Adapters, Trains
+    from prefixtree.recompute.memory import ModelMemory
+    from prefixtree.recompute.tower_memory import TowerMemory
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
 # from the dtype in which a tower takes pixels to the pictures of a forward
 Shown = Callable[[torch.dtype], PictureWork | None]
-# of torch.compile and FSDP1, in the names of parameters
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module)\.")
+# patches that a tower takes at once while nothing is known of the layers
+_FEW_PATCHES = 1 << 12
 
 
 @with_hints
@@ -70,9 +74,9 @@ def plan_recomputation(
 
     As few FLOPs as possible are computed again: as many of the last layers as fit recompute
     nothing, as many of the others as fit keep the outputs of attention and of recurrences, and the
-    rest recompute all. The memory that this takes is traced on the model's configuration, without
-    computing anything, of compiled layers (`compile_layers`) as torch cuts their graphs. Liger
-    Kernel's layers take less than is predicted.
+    rest recompute all. The memory that this takes is what micro-batches with recompute="auto" told;
+    before any did, a copy of the first layers, which shares the weights' memory and nothing else,
+    runs a few tokens.
 
     With pictures, the vision tower keeps its activations of the last ones where that saves more
     FLOPs than layers would with these bytes, and computes the others again in the backward, as many
@@ -94,8 +98,8 @@ def plan_recomputation(
     Raises:
         TypeError: anything but a packed forest or a MicroBatch.
         ValueError: memory or scored that is no such number.
-        UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
-            recomputes by itself.
+        UnsupportedError: layers that a wrapper recomputes by itself, or whose memory is not known
+            and cannot be probed (FSDP1).
         torch.OutOfMemoryError: the forest does not fit with every layer recomputed, or its largest
             picture does not fit.
     """
@@ -117,9 +121,14 @@ def _planned(
     shown: Shown | None,
     held: int = 0,
     share: GroupShare | None = None,
+    learns: bool = False,
 ) -> RecomputePlan:
-    """As `plan_recomputation`; held, share: as in `recomputed_forward`."""
-    causal_lm = _transformer(model)
+    """As `plan_recomputation`; held, share: as in `recomputed_forward`.
+
+    Args:
+        learns: whether its forward runs now, so that layers may be measured in it.
+    """
+    causal_lm, device = _transformer(model), packed.device
     scored = packed.num_tokens if scored is None else scored
     trains = lm_head_trains(causal_lm)
     # of a classifier nothing is scored: its rows are those of the last norm
@@ -127,18 +136,60 @@ def _planned(
     work: Work | PartWork = Work(packed.forest, scored, bool(trains))
     if share is not None:
         work = replace(share.work, scored=scored, trains_lm_head=bool(trains))
-    traced = memory_of(model, causal_lm, packed.device)
+    learnt = learnt_so_far(causal_lm, device)
+    learns = learns and meter_of(device) is not None
+    if learns and learnt.memory() is None:
+        return first_plan(causal_lm, device, work)
+    of_layers = learnt.memory() if learns else None
+    if of_layers is None:
+        of_layers = memory_of(model, causal_lm, device)
     with_spare = memory is None
     if memory is None:
-        memory = _left_for_activations(model, causal_lm, packed.device) - held
+        memory = _left_for_activations(model, causal_lm, device) - held - round(learnt.margin)
     if shown is None:
-        return plan_for(traced, work, memory, with_spare=with_spare)
-    tower = tower_memory_of(model, causal_lm, packed.device)
-    if share is not None:
-        # features travel between ranks behind the tower, all of whose runs are computed again
-        tower = replace(tower, may_keep=False)
-    work = replace(work, pictures=shown(tower.dtype))
-    return plan_for(traced, work, memory, tower, with_spare=with_spare)
+        plan = plan_for(of_layers, work, memory, with_spare=with_spare)
+    else:
+        tower = tower_memory_of(model, causal_lm, device)
+        if share is not None:
+            # features travel between ranks behind the tower, all of whose runs are computed again
+            tower = replace(tower, may_keep=False)
+        work = replace(work, pictures=shown(tower.dtype))
+        plan = plan_for(of_layers, work, memory, tower, with_spare=with_spare)
+    if not learns:
+        return plan
+    if share is None:
+        ends = scoring_bytes(of_layers, work), waiting_bytes(of_layers, work)
+
+        def peak(modes: Sequence[Mode]) -> int:
+            more = of_layers.peak(work.num_tokens, modes, *ends)
+            return plan.peak_bytes + more - of_layers.peak(work.num_tokens, plan.modes, *ends)
+
+        compiled = _is_compiled(causal_lm)
+        modes = learnt.more_modes(plan.modes, compiled, lambda x: peak(x) <= memory)
+        plan = replace(plan, modes=modes, peak_bytes=peak(modes))
+    return measured_plan(plan, learnt, work)
+
+
+def measured_plan(plan: RecomputePlan, learnt: Learnt, work: Work | PartWork) -> RecomputePlan:
+    """The plan, to be measured if that tells something."""
+    if not learnt.tells(plan.modes, work.num_tokens):
+        return plan
+    return MeasuredPlan(plan.modes, plan.peak_bytes, plan.patches, plan.kept, work=work)
+
+
+def first_plan(causal_lm: Any, device: torch.device, work: Work | PartWork) -> MeasuredPlan:
+    """The plan of a forward before which nothing is known of the layers."""
+    modes = _first_modes(causal_lm, device)
+    return MeasuredPlan(modes, 0, _FEW_PATCHES, 0, work=work, first=True)
+
+
+def least_plan(layers: int) -> RecomputePlan:
+    """The plan that keeps least."""
+    return RecomputePlan(modes_at(layers, layers, layers), 0, _FEW_PATCHES, 0)
+
+
+def _first_modes(causal_lm: Any, device: torch.device) -> tuple[Mode, ...]:
+    return learnt_so_far(causal_lm, device).first_modes(_is_compiled(causal_lm))
 
 
 @dataclass(frozen=True)
@@ -154,11 +205,17 @@ class GroupShare:
     work: PartWork
     group: ProcessGroup
 
-    def agreed(self, device: torch.device, plan: Callable[[], RecomputePlan]) -> RecomputePlan:
+    def agreed(
+        self,
+        device: torch.device,
+        plan: Callable[[], RecomputePlan],
+        first_modes: Callable[[], Sequence[Mode]] | None = None,
+    ) -> RecomputePlan:
         """The plan of this rank, with as much recomputation in each layer as any rank needs.
 
         Args:
             device: where the group's collectives take tensors. plan: plans for this rank.
+            first_modes: gives those of all ranks where one knows nothing of its layers.
 
         Raises:
             RuntimeError: on the other ranks, if `plan` raised on one.
@@ -167,9 +224,12 @@ class GroupShare:
 
         own = agree(self.group, device, lambda: (plan(), {}), {})
         # layers that recompute all stand first, and those that recompute nothing last
-        most = torch.tensor(place_of(own), device=device)
+        knows_nothing = isinstance(own, MeasuredPlan) and own.first
+        most = torch.tensor([*place_of(own), knows_nothing], device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        first, kept = most.tolist()
+        first, kept, any_knows_nothing = most.tolist()
+        if any_knows_nothing and first_modes is not None:
+            return replace(own, modes=tuple(first_modes()))
         return replace(own, modes=modes_at(first, kept, len(own.modes)))
 
 
@@ -192,7 +252,7 @@ def max_micro_batch_tokens(
 
     Raises:
         ValueError: memory that is no number, or a scored_share below 0.
-        UnsupportedError: a family whose memory cannot be traced.
+        UnsupportedError: as `plan_recomputation`.
     """
     memory = None if memory is None else _bytes(memory)
     scored_share = number("scored_share", scored_share, 0)
@@ -203,9 +263,9 @@ def max_micro_batch_tokens(
     device = device_of(causal_lm)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
-    traced, trains = memory_of(model, causal_lm, device, ("all",)), lm_head_trains(causal_lm)
+    of_layers, trains = memory_of(model, causal_lm, device, ("all",)), lm_head_trains(causal_lm)
     return tokens_that_fit(
-        traced, memory, 0.0 if trains is None else scored_share, trains_lm_head=bool(trains)
+        of_layers, memory, 0.0 if trains is None else scored_share, trains_lm_head=bool(trains)
     )
 
 
@@ -252,7 +312,7 @@ def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device
     return available_bytes(device) - _missing_gradients(model) - gathered_bytes(causal_lm)
 
 
-def chosen_modes(
+def recomputed_forward(
     model: nn.Module,
     causal_lm: Any,
     packed: PackedForest,
@@ -261,7 +321,7 @@ def chosen_modes(
     held: int = 0,
     shown: EncodedPictures | None = None,
     share: GroupShare | None = None,
-) -> Mode | RecomputePlan:
+) -> tuple[Mode | RecomputePlan, AbstractContextManager[None]]:
     """Chooses what the layers of one forward, and its vision tower, compute again.
 
     Args:
@@ -270,6 +330,9 @@ def chosen_modes(
         held: bytes that are held until the backward beside activations of layers. Default: 0.
         shown: the pictures that the forward encodes. Default: text alone.
         share: of a rank of a group, which computes a part of the forest. Default: all of it.
+
+    Returns:
+        The choice, and a context for the forward.
 
     Raises:
         ValueError: an unknown mode, or a plan for another number of layers.
@@ -282,6 +345,8 @@ def chosen_modes(
             "model.train() (dropout is refused anyway), or leave recompute=None"
         )
     layers = len(layers_of(causal_lm))
+    choice: Mode | RecomputePlan
+    modes: Sequence[Mode]
     if recompute == "auto":
         of_pictures: Shown | None = None
         if shown is not None and len(shown.placed.placements.number):
@@ -291,70 +356,111 @@ def chosen_modes(
                 of_pictures = partial(PictureWork.of, *shown_by, moved=True)
             else:
                 of_pictures = partial(PictureWork.of_rank, shown.encodings)
-        plan = partial(_planned, model, packed, None, scored, of_pictures, held, share)
-        return plan() if share is None else share.agreed(packed.device, plan)
-    if isinstance(recompute, RecomputePlan):
-        if len(recompute.modes) != layers:
+        planned = partial(_auto, model, causal_lm, packed, scored, of_pictures, held, share)
+        first = partial(_first_modes, causal_lm, packed.device)
+        plan = planned() if share is None else share.agreed(packed.device, planned, first)
+        choice, modes = plan, plan.modes
+    elif isinstance(recompute, RecomputePlan):
+        choice, modes = recompute, recompute.modes
+        if len(modes) != layers:
             raise ValueError(
-                f"recompute is a plan for {len(recompute.modes)} layers, and the model has "
-                f"{layers}: plan with this model"
+                f"recompute is a plan for {len(modes)} layers, and the model has {layers}: plan "
+                "with this model"
             )
-        return recompute
-    if recompute is not None and recompute in MODES:
-        return recompute
-    raise ValueError(
-        f"recompute must be None, 'auto', {', '.join(map(repr, MODES))} or a RecomputePlan, "
-        f"got {recompute!r}"
-    )
+    elif recompute is not None and recompute in MODES:
+        choice, modes = recompute, [recompute] * layers
+    else:
+        raise ValueError(
+            f"recompute must be None, 'auto', {', '.join(map(repr, MODES))} or a RecomputePlan, "
+            f"got {recompute!r}"
+        )
+    context = recomputing(causal_lm, modes)
+    meter = meter_of(packed.device)
+    measured = isinstance(choice, MeasuredPlan)
+    watched = recompute == "auto" and isinstance(choice, RecomputePlan) and choice.peak_bytes
+    if meter and isinstance(choice, RecomputePlan) and (measured or watched):
+        learnt = learnt_so_far(causal_lm, packed.device)
+        allowed = choice.peak_bytes + held + _missing_gradients(causal_lm)
+        allowed += gathered_bytes(causal_lm)
+        context = _both(context, learning(learnt, causal_lm, meter, choice, allowed))
+    return choice, context
 
 
-def recomputing_as(causal_lm: Any, chosen: Mode | RecomputePlan) -> AbstractContextManager[None]:
-    """A context for one forward, in which layers compute again what was chosen."""
-    if isinstance(chosen, RecomputePlan):
-        return recomputing(causal_lm, chosen.modes)
-    return recomputing(causal_lm, [chosen] * len(layers_of(causal_lm)))
+@contextmanager
+def _both(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _auto(
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    scored: int,
+    shown: Shown | None,
+    held: int,
+    share: GroupShare | None,
+) -> RecomputePlan:
+    """The plan of "auto"; the one that recomputes all where nothing can be known of the layers."""
+    try:
+        return _planned(model, packed, None, scored, shown, held, share, learns=True)
+    except NotMeasuredError as problem:
+        warnings.warn(f"recompute='auto' recomputes every layer: {problem}", stacklevel=2)
+        return least_plan(len(layers_of(causal_lm)))
 
 
 def memory_of(
     model: nn.Module,
     causal_lm: Any,
     device: torch.device,
-    modes: tuple[Mode, ...] | None = None,
+    modes: tuple[Mode, ...] = MODES,
 ) -> ModelMemory:
     """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
-    PEFT's adapters, and with layers as they are compiled; of these modes alone. None: of all."""
-    from prefixtree.recompute.trace import trace_memory
+    adapters, and with layers as they are compiled: as micro-batches told, or else as a probe does
+    (`probes`).
 
-    if is_quantised(causal_lm):
-        raise UnsupportedError(
-            "the memory of a quantised model is not that of its configuration, which would be "
-            "traced: recompute='auto' and plan_recomputation are refused; give 'all', "
-            "'all_but_attention' or 'nothing'"
-        )
-    dtypes = _dtypes(causal_lm, device)
-    adapters = _adapters_of(model, causal_lm, dtypes[0])
-    layer = layers_of(causal_lm)[0]
-    compiled = vars(layer).get("_compiled_call_impl") is not None
-    trains = _trains_of(causal_lm, _begins_with_gradient(causal_lm))
-    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled, modes, trains)
+    Args:
+        modes: those that must have been measured; others may count as more than they take.
+
+    Raises:
+        UnsupportedError: see `probe`.
+    """
+    learnt = learnt_so_far(causal_lm, device)
+    missing = [mode for mode in modes if not learnt.knows((mode,))]
+    if missing:
+        try:
+            from prefixtree.recompute.probes import probe
+        except ImportError as problem:
+            raise NotMeasuredError(
+                "nothing is known of the layers of this model, and they cannot be probed: torch "
+                f"{torch.__version__} lacks a name that is not public ({problem}); give recompute "
+                "as a mode or a RecomputePlan"
+            ) from problem
+        for run in probe(causal_lm, device, _dtypes(causal_lm, device)[0], missing):
+            learnt.add(run)
+    memory = learnt.memory()
+    assert memory is not None
+    return memory
+
+
+def learnt_so_far(causal_lm: Any, device: torch.device) -> Learnt:
+    """What is known of a model's layers, as it trains now."""
+    dtype, autocast = _dtypes(causal_lm, device)
+    facts = dtype, autocast, device, _is_compiled(causal_lm), _begins_with_gradient(causal_lm)
+    return learnt_of(causal_lm, (autocast or dtype).itemsize, *facts)
+
+
+def _is_compiled(causal_lm: Any) -> bool:
+    return vars(layers_of(causal_lm)[0]).get("_compiled_call_impl") is not None
 
 
 def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> TowerMemory:
-    """The same of its vision tower."""
-    from prefixtree.recompute.trace_tower import trace_tower
+    """The same of its vision tower, always by a probe."""
+    from prefixtree.recompute.tower_memory import tower_memory
 
-    dtypes = _dtypes(causal_lm, device)
-    adapters = _adapters_of(model, causal_lm, dtypes[0])
-    compiled = has_compiled_blocks(tower_of(causal_lm))
-    return trace_tower(causal_lm.config, *dtypes, adapters, _trains_of(causal_lm), compiled)
-
-
-def _trains_of(causal_lm: Any, inputs: bool = False) -> Trains:
-    """The parameters that train; `inputs` as in `Trains`, which says nothing of towers."""
-    from prefixtree.recompute.traced_runs import Trains
-
-    named = causal_lm.named_parameters()
-    return Trains({_WRAPPERS.sub("", name): p.requires_grad for name, p in named}, inputs)
+    return tower_memory(causal_lm, device, *_dtypes(causal_lm, device))
 
 
 def _begins_with_gradient(causal_lm: Any) -> bool:
@@ -369,28 +475,15 @@ def _begins_with_gradient(causal_lm: Any) -> bool:
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
     """Of weights, and of autocast."""
     layer = layers_of(causal_lm)[0]
-    # FSDP1 takes a layer's parameters away
-    dtype = next(causal_lm.parameters()).dtype
+    # FSDP1 takes a layer's parameters away, and quantised ones have the dtype of their storage
+    dtypes = [p.dtype for p in causal_lm.parameters() if p.is_floating_point()]
+    dtype = dtypes[0]
     if isinstance(layer, FSDPModule):
         dtype = layer._get_fsdp_state()._mp_policy.param_dtype or dtype
     autocast = None
     if torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
     return dtype, autocast
-
-
-def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapters | None:
-    # wrappers come before what they wrap
-    for module in itertools.takewhile(lambda module: module is not causal_lm, model.modules()):
-        configs = getattr(module, "peft_config", None)
-        # a PeftModel
-        if isinstance(configs, dict) and hasattr(module, "get_base_model"):
-            trained = (p for p in module.parameters() if p.requires_grad)
-            wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
-            from prefixtree.recompute.traced_runs import Adapters
-
-            return Adapters(dict(configs), wide)
-    return None
 
 
 def available_bytes(device: torch.device) -> int:

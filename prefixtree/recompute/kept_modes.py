@@ -32,8 +32,12 @@ from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
 from prefixtree.recompute.forward import (
     Recompute,
+    first_plan,
+    learnt_so_far,
+    least_plan,
     left_for_activations,
     lm_head_trains,
+    measured_plan,
     memory_of,
     tower_memory_of,
 )
@@ -53,11 +57,12 @@ from prefixtree.recompute.plan import (
     too_large,
     waiting_bytes,
 )
+from prefixtree.recompute.recorder import meter_of
 
 if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Ledger
-    from prefixtree.recompute.trace import ModelMemory
-    from prefixtree.recompute.trace_tower import TowerMemory
+    from prefixtree.recompute.memory import ModelMemory
+    from prefixtree.recompute.tower_memory import TowerMemory
 
 from prefixtree.wings import CallWing
 
@@ -437,7 +442,22 @@ def _planned(
     if asked.options.measure is not None:
         vocabulary = causal_lm.config.get_text_config().vocab_size
         available -= measure_bytes(max(num_scored, default=0), vocabulary)
-    memory = memory_of(model, causal_lm, steps.packed.device)
+    trains_head = lm_head_trains(causal_lm)
+    # values have no lm_head, and their rows are those of the last norm
+    counts = num_scored if trains_head is not None else [0] * len(num_scored)
+    parts = zip(steps, counts, states, strict=True)
+    works = [PartWork.of(part, n, bool(trains_head), int(lent)) for part, n, lent in parts]
+    device, learnt = steps.packed.device, learnt_so_far(causal_lm, steps.packed.device)
+    available -= round(learnt.margin)
+    measures = meter_of(device) is not None
+    memory = learnt.memory() if measures else None
+    if measures and memory is None:
+        # the first part tells of all others
+        first = first_plan(causal_lm, device, works[0])
+        least = least_plan(len(first.modes))
+        return KeptPlan((first, *[least] * (len(works) - 1)), runs_again=True)
+    if memory is None:
+        memory = memory_of(model, causal_lm, device)
     waiting = None
     if ledger is not None:
         cost = borrow_cost_of(memory.cost)
@@ -445,14 +465,9 @@ def _planned(
         waiting = ledger.most_waiting(KEYS) @ row
         if cost.held_state_bytes:
             waiting = waiting + ledger.most_waiting(STATES).max(1) * cost.held_state_bytes
-    trains_head = lm_head_trains(causal_lm)
-    # values have no lm_head, and their rows are those of the last norm
-    counts = num_scored if trains_head is not None else [0] * len(num_scored)
-    parts = zip(steps, counts, states, strict=True)
-    works = [PartWork.of(part, n, bool(trains_head), int(lent)) for part, n, lent in parts]
     tower = None
     if placed is not None and len(placed.placements.number):
-        tower = tower_memory_of(model, causal_lm, steps.packed.device)
+        tower = tower_memory_of(model, causal_lm, device)
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             # a backward may meet that of any forward of another rank: all compute again
             tower = replace(tower, may_keep=False)
@@ -467,4 +482,8 @@ def _planned(
         ]
         works = [replace(work, pictures=x) for work, x in zip(works, shown, strict=True)]
     more |= {"tower": tower, "with_spare": True, "waiting": waiting}
-    return plan_kept(memory, works, spans, available, **more)
+    plan = plan_kept(memory, works, spans, available, **more)
+    if not measures:
+        return plan
+    of_part = [measured_plan(x, learnt, y) for x, y in zip(plan.of_part, works, strict=True)]
+    return replace(plan, of_part=tuple(of_part))

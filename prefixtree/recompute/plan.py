@@ -20,9 +20,10 @@ from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.picture_work import PictureWork, TowerChoice
 
 if TYPE_CHECKING:
+    from prefixtree.planning.model_cost import ModelCost
     from prefixtree.planning.parts import Part
-    from prefixtree.recompute.trace import ModelMemory
-    from prefixtree.recompute.trace_tower import TowerMemory
+    from prefixtree.recompute.memory import ModelMemory
+    from prefixtree.recompute.tower_memory import TowerMemory
 
 _GIB = 2**30
 # of what a tower may keep
@@ -319,21 +320,20 @@ def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int | np.ndarray)
     return lines[:, 0] * tokens + lines[:, 1]
 
 
-def _layer_tokens(memory: ModelMemory, work: Work | PartWork) -> int | np.ndarray:
+def layer_tokens(cost: ModelCost, work: Work | PartWork) -> int | np.ndarray:
     """The tokens that a layer computes, or those of each layer."""
     if isinstance(work, Work) or not work.above:
         return work.num_tokens
-    return work.num_tokens + np.array([work.above if x.state else 0 for x in memory.cost.layers])
+    return work.num_tokens + np.array([work.above if x.state else 0 for x in cost.layers])
 
 
 def _held_by(memory: ModelMemory, work: Work | PartWork) -> dict[Mode, np.ndarray]:
     """Bytes that the layers before each keep from forward to backward, [layers + 1], by mode."""
-    tokens = _layer_tokens(memory, work)
+    tokens = layer_tokens(memory.cost, work)
     held = {mode: _bytes(memory, mode, "held", tokens) for mode in MODES}
-    if isinstance(work, PartWork):
-        # a copy beside its own rows, which is made again where attention is
-        rows = work.borrowed * _row_bytes(memory)
-        held["nothing"][memory.frozen :] += rows[memory.frozen :]
+    for mode in MODES:
+        rows, _ = added_by_rows(memory.cost, work, mode)
+        held[mode][memory.frozen :] += rows[memory.frozen :]
     return {mode: np.concatenate([[0.0], np.cumsum(x)]) for mode, x in held.items()}
 
 
@@ -347,9 +347,8 @@ def held_by_plans(memory: ModelMemory, work: PartWork) -> np.ndarray:
     return layers + rows + (memory.before + memory.after) * work.num_tokens
 
 
-def _row_bytes(memory: ModelMemory) -> np.ndarray:
+def _row_bytes(cost: ModelCost) -> np.ndarray:
     """Bytes of the key and the value of a token in each layer."""
-    cost = memory.cost
     size = cost.kv_heads * (cost.head_dim + cost.value_dim) * cost.element_bytes
     return np.array([size if layer.per_pair else 0 for layer in cost.layers], np.float64)
 
@@ -359,11 +358,10 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     tokens, scoring = work.num_tokens, scoring_bytes(memory, work)
     waiting = waiting_bytes(memory, work)
     held, reach = _held_by(memory, work), {}
-    of_layers = _layer_tokens(memory, work)
+    of_layers = layer_tokens(memory.cost, work)
     for mode in MODES:
         working = _bytes(memory, mode, "working", of_layers)
-        if isinstance(work, PartWork):
-            working = working + _exchanged(memory, work, mode)
+        working = working + added_by_rows(memory.cost, work, mode)[1]
         # of a backward, where every layer before has this mode
         reach[mode] = held[mode][1:] + working + waiting
     first, middle, last = (held[mode] for mode in MODES)
@@ -389,12 +387,18 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     return peaks + memory.before * tokens
 
 
-def _exchanged(memory: ModelMemory, work: PartWork, mode: Mode) -> np.ndarray:
-    """Bytes that borrowed rows add to the backward of each layer."""
-    copies = 0 if mode == "nothing" else work.borrowed
+def added_by_rows(
+    cost: ModelCost, work: Work | PartWork | None, mode: Mode
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that borrowed rows add to what each layer holds, and to its backward."""
+    rows = _row_bytes(cost)
+    if not isinstance(work, PartWork):
+        return 0.0 * rows, 0.0 * rows
     wide = work.borrowed if work.wide is None else work.wide
-    # gradients are float32
-    return _row_bytes(memory) * (copies + wide * 4 / memory.cost.element_bytes)
+    # copies beside own rows, which are made again where attention is; gradients are float32
+    held = work.borrowed * rows if mode == "nothing" else 0.0 * rows
+    again = 0 if mode == "nothing" else work.borrowed
+    return held, rows * (again + wide * 4 / cost.element_bytes)
 
 
 def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:

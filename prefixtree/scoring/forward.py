@@ -170,10 +170,11 @@ def recomputed(
     """
     if recompute is None or not torch.is_grad_enabled():
         return None, nullcontext()
-    memory = load("memory")
     more = recompute, held_bytes, images, share
-    chosen = memory.chosen_modes(model, transformer, packed, scored, *more)
-    return chosen, memory.recomputing_as(transformer, chosen)
+    found: tuple[Any, AbstractContextManager[Any]] = load("memory").recomputed_forward(
+        model, transformer, packed, scored, *more
+    )
+    return found
 
 
 class ScoresOfParts:

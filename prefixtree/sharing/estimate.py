@@ -16,7 +16,8 @@ all, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are 
 same rate, which short sequences and memory-bound layers do not.
 
 Memory of an update, without optimizer states: weights and gradients, 2 x (bytes per element) x
-parameters; and what the layers take for all tokens at once, as `recompute` traces it.
+parameters; and what layers that are not compiled take for all tokens at once, counted on shapes
+(`recompute.probes`).
 Micro-batches divide both sides alike.
 
 The formulas of ranks are in the docstring of `prefixtree.planning.costs.BorrowCost`.
@@ -39,7 +40,7 @@ from prefixtree.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from prefixtree.recompute.layers import Mode
-    from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.memory import ModelMemory
 
 
 # bytes that torch sees of GPUs of 80 and 141 GB
@@ -79,19 +80,19 @@ def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
 
 
 def read_memory(path: str | Path, dtype: str | None = None) -> ModelMemory | None:
-    """The memory of the same model's layers; None for a family that cannot be traced.
+    """The memory of the same model's layers; None for a family whose layers look at numbers.
 
     Args:
         path, dtype: as in `read_cost`.
     """
     import torch
 
-    from prefixtree.recompute.trace import trace_memory
+    from prefixtree.recompute.probes import memory_of_config
 
     config = load_config(path)
     element = getattr(torch, dtype) if dtype else getattr(config, "dtype", None) or torch.bfloat16
     try:
-        return trace_memory(config, element)
+        return memory_of_config(config, element)
     except UnsupportedError:
         return None
 

@@ -43,7 +43,7 @@ from prefixtree.testing.reference import (
 )
 
 if TYPE_CHECKING:
-    from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.memory import ModelMemory
 
 FLOAT32_LIMIT = 1e-4
 # of families whose layers carry a state: transformers' recurrences multiply exponentials of long

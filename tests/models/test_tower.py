@@ -16,9 +16,9 @@ import prefixtree as pt
 from prefixtree.images import tower, vision
 from prefixtree.images.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.images.vision import PlacedPictures, tower_of
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.recompute.trace import LiveBytes
 from tests.models.test_vision import FAMILIES, made_of
 from tests.support.full import in_turn
 from tests.support.hooks import wrap

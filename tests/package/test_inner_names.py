@@ -40,7 +40,7 @@ KNOWS = {
     "models/test_latents.py": _OWN,
     "models/test_rows_alone.py": _OWN,
     "planning/test_planning.py": "a compiled loop beside its definition",
-    "recompute/test_trace.py": "a peak counted by hand; the memory of GPUs on a page",
+    "recompute/test_of_config.py": "the memory of GPUs on a page",
     "sampling/test_growing_forest.py": _OWN,
     "scoring/test_interrupts.py": "functions that are interrupted at each of their lines",
     "support/hooks.py": "the file that knows them",

@@ -9,15 +9,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import prefixtree
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.runtime import Backend
 from tests.package import foreign_names
-from tests.package.without_names import without
+from tests.support.models import build, ragged_packed
 
 ROOT = foreign_names.ROOT
 TABLE = Path(__file__).with_name("private_names.md")
@@ -130,17 +130,13 @@ def test_kernels_that_cannot_be_imported_are_refused() -> None:
     assert said is not None and "cannot be imported (cannot import name 'a_name_that" in said
 
 
-@pytest.mark.parametrize("file", ["traced_runs.py", "partitioned.py"])
-def test_what_a_trace_needs_is_named(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the module is imported, so that its user hears of it before anything runs."""
-    path = f"recompute/{file}"
-    names = [name for name, files in foreign_names.found().items() if path in files]
-    assert len(names) > 5
-    text = (ROOT / path).read_text()
-    module = ModuleType("imported")
-    monkeypatch.setitem(sys.modules, "imported", module)
-    exec(compile(text, path, "exec"), vars(module))
-    errors = UnsupportedError if file == "traced_runs.py" else (ImportError, AttributeError)
-    for name in names:
-        with pytest.raises(errors, match=f"{name.rpartition('.')[2]}_gone"):
-            exec(compile(without(text, name), path, "exec"), vars(module))
+def test_what_a_probe_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And "auto" recomputes every layer then."""
+    monkeypatch.delattr("torch.utils._python_dispatch.TorchDispatchMode")
+    for name in ("probes", "counted"):
+        monkeypatch.delitem(sys.modules, f"prefixtree.recompute.{name}", raising=False)
+    model, packed = build("qwen3"), ragged_packed()
+    with pytest.raises(UnsupportedError, match=r"cannot be probed: torch .* not public .*Dispatch"):
+        prefixtree.plan_recomputation(model, packed)
+    with pytest.warns(UserWarning, match="recompute='auto' recomputes every layer: nothing is"):
+        prefixtree.sequence_logprobs(model, packed, recompute="auto")

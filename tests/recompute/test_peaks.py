@@ -10,6 +10,8 @@ import torch
 
 import prefixtree as pt
 from benchmarks.cases.pictures import config_of
+from prefixtree.recompute.counted import LiveBytes
+from prefixtree.recompute.forward import memory_of as memory_of_model
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
@@ -21,8 +23,8 @@ from prefixtree.recompute.plan import (
     reserve,
     spare_bytes,
 )
-from prefixtree.recompute.trace import LiveBytes, trace_memory
-from prefixtree.recompute.trace_tower import trace_tower
+from prefixtree.recompute.probes import memory_of_config
+from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.support.hooks import limit
 from tests.support.models import build
@@ -61,7 +63,7 @@ def test_an_update_takes_what_was_planned(layers, vocabulary, place, monkeypatch
     # eight scored edges, whose logits are next to nothing
     limit(monkeypatch, "logits of plans", 1 << 12)
     masks = [np.arange(len(sequence)) >= len(sequence) - 8]
-    memory = trace_memory(model.config, torch.bfloat16)
+    memory = memory_of_model(model, model, packed.device)
     plan = plan_at(peaks_of(memory, Work(packed.forest, 8)), place % (layers + 1) ** 2)
     counted = _counted(model, packed, masks, plan)
     print(f"{plan}: counted {counted:,}, planned {plan.peak_bytes:,}")
@@ -90,8 +92,11 @@ def test_an_h100_that_ran_out_of_memory():
     """Qwen3-VL-2B's shape with 78 screenshots (`python -m benchmarks pictures`): where 70.74 GiB
     were allocated, 7.44 GiB were in blocks that were too small for one of 654 MiB."""
     config = config_of(is_tiny=False)
-    memory = trace_memory(config, torch.bfloat16)
-    tower = trace_tower(config, torch.bfloat16, None, None)
+    memory = memory_of_config(config, torch.bfloat16)
+    # of its tower, probed
+    line = (815_303.0, 0.0)
+    pairs = {"products": 328_728_576.0, "pairs": 49_152.0}
+    tower = TowerMemory(line[0], 1 << 25, 16_384, torch.bfloat16, 813_914_112, line, **pairs)
     forest = pt.PrefixForest.from_parents([-1] + [0] * 96, [83_667 - 96 * 224] + [224] * 96)
     pictures = PictureWork(dict.fromkeys(range(78), 3520), 2 * 78 * 880, 0)
     work = Work(forest, 96 * 64, pictures=pictures)

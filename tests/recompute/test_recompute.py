@@ -25,8 +25,8 @@ from prefixtree.planning.model_cost import LayerCost, ModelCost
 from prefixtree.recompute import forward
 from prefixtree.recompute.forward import plan_recomputation
 from prefixtree.recompute.layers import MODES, recomputing
+from prefixtree.recompute.memory import LayerMemory, ModelMemory
 from prefixtree.recompute.plan import RecomputePlan, Work, plan_for, scoring_bytes, tokens_that_fit
-from prefixtree.recompute.trace import LayerMemory, ModelMemory, trace_memory
 from prefixtree.scoring import forward as scoring
 from tests.support.alike import skip_if_repeated
 from tests.support.family_configs import FAMILIES
@@ -44,9 +44,9 @@ from tests.support.models import (
 )
 from tests.support.variant_configs import CANNOT_CHECKPOINT
 
-# its experts look at numbers, so that shapes alone do not run
-_UNTRACED = {"longcat_flash"}
-_PLANNED_EVERY_TIME = {"gpt_oss", "qwen3_5", *_UNTRACED}
+# a layer of it attends twice
+_NOT_PLANNED = {"longcat_flash"}
+_PLANNED_EVERY_TIME = {"gpt_oss", "qwen3_5", *_NOT_PLANNED}
 _SAME_EVERY_TIME = {"qwen3", "qwen3_moe", "qwen3_5", "nemotron_h"}
 _CHECKPOINTED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
 
@@ -90,20 +90,14 @@ def test_the_same_bits_in_every_family(model_type):
 @pytest.mark.parametrize(
     "model_type", mostly_full(_CHECKPOINTED, _PLANNED_EVERY_TIME - {"gpt_oss"})
 )
-def test_every_family_is_planned(model_type, trace_only):
-    """From a trace on shapes, which takes seconds. The code of a family does not hang on the mode:
-    of most only the one is traced that runs it forward, again and backward."""
+def test_every_family_is_planned(model_type):
     skip_if_repeated(model_type, _PLANNED_EVERY_TIME)
     model, packed = build(model_type), ragged_packed()
-    if model_type not in _PLANNED_EVERY_TIME:
-        trace_only("all_but_attention")
-        layers = trace_memory(model.config, torch.float32).layers["all_but_attention"]
-        assert len(layers) == len(layers_of(model))
-        assert all(layer.held[0] > 0 and layer.working[0] > 0 for layer in layers)
-        return
-    if model_type in _UNTRACED:
-        with pytest.raises(pt.UnsupportedError, match=r"cannot be traced.*as a mode"):
+    if model_type in _NOT_PLANNED:
+        with pytest.raises(pt.UnsupportedError, match="layers of longcat_flash"):
             plan_recomputation(model, packed)
+        with pytest.warns(UserWarning, match="recompute='auto' recomputes every layer: what"):
+            pt.sequence_logprobs(model, packed, recompute="auto")
         return
     plan = plan_recomputation(model, packed, memory=1 << 40)
     assert plan.modes == ("nothing",) * len(layers_of(model))
@@ -371,7 +365,7 @@ def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
     assert "with every layer recomputed" in str(e.value)
     # logits alone take more
     assert "not one token fits" in str(e.value) and "shard the model" in str(e.value)
-    memory = trace_memory(model.config, torch.float32)
+    memory = forward.memory_of(model, model, packed.device)
     for available in (1 << 30, 1 << 34):
         fit = tokens_that_fit(memory, available, 1.0)
         assert fit > 0

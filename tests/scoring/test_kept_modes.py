@@ -20,8 +20,8 @@ from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute import kept_modes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.kept_modes import KeptPlan
-from prefixtree.recompute.trace import LiveBytes
 from tests.scoring.kept_cases import compare, plan_of, run
 from tests.scoring.steps_cases import run as in_steps
 from tests.support.full import mostly
@@ -70,7 +70,8 @@ class Memory:
 
     def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
         """What a call counts in a share of the memory is what was planned for it."""
-        # tables of the forest are made once
+        # layers are measured, and tables of the forest are made once
+        counted()
         counted()
         self.left = self.share(share)
         measured, plan = counted(), self.plans[-1]
@@ -177,9 +178,9 @@ def test_peaks_are_those_that_were_predicted(
         with live, kept_trunks(model, batches_with_trunks(trunks), **options) as scored:
             for _, scores in scored:
                 torch.cat(scores.logprobs).sum().backward()
-                most = max(most, live.restart())
+                most = max(most, live.most)
                 del scores
-        return max(most, live.restart())
+        return max(most, live.most)
 
     memory.assert_predicted(counted, share)
 
@@ -202,7 +203,7 @@ def test_peaks_of_steps(memory: Memory, share: float) -> None:
             )
             torch.cat(scores.logprobs).sum().backward()
             del scores
-            return live.restart()
+            return live.most
 
     memory.assert_predicted(counted, share)
     assert len(memory.plans[-1].of_part) > 3

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 import prefixtree as pt
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.recompute.trace import LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from tests.scoring.kept_cases import plan_of
 from tests.scoring.test_kept_modes import Memory
 from tests.scoring.test_values import classifier
@@ -175,9 +175,9 @@ def test_peaks_are_those_that_were_predicted(
         with live, pt.kept_values(model, batches, recompute="auto") as scored:
             for batch, values in scored:
                 squares(batch, values).backward()
-                most = max(most, live.restart())
+                most = max(most, live.most)
                 del values
-        return max(most, live.restart())
+        return max(most, live.most)
 
     memory.assert_predicted(counted, share)
 

@@ -17,7 +17,7 @@ from prefixtree.images import vision
 from prefixtree.images.placements import place
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.recompute.trace import LiveBytes
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import Forward64
 from tests.scoring.test_kept_modes import Memory
@@ -169,10 +169,10 @@ def test_auto_plans_the_tower_too(share, monkeypatch):
         ):
             for each, scores in scored:
                 _loss(scores.logprobs, each.take(made.weights)).backward()
-                most = max(most, live.restart())
+                most = max(most, live.most)
                 del scores
             ran.append(blocks())
-        return max(most, live.restart())
+        return max(most, live.most)
 
     ran: list[int] = []
     counted_bytes()

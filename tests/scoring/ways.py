@@ -158,7 +158,6 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     },
     ("router loss", "reentrant checkpointing"): Refused("reentrant checkpointing"),
     ("routes", "compiled layers"): Refused("not verified in compiled models"),
-    ("QLoRA", "auto"): Refused("memory of a quantised model"),
     ("QLoRA", "float64"): Absent("bitsandbytes has no kernels for float64"),
     ("no parameter", "reentrant checkpointing"): Absent("it asks embeddings for a gradient"),
 }

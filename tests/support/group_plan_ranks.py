@@ -18,8 +18,8 @@ import prefixtree as pt
 from prefixtree.parallel.ledger import Exchange
 from prefixtree.planning.parts import Parts
 from prefixtree.recompute import forward
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
-from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import in_groups as shares
 from tests.support import group_cases
 from tests.support.full import asked_for, quick_ones_run
@@ -118,7 +118,7 @@ def _peak(case: Case, share: float, group: Any) -> tuple[int, float, tuple[str, 
         live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
         with live:
             update()
-    return live.restart(), seen["bytes"], seen["modes"]
+    return live.most, seen["bytes"], seen["modes"]
 
 
 def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
@@ -138,7 +138,7 @@ def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
         with live:
             own = giving_back(self, *gradients)
         row = sum(x[0].nbytes for x in gradients)
-        seen["counted"] = len(gradients[0]) + live.restart() / row
+        seen["counted"] = len(gradients[0]) + live.most / row
         return own
 
     model = build("llama")

@@ -76,11 +76,11 @@ CALLS = {
     "keys that move": "sampling.growing_forest:GrowingForest._move_together",
     "lists of a decode step": "kernels.decoding.work:DecodeWork._fill",
     "mask of dualkv": "integrations.dualkv:_mask",
-    "memory of a model": "recompute.trace:_trace",
-    "memory of a tower": "recompute.trace_tower:_trace",
     "model of a setting": "testing.models:_build",
     "numbers of tokens and choices": "_forest_inputs:numbers_of",
     "output of verl's engine": "integrations.verl.engine:PackedActorEngine._model_output",
+    "plan of auto": "recompute.forward:_auto",
+    "plan of parts": "recompute.kept_modes:_planned",
     "positions of pictures": "images.vision:_position_ids",
     "probe of layers": "models.rows_alone:_difference",
     "product of patches": "images.tower:_product",
@@ -95,7 +95,7 @@ CALLS = {
     "version of transformers for routes": "experts.routers:_TRANSFORMERS",
     "warning of no backward": "parallel.run:_warn_of_no_backward",
     "windows of compressed keys": "sparse.compressed:_Windows.of",
-    "work of a tower": "recompute.trace_tower:_Products",
+    "work of a tower": "recompute.tower_memory:Products",
 }
 
 

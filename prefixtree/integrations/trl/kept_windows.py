@@ -42,7 +42,7 @@ from prefixtree.scoring.kept_runs import check_kept
 from prefixtree.scoring.kept_trunks import kept_trunks
 
 if TYPE_CHECKING:
-    from prefixtree.recompute.trace_tower import TowerMemory
+    from prefixtree.recompute.tower_memory import TowerMemory
 
 
 class Rows(NamedTuple):
@@ -73,7 +73,7 @@ class WindowCost(NamedTuple):
 
     Attributes:
         token: the bytes of a token, for plans.
-        tower: the memory of its vision tower; None without, or where it cannot be traced.
+        tower: the memory of its vision tower; None without, or where it is not known.
     """
 
     token: BorrowCost

@@ -1,4 +1,4 @@
-"""The memory of vision towers, as traced and as measured, and plans that count it."""
+"""The memory of vision towers, as a probe tells it and as it is counted, and plans with it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prefixtree as pt
+from prefixtree.images import vision
 from prefixtree.images.tower import TowerShape, in_few_calls
 from prefixtree.images.vision import PlacedPictures, tower_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute import forward, picture_work
+from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.picture_work import RUN, PictureWork
@@ -28,10 +30,8 @@ from prefixtree.recompute.plan import (
     recomputed_by,
     spare_bytes,
 )
-from prefixtree.recompute.trace import LiveBytes
-from prefixtree.recompute.trace_tower import TowerMemory
+from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
-from tests.recompute.test_trace import saved_bytes
 from tests.support.full import mostly
 from tests.support.hooks import inner, limit
 from tests.support.models import adapted, counted
@@ -66,7 +66,7 @@ def _known(model: Any) -> Any:
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_a_run_takes_what_was_traced(model_type, trains):
+def test_a_run_takes_what_was_probed(model_type, trains):
     """The most bytes alive in a run of pictures and in its backward, beside features."""
     model = _with_gradients(build(model_type))
     tower = tower_of(model)
@@ -92,7 +92,7 @@ def test_a_run_takes_what_was_traced(model_type, trains):
             most = live.restart() - 2 * size
     memory = forward.tower_memory_of(model, model, _CPU)
     assert memory.feature == size // len(features[0]) and memory.dtype == torch.float32
-    print(f"{model_type}: measured {most}, traced {memory.run(len(shown)):.0f}")
+    print(f"{model_type}: measured {most}, probed {memory.run(len(shown)):.0f}")
     assert memory.run(len(shown)) == pytest.approx(most, rel=0.1)
 
 
@@ -104,14 +104,14 @@ def test_auto_is_exact(model_type):
 
 @pytest.mark.full
 def test_what_was_planned_without_gradients_says_what_training_takes():
-    """A trace is kept, and without gradients a tower keeps nothing."""
+    """What was probed is kept, and without gradients a tower keeps nothing."""
     model = build("qwen3_vl")
     pictures = pictures_of(model, screenshots(6))
     packed = _packed(pictures)
     plans = []
-    # of inference tensors a trace would fail
+    # of inference tensors a probe would fail
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
-        inner("memory of a tower").cache_clear()
+        model = build("qwen3_vl")
         with context:
             plans.append(pt.plan_recomputation(model, packed, 1 << 40, pictures=pictures))
     assert plans[0].kept == 6 * 256 and len(set(plans)) == 1
@@ -121,7 +121,7 @@ def test_the_tower_keeps_what_fits(monkeypatch):
     """In memory from the least on: the most bytes that are alive in an update are those of the
     plan, pictures run as often as it says, and gradients stay."""
     # runs of two pictures
-    for module in (forward, picture_work):
+    for module in (vision, picture_work):
         monkeypatch.setattr(module, "RUN", 512)
     limit(monkeypatch, "runs of pictures", 512)
     # chunks of logits are as small as the model
@@ -234,7 +234,7 @@ def test_a_tower_that_keeps_pictures_leaves_what_is_to_spare(monkeypatch, kept_t
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_what_a_tower_keeps_is_what_was_traced(model_type):
+def test_what_a_tower_keeps_is_what_was_probed(model_type):
     model = _with_gradients(build(model_type))
     pictures = pictures_of(model, screenshots(6))
     packed, held = _packed(pictures), []
@@ -269,60 +269,6 @@ def test_a_tower_that_does_not_train_has_nothing_to_keep():
     # a trunk that runs again pays for it
     assert frozen.again(64) == trained.again(64) > 0 and not frozen.may_keep
     assert set(much.modes) == {"nothing"} != set(less.modes)
-
-
-def saved(tower: Any, placed: Any) -> int:
-    pixels, grids = placed.inputs["pixel_values"], placed.inputs["image_grid_thw"]
-    encode = in_few_calls(tower)
-    return saved_bytes(tower, lambda: encode(pixels, grids, tree_encodes=True).pooler_output)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.full
-@pytest.mark.parametrize(("model_type", "adapts"), [("qwen2_5_vl", False), ("glm4v", True)])
-def test_compiled_blocks_keep_what_was_traced(model_type, adapts):
-    """As autograd saves it; the cut of the graphs is inductor's. Less than uncompiled ones."""
-    model = base = build(model_type)
-    if adapts:
-        # the first block's input gets no gradient
-        model = adapted(model, "qkv")
-    pictures = pictures_of(base, screenshots(4))
-    placed = PlacedPictures(model, base, _packed(pictures), pictures).of()
-    eager = forward.tower_memory_of(model, base, _CPU)
-    before = saved(placed.tower, placed)
-    pt.compile_layers(model, backend="aot_eager_decomp_partition")
-    compiled = forward.tower_memory_of(model, base, _CPU)
-    # the graphs are made, which saves more
-    saved(placed.tower, placed)
-    less = before - saved(placed.tower, placed)
-    print(f"{model_type}: {less / before:.0%} less")
-    if adapts:
-        # never too little; it may be somewhat more than compiled code keeps
-        assert before - less <= compiled.kept(1024) < 1.1 * (before - less)
-        torch._dynamo.reset()
-        return
-    assert less == pytest.approx(eager.kept(1024) - compiled.kept(1024), rel=0.05)
-    assert less > 0.1 * before and compiled.run(1024) < 0.9 * eager.run(1024)
-    torch._dynamo.reset()
-
-
-@pytest.mark.full
-def test_blocks_that_do_not_run_compiled_are_not_traced_as_compiled():
-    """Flash kernels attend outside the compiled parts, and hooks inside a part are not compiled."""
-    model = build("qwen2_5_vl")
-    plain = forward.tower_memory_of(model, model, _CPU)
-    pt.compile_layers(model, backend="eager")
-    blocks, vision = tower_of(model).blocks, model.config.vision_config
-    own = vision._attn_implementation
-    assert forward.tower_memory_of(model, model, _CPU) != plain
-    vision._attn_implementation = "flash_attention_2"
-    assert forward.tower_memory_of(model, model, _CPU).held == plain.held
-    vision._attn_implementation = own
-    hook = blocks[1].mlp.down_proj.register_forward_hook(lambda *_: None)
-    assert forward.tower_memory_of(model, model, _CPU) == plain
-    hook.remove()
-    assert forward.tower_memory_of(model, model, _CPU) != plain
 
 
 def test_frames_of_a_video_attend_alone():

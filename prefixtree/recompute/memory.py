@@ -1,0 +1,90 @@
+"""Bytes of a model's layers in training, as measured (`measured`, `probes`), for plans (`plan`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prefixtree.planning.model_cost import ModelCost
+from prefixtree.recompute.layers import Mode
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer in one mode: [bytes per token, bytes whatever the number of tokens].
+
+    Attributes:
+        held: what is kept from its forward until its backward.
+        working: the most that is alive in its backward beside what it and the layers before it
+            hold: what is computed again, gradients of activations, a weight's gradient on its way.
+    """
+
+    held: tuple[float, float]
+    working: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of activations of a causal language model in training.
+
+    Attributes:
+        layers: by mode, first layer to last.
+        before: bytes per token that are held from before the first layer, the embedding's.
+        after: bytes per token that the last norm holds until the backward of the layers begins.
+        cost: of a token; its element_bytes are those of activations.
+        norm: bytes per token that the backward of the last norm takes beside these.
+        tied: bytes of the gradient that an lm_head with the embedding's weight leaves: it waits for
+            the embedding's.
+        frozen: layers, the first ones, that no gradient reaches. They hold nothing and compute
+            nothing again, and what they work with is that of their forward.
+    """
+
+    layers: dict[Mode, tuple[LayerMemory, ...]]
+    before: float
+    after: float
+    cost: ModelCost
+    norm: float = 0.0
+    tied: float = 0.0
+    frozen: int = 0
+
+    def peak(
+        self,
+        tokens: int,
+        modes: Mode | Sequence[Mode],
+        scoring: float = 0.0,
+        waiting: float = 0.0,
+    ) -> int:
+        """The most bytes that are alive at once.
+
+        Args:
+            tokens: packed ones.
+            modes: one per layer, or one for all.
+            scoring: bytes that the lm_head takes while all layers hold theirs. Default: 0.0.
+            waiting: bytes that wait through the backward of all layers. Default: 0.0.
+        """
+        count = len(next(iter(self.layers.values())))
+        each = [modes] * count if isinstance(modes, str) else modes
+        below = most = self.before * tokens
+        for layer, mode in enumerate(each):
+            of_layer = self.layers[mode][layer]
+            below += of_layer.held[0] * tokens + of_layer.held[1]
+            working = of_layer.working[0] * tokens + of_layer.working[1]
+            most = max(most, below + working + waiting)
+        return round(max(most, below + scoring))
+
+    def scaled(self, factor: float, element_bytes: int) -> ModelMemory:
+        """For layers that hold `factor` times the bytes, and keys and values of `element_bytes`."""
+
+        def times(layer: LayerMemory) -> LayerMemory:
+            held, working = ((a * factor, b * factor) for a, b in (layer.held, layer.working))
+            return LayerMemory(held, working)
+
+        return ModelMemory(
+            {mode: tuple(map(times, layers)) for mode, layers in self.layers.items()},
+            self.before * factor,
+            self.after * factor,
+            replace(self.cost, element_bytes=element_bytes),
+            self.norm * factor,
+            self.tied * factor,
+            self.frozen,
+        )

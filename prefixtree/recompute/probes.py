@@ -1,0 +1,357 @@
+"""Layers measured before any micro-batch ran: a copy of a model's first layers runs a few tokens.
+
+The copy shares the memory of the weights and nothing else: parameters without hooks and gradients,
+buffers of its own, no hooks of others. So a probe leaves no trace in the model, its optimizer or
+the random generators. Without weights (`memory_of_config`) the same code runs on fake tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.experts.products import set_experts, traced_as
+from prefixtree.forest import PrefixForest
+from prefixtree.models.checks import KNOWN_PACKAGES, foreign_module
+from prefixtree.models.compiled import compile_alike
+from prefixtree.models.families import forward_inputs, router_keywords
+from prefixtree.models.layers import decoder_of, layers_of
+from prefixtree.models.prepared import prepare_layers
+from prefixtree.models.rope import as_default_rope
+from prefixtree.packing.layout import pack
+from prefixtree.planning.model_cost import auto_class
+from prefixtree.recompute.counted import LiveBytes
+from prefixtree.recompute.layers import MODES, Mode, recomputing
+from prefixtree.recompute.measured import Learnt, kinds_of
+from prefixtree.recompute.memory import ModelMemory
+from prefixtree.recompute.recorder import AllocatedBytes, NotMeasuredError, Recorder, Run
+
+# tokens of the probes, multiples of what recurrent kernels take at once: CUDA's allocator rounds
+_TOKENS = {"cuda": (512, 2048)}
+_FEW_TOKENS = (128, 512)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
+# what stands for a parameter or a buffer
+Made = Callable[[torch.Tensor], torch.Tensor]
+
+
+def probe(
+    causal_lm: Any, device: torch.device, dtype: torch.dtype, modes: Sequence[Mode]
+) -> Iterator[Run]:
+    """Runs of a copy of a model's first layers, forward and backward, under the caller's autocast.
+
+    Args:
+        causal_lm: the transformers model, prepared, with weights.
+        device: where it computes. dtype: in which FSDP2 gathers a layer's weights.
+        modes: every layer has the same, in one run after another.
+
+    Raises:
+        NotMeasuredError: FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one.
+    """
+    in_pieces = any(p.numel() == 0 for p in causal_lm.parameters())
+    if in_pieces or any(isinstance(m, FullyShardedDataParallel) for m in causal_lm.modules()):
+        raise NotMeasuredError(
+            "layers under FSDP1 or DeepSpeed ZeRO-3 cannot be probed, as their weights are not "
+            'there: run a micro-batch with recompute="auto" on a GPU first, which measures them, '
+            "give recompute as a mode, or shard with FSDP2"
+        )
+    with untouched(device):
+        copied = twin(causal_lm, standing_for(device, dtype))
+        if device.type == "cuda":
+            # elsewhere compiled code cannot be looked into, and counts as if it were not compiled
+            compile_alike(causal_lm, copied)
+        yield from _runs(copied, device, modes)
+
+
+@contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """Gradients are on, and random generators go on as if nothing ran."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=devices),
+    ):
+        yield
+
+
+def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
+    """Gives what a copy has in the place of a tensor: weights that train share their memory, those
+    that do not are the model's own, and sharded ones are zeros in one piece."""
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        trains = tensor.requires_grad
+        if hasattr(tensor, "device_mesh"):
+            whole = torch.zeros(tensor.shape, dtype=dtype, device=device)
+        elif isinstance(tensor, nn.Parameter):
+            if not trains:
+                return tensor
+            whole = tensor.detach()
+        else:
+            return tensor.clone()
+        return nn.Parameter(whole, requires_grad=trains)
+
+    return made
+
+
+def twin(model: nn.Module, made: Made) -> Any:
+    """A copy of a module with the same classes and attributes, and other tensors.
+
+    It has hooks of known packages alone, and FSDP2 does not know it.
+    """
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def of_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        # a tied weight stays one
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = made(tensor)
+        return tensors[id(tensor)]
+
+    def of_module(module: nn.Module | None) -> nn.Module | None:
+        if module is None or id(module) in modules:
+            return None if module is None else modules[id(module)]
+        kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
+        new: Any = kind.__new__(kind)
+        modules[id(module)] = new
+        held, own = vars(new), vars(module)
+        held |= {name: x for name, x in own.items() if name not in _PARTS}
+        held.pop("_compiled_call_impl", None)
+        if isinstance(forward := held.get("forward"), types.MethodType):
+            held["forward"] = types.MethodType(forward.__func__, new)
+        for name in ("_parameters", "_buffers"):
+            held[name] = {key: of_tensor(tensor) for key, tensor in own[name].items()}
+        for name in _HOOKS:
+            held[name] = OrderedDict((k, h) for k, h in own[name].items() if _is_needed(h))
+        others = [name for name in held if "hook" in name and not name.startswith("_forward")]
+        held |= {name: OrderedDict() for name in others if isinstance(held[name], dict)}
+        held["_modules"] = {key: of_module(child) for key, child in own["_modules"].items()}
+        return new
+
+    return of_module(model)
+
+
+def _is_needed(hook: Any) -> bool:
+    """Whether a forward needs a hook: one of a known package, which shards nothing."""
+    shards = str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+    return not shards and foreign_module(hook, (*KNOWN_PACKAGES, "prefixtree")) is None
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def _runs(
+    model: Any,
+    device: torch.device,
+    modes: Sequence[Mode],
+    fake: Any = None,
+    autocast: AbstractContextManager[Any] | None = None,
+) -> Iterator[Run]:
+    """Runs of a model whose tensors stand for others.
+
+    Args:
+        fake: the mode of its tensors. autocast: of its forwards. Default: as it is.
+    """
+    model.train()
+    prepare_layers(model)
+    layers = layers_of(model)
+    kinds = kinds_of(layers)
+    # the first two have more than their own: rotary tables, or what is made once
+    count = min(len(layers), max(map(kinds.index, kinds)) + 3)
+    _skip(layers[:count], layers[count:])
+    drop_gradients(model)
+    numbers = _TOKENS.get(device.type, _FEW_TOKENS)
+    # what allocators and libraries need once
+    if device.type == "cuda" and fake is None:
+        _run(model, count, device, modes[0], numbers[0], fake, autocast)
+    for mode in modes:
+        for tokens in numbers:
+            yield _run(model, count, device, mode, tokens, fake, autocast)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Has parameters let go of their gradients as these come."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
+
+
+def _skip(first: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
+    """Has other layers hand on what they are given, as the first ones do."""
+    in_tuples: list[bool] = []
+
+    def note(layer: nn.Module, args: Any, output: Any) -> None:
+        in_tuples.append(isinstance(output, tuple))
+
+    first[0].register_forward_hook(note)
+
+    def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states,) if in_tuples[-1] else hidden_states
+
+    for layer in others:
+        vars(layer).pop("_compiled_call_impl", None)
+        vars(layer)["forward"] = forward
+
+
+def _run(
+    model: Any,
+    count: int,
+    device: torch.device,
+    mode: Mode,
+    tokens: int,
+    fake: Any,
+    autocast: AbstractContextManager[Any] | None,
+) -> Run:
+    packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
+    inputs = forward_inputs(packed, model.config) | router_keywords(model.config, False)
+    with ExitStack() as stack:
+        if fake is not None:
+            inputs = {
+                name: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x
+                for name, x in inputs.items()
+            }
+            stack.enter_context(fake)
+        meter: Any = AllocatedBytes(device)
+        if device.type != "cuda" or fake is not None:
+            meter = LiveBytes([*model.parameters(), *model.buffers()])
+            stack.enter_context(meter)
+        recorder = Recorder(model, meter, count=count)
+        modes = [mode] * len(layers_of(model))
+        with recomputing(model, modes), recorder.open(), autocast or nullcontext():
+            output = decoder_of(model)(**inputs)
+        hidden = output[0]
+        del output
+        if hidden.requires_grad:
+            # whatever else is in the graph gets no gradient
+            trained = [p for p in model.parameters() if p.requires_grad]
+            hidden.backward(torch.ones_like(hidden), inputs=trained or None)
+        recorder.finish()
+    run = recorder.run(np.full(count, tokens), modes[:count])
+    if run is None:
+        raise NotMeasuredError(
+            f"the layers of {type(model).__name__} do not run one after another, so their memory "
+            "is not known: give recompute as a mode or a RecomputePlan"
+        )
+    return run
+
+
+# ---- models without weights ----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _of_config(key: _Config, dtype: torch.dtype, autocast: torch.dtype | None) -> ModelMemory:
+    # making a model sets its attention and dtype in the config
+    config = copy.deepcopy(key.config)
+    set_experts(config, traced_as(config))
+    # whose frequencies look at numbers, and keep no other memory
+    as_default_rope(config.get_text_config())
+    with torch.device("meta"):
+        model = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation="prefixtree"
+        )
+    return memory_on_shapes(model, dtype, autocast)
+
+
+class _Config:
+    """A config, compared by what it says."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._said = f"{config.to_json_string(use_diff=False)} {traced_as(config)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+
+def memory_of_config(
+    config: Any, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> ModelMemory:
+    """The memory of the model of a config, all of whose weights train; nothing is computed.
+
+    Layers count as if they were not compiled.
+
+    Args:
+        config: of a causal language model, or of a model with a text config.
+        dtype: of the weights. autocast: the dtype of autocast. Default: it is off.
+
+    Raises:
+        UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
+            at numbers, so that shapes alone do not run.
+    """
+    return _of_config(_Config(config), dtype, autocast)
+
+
+def memory_on_shapes(
+    model: Any, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> ModelMemory:
+    """The same of a model on the meta device, as it trains.
+
+    Raises:
+        UnsupportedError: as `memory_of_config`.
+    """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+
+    cpu = torch.device("cpu")
+    if dtype != torch.bfloat16 and _has_grouped_experts(layers_of(model)):
+        # torch knows the shapes of grouped products in bfloat16 alone, and autocast leaves them in
+        # the weights' dtype; what is kept in float32 there counts as more than it is
+        half = memory_on_shapes(model.to(torch.bfloat16), torch.bfloat16)
+        return half.scaled(dtype.itemsize / 2, (autocast or dtype).itemsize)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        new = FakeTensor(fake, tensor.detach().to("meta"), cpu)
+        if not isinstance(tensor, nn.Parameter):
+            return new
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+
+    learnt = Learnt(model, (autocast or dtype).itemsize)
+    cast = torch.autocast("cpu", autocast, enabled=autocast is not None)
+    try:
+        with untouched(cpu):
+            for run in _runs(twin(model, made), cpu, MODES, fake, cast):
+                learnt.add(run)
+    except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        raise UnsupportedError(
+            f"the memory of {model.config.model_type} is not known without its weights: it looks "
+            f"at numbers ({problem.func})"
+        ) from None
+    memory = learnt.memory()
+    assert memory is not None
+    return memory
+
+
+def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
+    modules = (module for layer in layers for module in layer.modules())
+    # a convolution's weight has three dimensions too
+    return any(
+        p.ndim == 3
+        for module in modules
+        if not isinstance(module, nn.Conv1d)
+        for p in module.parameters(recurse=False)
+    )

@@ -1,0 +1,231 @@
+"""Reads bytes at the borders of layers as a forward and its backward run.
+
+They are read behind each layer's forward, and where the gradient of its output arrives. What a
+layer keeps is what the bytes grow by from one border to the next. What its backward works with is
+the peak above what is there as it begins, so what others gather, prefetch or have left there
+cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.changes import changing
+from prefixtree.models.layers import decoder_of, layers_of
+from prefixtree.recompute.layers import Mode
+
+
+class Meter(Protocol):
+    """Counts bytes.
+
+    Attributes:
+        bytes: those that are alive. most: the most so far, or since a reset by whoever.
+    """
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+
+    def restart(self) -> int:
+        """The most bytes since the last call."""
+
+
+class AllocatedBytes:
+    """A `Meter` of CUDA's allocator. `restart` resets torch.cuda.max_memory_allocated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def bytes(self) -> int:
+        """Those that are allocated."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def most(self) -> int:
+        """The most since a reset, by whoever."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> int:
+        """The most bytes since the last call."""
+        peak = self.most
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+#: what counts elsewhere, while it is open
+counting: list[Meter] = []
+
+
+def meter_of(device: torch.device) -> Meter | None:
+    """What counts bytes now, also in a backward that others run; None where nothing does."""
+    if device.type == "cuda":
+        return AllocatedBytes(device)
+    return counting[-1] if counting else None
+
+
+class NotMeasuredError(UnsupportedError):
+    """Nothing is known of a model's layers, and no probe can tell."""
+
+
+class Run(NamedTuple):
+    """Bytes of one forward and its backward.
+
+    Attributes:
+        tokens: that each layer computed. modes: of the layers, all or the first ones.
+        before: what the first layer was called with.
+        held: by each layer; then by the norm behind them, if there is one.
+        working: of the same. Of layers that no gradient reaches it is that of their forward.
+        frozen: the number of these, the first ones.
+    """
+
+    tokens: np.ndarray
+    modes: Sequence[Mode]
+    before: float
+    held: list[float]
+    working: list[float]
+    frozen: int
+
+
+class Recorder:
+    """Reads bytes at the borders of layers, of one forward and its backward.
+
+    Args:
+        causal_lm: the transformers model.
+        meter: what counts.
+        done: called behind the backward. Default: nobody is.
+        count: the first layers that are looked at. Default: all.
+    """
+
+    def __init__(
+        self,
+        causal_lm: Any,
+        meter: Meter,
+        done: Callable[[Recorder], None] | None = None,
+        count: int | None = None,
+    ) -> None:
+        self._layers, norm = layers_of(causal_lm)[:count], norm_of(causal_lm)
+        self._modules = [*self._layers, *([] if norm is None else [norm])]
+        self._meter, self._done = meter, done
+        self._start = self._base = 0.0
+        self._after: dict[int, float] = {}
+        self._working: dict[int, float] = {}
+        self._reached: set[int] = set()
+        self._turn: int | None = None
+        self._over = False
+        self.before = 0.0
+        self.most = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """While open, a forward is recorded; its backward may come later."""
+        with changing(self._layers[0]) as changes:
+            for place, module in enumerate(self._modules):
+                if (compiled := vars(module).get("_compiled_call_impl")) is not None:
+                    # hooks would become part of its graph
+                    of_place = partial(self._around, place, compiled)
+                    changes.set(module, _compiled_call_impl=of_place)
+                    continue
+                if place == 0:
+                    register = module.register_forward_pre_hook
+                    changes.hook(register, lambda _, *given: self._begin(given), with_kwargs=True)
+                end = partial(self._end_of, place)
+                changes.hook(module.register_forward_hook, end)
+            yield
+        if self._done is not None and not self._reached:
+            self.finish()
+
+    def finish(self) -> None:
+        """Behind the backward."""
+        if not self._over:
+            self._end_turn()
+            self._over = True
+            if self._done is not None:
+                self._done(self)
+
+    def run(self, tokens: np.ndarray, modes: Sequence[Mode]) -> Run | None:
+        """What was recorded; None where a layer did not run."""
+        places = range(len(self._modules))
+        if any(place not in self._after or place not in self._working for place in places):
+            return None
+        after = np.array([self._start, *(self._after[place] for place in places)])
+        frozen = sum(place not in self._reached for place in range(len(self._layers)))
+        working = [self._working[place] for place in places]
+        return Run(tokens, modes, self.before, np.diff(after).tolist(), working, frozen)
+
+    def _restart(self) -> int:
+        peak = self._meter.restart()
+        self.most = max(self.most, peak)
+        return peak
+
+    def _around(self, place: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if place == 0:
+            self._begin((args, kwargs))
+        output = call(*args, **kwargs)
+        self._end(place, output)
+        return output
+
+    def _end_of(self, place: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._end(place, output)
+
+    def _begin(self, given: Any) -> None:
+        # a layer that is recomputed begins again
+        if self._turn is None and not self._over:
+            storages = [x.untyped_storage() for x in _tensors(given) if x.is_floating_point()]
+            self.before = sum({id(x): x.nbytes() for x in storages}.values())
+            self._start = self._meter.bytes
+            self._restart()
+
+    def _end(self, place: int, output: Any) -> None:
+        if self._turn is not None or self._over:
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._after[place] = self._meter.bytes
+        self._working[place] = self._restart() - self._after[place]
+        if hidden.requires_grad:
+            self._reached.add(place)
+            hidden.register_hook(partial(self._begin_turn, place))
+
+    def _begin_turn(self, place: int, gradient: torch.Tensor) -> None:
+        """The backward of this layer begins, that of the next one is over."""
+        if self._over:
+            return
+        if self._turn is None and self._done is not None:
+            Variable._execution_engine.queue_callback(self.finish)
+        self._end_turn()
+        self._turn = place
+        self._base = self._meter.bytes - gradient.untyped_storage().nbytes()
+
+    def _end_turn(self) -> None:
+        peak = self._restart()
+        if self._turn is not None:
+            self._working[self._turn] = peak - self._base
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """Those in tuples, lists and dictionaries."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, tuple | list | dict):
+        for one in given.values() if isinstance(given, dict) else given:
+            yield from _tensors(one)
+
+
+def norm_of(causal_lm: Any) -> nn.Module | None:
+    """The norm behind the layers."""
+
+    def shapes(module: nn.Module) -> list[int]:
+        return [p.ndim for p in module.parameters()]
+
+    norms = [m for m in decoder_of(causal_lm).children() if shapes(m) in ([1], [1, 1])]
+    return norms[-1] if norms else None

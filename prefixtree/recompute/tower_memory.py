@@ -1,0 +1,235 @@
+"""The memory of a vision tower: a copy of it encodes one blank picture and then two (`probes`)."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.images.encodings import blank_picture
+from prefixtree.images.tower import compile_blocks, features_in, has_compiled_blocks, in_few_calls
+from prefixtree.images.vision import grid_keyword_of, tower_of
+from prefixtree.models.families import ENCODES
+from prefixtree.recompute.counted import LiveBytes
+from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
+from prefixtree.recompute.probes import drop_gradients, standing_for, twin, untouched
+from prefixtree.recompute.recorder import AllocatedBytes
+
+# placeholders a side of the picture
+_SIDE = 8
+
+
+@dataclass(frozen=True)
+class TowerMemory:
+    """Bytes of a vision tower in training.
+
+    Attributes:
+        patch: of a run, per patch: the most that is alive in its backward, in which it is computed
+            again whole, beside its pixels and features.
+        fixed: of a run, whatever its patches.
+        feature: of the features of one placeholder, all that the model reads.
+        dtype: of pixels as the tower takes them.
+        gradients: of its parameters, which those of the first run wait in until the last one.
+        held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
+            what it keeps from its forward until its backward.
+        products: multiply-adds of a forward per patch, attention's left out.
+        pairs: attention's, per pair of patches of a frame.
+        may_keep: whether a plan may let it keep anything. A tower without gradients has nothing to
+            keep and computes nothing again.
+    """
+
+    patch: float
+    fixed: float
+    feature: int
+    dtype: torch.dtype
+    gradients: int
+    held: tuple[float, float] = (0.0, 0.0)
+    products: float = 0.0
+    pairs: float = 0.0
+    may_keep: bool = True
+
+    def run(self, patches: int) -> float:
+        """The bytes of a run."""
+        return self.patch * patches + self.fixed
+
+    def kept(self, patches: int) -> float:
+        """The bytes that a run keeps which is not computed again."""
+        return self.held[0] * patches + self.held[1]
+
+    def again(self, patches: int, frames: int = 1) -> float:
+        """The multiply-adds of a forward of a picture, which are those of computing it again.
+
+        Args:
+            frames: in which its patches are; towers attend within a frame. Default: an image's.
+        """
+        return self.products * patches + self.pairs * patches**2 / frames
+
+    def patches_that_fit(self, available: float) -> int:
+        """The most patches of a run of `available` bytes."""
+        return max(0, math.floor((available - self.fixed) / max(self.patch, 1e-9)))
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, TowerMemory]] = weakref.WeakKeyDictionary()
+
+
+def tower_memory(
+    causal_lm: Any, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
+) -> TowerMemory:
+    """The memory of the vision tower of a model; a tower that is as it was is measured once.
+
+    Args:
+        causal_lm: the transformers model, on a device.
+        dtype: in which FSDP2 gathers weights. autocast: that of the caller, who has it on.
+
+    Raises:
+        UnsupportedError: a tower with eager attention.
+    """
+    tower, vision = tower_of(causal_lm), causal_lm.config.vision_config
+    if vision._attn_implementation == "eager":
+        raise UnsupportedError(
+            "recompute='auto' does not know the memory of eager attention in a vision tower, which "
+            "grows with the square of a picture: give it sdpa (attn_implementation "
+            '{"": "prefixtree", "text_config": "prefixtree", "vision_config": "sdpa"}), or give '
+            "recompute as a mode"
+        )
+    trains = tuple(p.requires_grad for p in tower.parameters())
+    compiled = has_compiled_blocks(tower)
+    state = device, dtype, autocast, trains, compiled, vision._attn_implementation
+    of_tower = _known.setdefault(tower, {})
+    if state not in of_tower:
+        with untouched(device):
+            copied = twin(tower, standing_for(device, dtype))
+            if compiled and device.type == "cuda":
+                compile_blocks(copied, dynamic=True, fullgraph=False)
+            of_tower[state] = _measured(causal_lm.config, copied, device, dtype)
+    return of_tower[state]
+
+
+def _measured(config: Any, tower: Any, device: torch.device, dtype: torch.dtype) -> TowerMemory:
+    encodes = config.vision_config._attn_implementation == "prefixtree"
+    tower.train()
+    tower.forward = in_few_calls(tower)
+    trained = [p for p in tower.parameters() if p.requires_grad]
+    drop_gradients(tower)
+    pixels, grids = blank_picture(config, _SIDE)
+    keyword = grid_keyword_of(config)
+    patches = pixels[..., 0].numel()
+    around = checkpoint_of_tower(tower, "all")
+    assert around is not None
+    held, again = [], []
+    counted = Products(patches)
+    # libraries and graphs need some memory once
+    for count in (1, 1, 2) if device.type == "cuda" else (1, 2):
+        shown = torch.cat([pixels] * count).to(device, dtype)
+        keywords: dict[str, Any] = {keyword: torch.cat([grids] * count).to(device)}
+        keywords |= {ENCODES: True} if encodes else {}
+
+        def run(shown: torch.Tensor, keywords: dict[str, Any] = keywords) -> dict[str, Any]:
+            return features_in(tower(shown, **keywords))
+
+        if not counted.products:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), counted:
+                run(shown)
+        held.append(_run(partial(keeping_in_tower(tower), run), tower, shown, goes_back=False))
+        again.append(_run(partial(around, run), tower, shown))
+    few = again[-2]
+    per_patch, fixed = _line([x.most for x in again[-2:]], patches)
+    return TowerMemory(
+        per_patch,
+        fixed,
+        few.features // few.rows,
+        dtype,
+        sum(p.nbytes for p in trained),
+        _line([x.held for x in held[-2:]], patches) if trained else (0.0, 0.0),
+        counted.products / patches,
+        counted.pairs / patches**2,
+        may_keep=bool(trained),
+    )
+
+
+def _line(values: list[int], patches: int) -> tuple[float, float]:
+    """The bytes per patch and the fixed bytes of what was measured for one picture and for two."""
+    few, many = values
+    slope = (many - few) / patches
+    return slope, max(0.0, few - slope * patches)
+
+
+class _Bytes(NamedTuple):
+    """Of a run: the most that is alive beside features and their gradients, what is held between
+    forward and backward, features, and their rows."""
+
+    most: int
+    held: int
+    features: int
+    rows: int
+
+
+def _run(
+    run: Callable[[torch.Tensor], dict[str, Any]],
+    tower: Any,
+    shown: torch.Tensor,
+    goes_back: bool = True,
+) -> _Bytes:
+    counts = LiveBytes([shown, *tower.parameters(), *tower.buffers()])
+    meter: Any = AllocatedBytes(shown.device) if shown.is_cuda else counts
+    with nullcontext() if shown.is_cuda else counts:
+        start = meter.bytes
+        meter.restart()
+        found = run(shown)
+        features = [x for x in tree_iter(found) if isinstance(x, torch.Tensor)]
+        del found
+        size = sum(x.nbytes for x in features)
+        most, held = meter.restart() - size, meter.bytes - size
+        # some come from blocks below the first that trains
+        reached = [x for x in features if x.requires_grad]
+        if goes_back and reached:
+            gradients = [torch.ones_like(x) for x in reached]
+            meter.restart()
+            trained = [p for p in tower.parameters() if p.requires_grad]
+            torch.autograd.backward(reached, gradients, inputs=trained)
+            most = max(most, meter.restart() - 2 * size)
+    return _Bytes(most - start, held - start, size, len(features[0]))
+
+
+class Products(TorchDispatchMode):
+    """Counts the multiply-adds of a forward over one picture.
+
+    Attributes:
+        products: those that grow with its patches, attention within windows among them.
+        pairs: those that grow with its pairs of patches.
+    """
+
+    def __init__(self, patches: int) -> None:
+        super().__init__()
+        self._patches = patches
+        self.products = self.pairs = 0.0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in IN_TOWERS:
+            query, key = args[:2]
+            pairs = 2.0 * query.numel() * key.shape[-2]
+            if key.shape[-2] == self._patches:
+                self.pairs += pairs
+            else:
+                self.products += pairs
+        elif func in _PRODUCTS:
+            # a bias stands before the factors
+            left, right = args[-2:]
+            self.products += float(left.numel() * right.shape[-1])
+        return result
+
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
