@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.forest import PrefixForest
+from prefixtree.integrations.core.batch import Batch, Images, on_host
 from prefixtree.integrations.trl.contract import check_dpo, check_sft
-from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.integrations.trl.refusals import (
     SFT,
     check_attention,
@@ -34,9 +32,7 @@ from prefixtree.integrations.trl.sharding import KeepsOutputs
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
-from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.logprobs import sequence_logprobs
 
 # ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
 
@@ -93,49 +89,36 @@ class PackedModel:
         check_attention(self._model)
         with_aux_loss = bool(inputs.pop("output_router_logits", False))
         images = _images_of(inputs) if self._images else (None, None)
-        input_ids, attention_mask, labels = _entries(inputs)
-        ids, mask, targets = (x.cpu().numpy() for x in (input_ids, attention_mask, labels))
+        given = _entries(inputs)
+        labels = given[2]
+        ids, mask, targets = on_host(given)
         _check_rows(ids, mask, targets)
-        pictures = None
-        if self._images:
-            config = transformer_of(self._model).config
-            forest, pictures = forest_with_images(ids, mask, images, config)
-        else:
-            forest = PrefixForest.from_padded(ids, mask)
-        packed = pack(forest)
-        lengths = packed.forest.sequence_lengths
-        masks = [row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)]
+        config = transformer_of(self._model).config if self._images else None
+        more = {"images": images, "config": config}
+        batch = Batch.padded(ids, mask, targets != _NO_LABEL, labels.device, **more)
         if self._sharing is not None and torch.is_grad_enabled():
-            self._sharing.begins(packed.forest, masks)
-        scores = sequence_logprobs(
+            self._sharing.saw(batch.forest, batch.masks)
+        scores = batch.score(
             self._model,
-            packed.to(input_ids.device),
-            loss_mask=masks,
             return_entropy=self._with_entropy,
             return_statistics=self._statistics,
             recompute=self._recompute,
             output_router_logits=with_aux_loss,
-            pictures=pictures,
         )
-
-        def rows(values: list[torch.Tensor]) -> torch.Tensor:
-            padded = nn.utils.rnn.pad_sequence(values, batch_first=True)
-            return F.pad(padded, (0, labels.shape[1] - 1 - padded.shape[1]))
-
-        entries = {name: rows(values) for name, values in scores.statistics.items()}
+        found = {"log_probs": scores.logprobs, **scores.statistics}
+        if scores.entropy is not None:
+            found["entropy"] = scores.entropy
+        entries = {name: batch.spread(values)[:, 1:] for name, values in found.items()}
         if "is_top1" in entries:
             entries["is_top1"] = entries["is_top1"].bool()
-        if scores.entropy is not None:
-            entries["entropy"] = rows(scores.entropy)
         return FusedCausalLMOutput(
-            log_probs=rows(scores.logprobs),
             label_mask=labels[:, 1:] != _NO_LABEL,
             aux_loss=scores.aux_loss,
             **entries,
         )
 
 
-def _images_of(inputs: dict[str, Any]) -> tuple[Any, Any]:
+def _images_of(inputs: dict[str, Any]) -> Images:
     """Takes a batch's images out of it: pixel_values and image_grid_thw."""
     # positions are computed anew, from the placeholders
     inputs.pop("mm_token_type_ids", None)

@@ -7,7 +7,6 @@ Legend: B rows, L = P + C columns, P of prompts (padded left), C of completions 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,20 @@ from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gold import GOLDTrainer
 
 from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.forest import PrefixForest
+from prefixtree.integrations.core.batch import Batch, on_host
 from prefixtree.integrations.trl.contract import check_distillation, check_gkd, check_gold
 from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import (
     ANSWERS,
     DISTILLATION,
     check_attention,
+    check_prompts,
     check_recompute,
     prepare_trainer,
 )
 from prefixtree.integrations.trl.sharding import KeepsOutputs
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
-from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.teacher import Teacher
 
 _NO_LABEL = -100
@@ -198,17 +196,16 @@ def _divergence(
     """
     check_attention(student)
     check_attention(trainer.teacher_model)
-    packed = pack(PrefixForest.from_padded(ids, mask)).to(ids.device)
-    masks = _masks(mask.cpu().numpy(), scored.cpu().numpy())
+    rows, kept, wanted = on_host((ids, mask, scored))
+    _check_scored(kept, wanted)
+    batch = Batch.padded(rows, kept, wanted != 0, ids.device)
     if torch.is_grad_enabled():
-        trainer._sharing.begins(packed.forest, masks)
+        trainer._sharing.saw(batch.forest, batch.masks)
     trainer.teacher_model.eval()
-    teacher = Teacher(trainer.teacher_model, packed, masks)
-    scores = sequence_logprobs(
+    teacher = Teacher(trainer.teacher_model, batch.packed, batch.masks)
+    scores = batch.score(
         student,
-        packed,
-        temperature,
-        masks,
+        temperature=temperature,
         return_entropy=with_entropy,
         measure=teacher.divergence(trainer.beta),
         # TRL's loss has no load-balancing loss
@@ -221,23 +218,18 @@ def _divergence(
     entropy = torch.zeros_like(loss)
     if scores.entropy is not None:
         entropy = torch.cat(scores.entropy).detach().sum()
-    count = torch.tensor(sum(int(m[1:].sum()) for m in masks), device=loss.device)
+    count = torch.tensor(sum(int(m[1:].sum()) for m in batch.masks or ()), device=loss.device)
     return loss, count, entropy
 
 
-def _masks(mask: np.ndarray, scored: np.ndarray) -> Sequence[np.ndarray]:
-    """bool [n] per row: the scored tokens of those that are no padding, [B, L] each."""
+def _check_scored(mask: np.ndarray, scored: np.ndarray) -> None:
+    """Refuses rows [B, L] of which a token is scored that nothing predicts, or that is padding."""
     first = mask.argmax(1)
-    for bad in np.flatnonzero((first > 0) & scored[np.arange(len(mask)), first])[:1]:
-        raise UnsupportedError(
-            f"row {bad} has an empty prompt: nothing predicts the first token of its completion; "
-            "give every prompt a token (a BOS token)"
-        )
-    for row, column in np.argwhere(scored & (mask == 0))[:1]:
+    check_prompts((first > 0) & (scored[np.arange(len(mask)), first] != 0))
+    for row, column in np.argwhere((scored != 0) & (mask == 0))[:1]:
         raise UnsupportedError(
             f"labels[{row}, {column}] is scored, and padding: labels must be -100 there"
         )
-    return [s[m != 0] for s, m in zip(scored, mask, strict=True)]
 
 
 def _call(wrapper: nn.Module, original: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:

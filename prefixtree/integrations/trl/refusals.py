@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from prefixtree._picture_inputs import check_served
-from prefixtree.errors import Refusal, is_set, refuse
+from prefixtree.errors import Refusal, UnsupportedError, is_set, refuse
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.families import (
@@ -502,6 +503,15 @@ def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
     if recompute is not None:
         refuse(RECOMPUTED, trainer, recompute=recompute)
     return recompute
+
+
+def check_prompts(empty: np.ndarray) -> None:
+    """Refuses the first row of a batch, bool [B], whose completion begins without a predictor."""
+    for bad in np.flatnonzero(empty)[:1]:
+        raise UnsupportedError(
+            f"row {bad} has an empty prompt: nothing predicts the first token of its completion; "
+            "give every prompt a token (a BOS token)"
+        )
 
 
 def check_attention(model: nn.Module) -> None:
