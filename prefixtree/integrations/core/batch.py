@@ -48,6 +48,7 @@ class Batch:
         device: of the trainer's tensors.
         images: of the rows.
         config: of a model whose rows may have images; None for text alone.
+        routes: of each row, as `PrefixForest.from_sequences` takes them.
     """
 
     layout: BatchLayout
@@ -56,6 +57,7 @@ class Batch:
     device: torch.device
     images: Images = (None, None)
     config: Any = field(default=None, repr=False)
+    routes: Sequence[np.ndarray] | None = None
 
     @classmethod
     def padded(
@@ -78,12 +80,19 @@ class Batch:
         return cls(layout, tokens, masks, device, **more)
 
     @classmethod
-    def before(cls, tokens: list[np.ndarray], masks: Any, device: torch.device) -> Batch:
+    def jagged(
+        cls, tokens: list[np.ndarray], masks: list[np.ndarray] | None, device: torch.device
+    ) -> Batch:
         """Rows one after another; the score of a token stands at the token before it."""
         lengths = np.array([len(row) for row in tokens])
         size = int(lengths.sum())
         layout = BatchLayout((1, size), np.arange(size) - 1, lengths)
         return cls(layout, tokens, masks, device)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Some rows of a jagged batch of text, as one."""
+        masks = None if self.masks is None else [self.masks[i] for i in rows]
+        return Batch.jagged([self.tokens[i] for i in rows], masks, self.device)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -120,8 +129,8 @@ class Batch:
     @cached_property
     def forest(self) -> PrefixForest:
         """The forest of the rows."""
-        pictures = self.pictures
-        return PrefixForest.from_sequences(self.tokens if pictures is None else pictures.sequences)
+        tokens = self.tokens if self.pictures is None else self.pictures.sequences
+        return PrefixForest.from_sequences(tokens, routes=self.routes)
 
     @cached_property
     def packed(self) -> PackedForest:

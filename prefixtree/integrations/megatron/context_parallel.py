@@ -176,10 +176,6 @@ def local_forest(
 
     Returns:
         The tokens of this rank, and what `check` gave.
-
-    Raises:
-        ValueError, RuntimeError: ranks that differ, or that refuse; see `agree`.
-        UnsupportedError: a configuration for another group than the model's.
     """
     config, group = language_model.config, language_model.pg_collection.cp
     ranks = group.size()
@@ -232,11 +228,7 @@ def _parts_of_state(language_model: Any, packed: PackedForest) -> dict[str, Any]
 
 
 def check_group(language_model: Any) -> None:
-    """Refuses a model whose context-parallel group is not the one of its configuration.
-
-    Raises:
-        UnsupportedError: with both sizes.
-    """
+    """Refuses a model whose context-parallel group is not the one of its configuration."""
     size = language_model.config.context_parallel_size
     ranks = language_model.pg_collection.cp.size()
     if size != ranks:
@@ -248,11 +240,7 @@ def check_group(language_model: Any) -> None:
 
 def _check_stages(config: Any, split: Split) -> None:
     """Refuses parts that a pipeline would not send on: without their shapes it takes every rank's
-    for an equal share.
-
-    Raises:
-        UnsupportedError: with the parts' tokens.
-    """
+    for an equal share."""
     tokens = split.num_own_tokens.tolist()
     sends = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if sends and len(set(tokens)) > 1:
@@ -307,9 +295,6 @@ class ForestParams(PackedSeqParams):
         """Rotary angles [P, 1, 1, D] of positions 0 .. P - 1 -> [t, 1, 1, D], those of the tokens.
 
         Layers share the result. None and tuples of tables are mapped too.
-
-        Raises:
-            RuntimeError: a table that ends before the longest sequence.
         """
         if table is None:
             return None

@@ -19,16 +19,11 @@ from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import UnsupportedError, refuse
+from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.core.batch import Batch, Images, on_host
-from prefixtree.integrations.trl.contract import check_dpo, check_sft
-from prefixtree.integrations.trl.refusals import (
-    SFT,
-    check_attention,
-    check_recompute,
-    prepare_trainer,
-)
-from prefixtree.integrations.trl.sharding import KeepsOutputs
+from prefixtree.integrations.trl.contract import check_trainer
+from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
+from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
@@ -78,11 +73,6 @@ class PackedModel:
         Returns:
             FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
             is no label; aux_loss [], the load-balancing loss of the rows.
-
-        Raises:
-            UnsupportedError: another entry, padding on the left, or labels other than the input
-                ids.
-            ForestError: placeholders that do not match the images.
         """
         if not fused_lm_head:
             return self._model(**inputs)
@@ -162,7 +152,7 @@ def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
 # ---- SFT -----------------------------------------------------------------------------------------
 
 
-class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
+class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
     """`trl.SFTTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a batch
@@ -185,11 +175,9 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_sft(SFTTrainer)
+        check_trainer(SFTTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self)
-        refuse(SFT, self)
-        self._recompute = check_recompute(self, recompute)
+        self._start(recompute, SFT)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def compute_loss(
@@ -208,7 +196,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
 # ---- DPO -----------------------------------------------------------------------------------------
 
 
-class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
+class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     """`trl.DPOTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a batch
@@ -233,10 +221,9 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     precompute_ref_logps: bool
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_dpo(DPOTrainer)
+        check_trainer(DPOTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self)
-        self._recompute = check_recompute(self, recompute)
+        self._start(recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -247,16 +234,7 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference's log-probabilities of the chosen and of the rejected answers.
-
-        Args:
-            model: the reference; with PEFT, the policy, whose adapter TRL switches off.
-            inputs: a batch: input_ids, attention_mask and completion_mask, [2B, L], the chosen
-                answers before the rejected ones; and their images.
-
-        Returns:
-            float32 [B] each.
-        """
+        """The reference's log-probabilities of the chosen and of the rejected answers."""
         packed = PackedModel(model, images=self._is_vlm)
         return super().compute_ref_log_probs(packed, inputs)
 

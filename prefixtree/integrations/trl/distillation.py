@@ -17,19 +17,17 @@ from trl import DistillationTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gold import GOLDTrainer
 
-from prefixtree.errors import UnsupportedError, refuse
+from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.core.batch import Batch, on_host
-from prefixtree.integrations.trl.contract import check_distillation, check_gkd, check_gold
+from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import (
     ANSWERS,
     DISTILLATION,
     check_attention,
     check_prompts,
-    check_recompute,
-    prepare_trainer,
 )
-from prefixtree.integrations.trl.sharding import KeepsOutputs
+from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.teacher import Teacher
@@ -37,7 +35,7 @@ from prefixtree.scoring.teacher import Teacher
 _NO_LABEL = -100
 
 
-class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationTrainer):
+class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, DistillationTrainer):
     """`trl.DistillationTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
@@ -59,11 +57,9 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_distillation(DistillationTrainer)
+        check_trainer(DistillationTrainer)
         super().__init__(*args, **kwargs)
-        refuse(DISTILLATION, self)
-        prepare_trainer(self, deepspeed=True)
-        self._recompute = check_recompute(self, recompute)
+        self._start(recompute, DISTILLATION, deepspeed=True)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
         # the packed forward calls the wrapped student by itself
         self._forward_redirection = _call
@@ -72,12 +68,6 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
         self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The divergence of a micro-batch, for TRL's `compute_loss`.
-
-        Args:
-            unwrapped_student: the student, wrapped: see `_call`.
-            inputs: prompt_ids, prompt_mask [B, P], completion_ids, completion_mask [B, C] and
-                perhaps tool_mask [B, C], 0 on tokens of tools.
-            num_items_in_batch: the divisor of the sum. Default: the scored tokens.
 
         Returns:
             The loss [], the sum of the student's entropies [] in nats, and the number of scored
@@ -95,17 +85,21 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
         return loss / _on(divisor, loss), entropy, count
 
 
-class _OfAnswers(KeepsOutputs):
+class _OfAnswers(PackedTrainer):
     """A trainer of TRL's experiments whose loss is a divergence at the labels of a batch. Stands
-    first of bases."""
+    first of bases.
 
-    def _check(self, recompute: Recompute) -> None:
-        """Behind TRL's constructor: refuses what is not verified, and prepares both models."""
-        this: Any = self
-        refuse((*ANSWERS, *DISTILLATION), this)
-        prepare_trainer(this, deepspeed=True)
-        self._recompute = check_recompute(this, recompute)
-        self._sharing = SharingReport(this, DATA_SET_ADVICE, recompute=self._recompute)
+    Attributes:
+        trl_class: that it extends.
+    """
+
+    trl_class: type
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_trainer(self.trl_class)
+        super().__init__(*args, **kwargs)
+        self._start(recompute, (*ANSWERS, *DISTILLATION), deepspeed=True)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _loss_temperature(self) -> float:
         """The divisor of the logits of both models in TRL's loss."""
@@ -150,10 +144,7 @@ class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
         UnsupportedError: as `PrefixTreeDistillationTrainer`.
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_gkd(GKDTrainer)
-        super().__init__(*args, **kwargs)
-        self._check(recompute)
+    trl_class = GKDTrainer
 
 
 class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
@@ -170,10 +161,7 @@ class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
         UnsupportedError: as `PrefixTreeDistillationTrainer`; use_uld_loss.
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_gold(GOLDTrainer)
-        super().__init__(*args, **kwargs)
-        self._check(recompute)
+    trl_class = GOLDTrainer
 
     def _loss_temperature(self) -> float:
         return self.temperature

@@ -14,7 +14,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from prefixtree.integrations.core.batch import Batch, on_host
-from prefixtree.integrations.trl.contract import check_grpo
+from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.images import PER_ROW, RowImages
 from prefixtree.integrations.trl.kept_windows import StepTrunks
 from prefixtree.integrations.trl.micro_batches import (
@@ -22,13 +22,8 @@ from prefixtree.integrations.trl.micro_batches import (
     sharing_advice,
     warn_of_micro_batches,
 )
-from prefixtree.integrations.trl.refusals import (
-    check_attention,
-    check_prompts,
-    check_recompute,
-    prepare_trainer,
-)
-from prefixtree.integrations.trl.sharding import KeepsOutputs
+from prefixtree.integrations.trl.refusals import check_attention, check_prompts
+from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.arguments import at_least_one
@@ -39,7 +34,7 @@ from prefixtree.scoring.edges import SequenceScores
 _Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
+class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
     """`trl.GRPOTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
@@ -81,14 +76,10 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         keep_trunks: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_grpo(GRPOTrainer)
+        check_trainer(GRPOTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(
-            self,
-            verified=("use_liger_kernel", "torch_compile", "fp16"),
-            deepspeed=True,
-        )
-        self._recompute = check_recompute(self, recompute)
+        verified = "use_liger_kernel", "torch_compile", "fp16"
+        self._start(recompute, verified=verified, deepspeed=True)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         self._trunks = StepTrunks(self, keep_trunks)
         together = self._micro_batches_together()
@@ -115,26 +106,10 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
     ) -> _Scores:
         """Scores the completions; TRL calls it for the policy, the old policy and the reference.
 
-        Args:
-            model: the model to score with.
-            input_ids: int64 [B, L].
-            attention_mask: [B, L], 1 on tokens and 0 on padding.
-            logits_to_keep: C, the number of last columns, which are scored.
-            batch_size: the number of rows that are packed together. Default: B.
-            compute_entropy: whether to compute entropies. Default: False.
-            compute_aux_loss: whether to compute the load-balancing loss of experts. Default: False.
-            images: TRL's arguments for images: pixel_values, image_grid_thw and num_images; their
-                positions are computed anew.
-
         Returns:
             float32 log-probabilities [B, C], float32 entropies [B, C] or None, 0 where the mask is
             0, and the load-balancing loss [] or None: TRL's for the same rows, the mean over the
             forwards of `batch_size` rows each.
-
-        Raises:
-            UnsupportedError: images of other kinds, a row with an empty prompt, or a load-balancing
-                loss of a model type that computes none.
-            ForestError: placeholders that do not match the images.
         """
         prompt = input_ids.shape[1] - logits_to_keep
         batches = self._batches(input_ids, attention_mask, prompt, batch_size, images)

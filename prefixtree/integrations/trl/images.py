@@ -17,15 +17,7 @@ PER_ROW = ("pixel_values", "image_grid_thw", "num_images")
 
 
 class RowImages:
-    """The images of a batch's rows.
-
-    Args:
-        images: TRL's arguments for images, None where there are none.
-        is_vlm: whether the trainer has a processor of images.
-
-    Raises:
-        UnsupportedError: images in a run of text, or arguments of other families.
-    """
+    """The images of a batch's rows."""
 
     def __init__(self, images: dict[str, Any], is_vlm: bool) -> None:
         given = {name: value for name, value in images.items() if value is not None}

@@ -282,11 +282,7 @@ class KeptWindow:
         return self._scored == len(self._plan.batches)
 
     def score(self, batch: Batch) -> SequenceScores:
-        """The scores of the next micro-batch.
-
-        Raises:
-            UnsupportedError: rows that are not those of that micro-batch.
-        """
+        """The scores of the next micro-batch."""
         if self.is_over or not self._plan.batches[self._scored].equals(batch):
             raise UnsupportedError(
                 "the loss of a micro-batch asks for other rows than the trainer buffered, and the "
@@ -342,9 +338,6 @@ def _planned(
     Args:
         max_tokens: what may be held at once; what towers hold counts by its mean per token.
             Default: what the largest micro-batch takes.
-
-    Raises:
-        ForestError, UnsupportedError: images.
     """
     if cost is None:
         return None
