@@ -1,2 +1,2 @@
-"""What adapters of trainers share: a batch on the host, trunks that its micro-batches keep, and the
+"""The common core of adapters: a batch on the host, trunks that its micro-batches keep, and the
 tokens that packing saves. It knows no trainer."""

@@ -31,10 +31,9 @@ Images = tuple[torch.Tensor | None, torch.Tensor | None]
 def on_host(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
     """Integer tensors, copied from their device at once; int64."""
     given = [x.detach().long() for x in tensors]
-    if all(x.device.type == "cpu" for x in given):
-        return [x.numpy() for x in given]
-    parts = torch.cat([x.reshape(-1) for x in given]).cpu().split([x.numel() for x in given])
-    return [part.numpy().reshape(x.shape) for part, x in zip(parts, given, strict=True)]
+    whole = torch.cat([x.reshape(-1) for x in given]).cpu().numpy()
+    parts = np.split(whole, np.cumsum([x.numel() for x in given])[:-1])
+    return [part.reshape(x.shape) for part, x in zip(parts, given, strict=True)]
 
 
 @dataclass(eq=False)

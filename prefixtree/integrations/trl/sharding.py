@@ -1,4 +1,4 @@
-"""What every trainer of TRL on packed forests begins with: checks, and the one setting of FSDP2
+"""The beginning of every trainer of TRL on packed forests: checks, and the one setting of FSDP2
 that is changed."""
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ from prefixtree.integrations.verl.pictures import (
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
     RECOMPUTE,
+    check_override,
     check_pictures,
     check_settings,
     check_step,
-    take_override,
 )
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.models.compiled import compile_layers
@@ -109,10 +109,11 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         self.sees = getattr(hf_config, "vision_config", None) is not None
         if self.packs:
             check_settings(model_config, engine_config, self.model_output)
+        recompute, compiles = (vars(hf_config).pop(name, None) for name in (RECOMPUTE, COMPILE))
         instead, strategy = "enable_gradient_checkpointing", engine_config.strategy
-        self.recompute: Recompute = take_override(hf_config, RECOMPUTE, self.packs, instead)
-        is_actor = self.packs and self.model_output == "log_probs"
-        self.compiles = bool(take_override(hf_config, COMPILE, is_actor, strategy=strategy))
+        self.recompute: Recompute = check_override(RECOMPUTE, recompute, self.packs, instead)
+        is_served = self.packs and self.model_output == "log_probs"
+        self.compiles = bool(check_override(COMPILE, compiles, is_served, strategy=strategy))
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:

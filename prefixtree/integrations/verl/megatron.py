@@ -49,8 +49,8 @@ from prefixtree.integrations.verl.refusals import (
     PROVIDER,
     RECOMPUTE,
     check_megatron_settings,
+    check_override,
     check_step,
-    take_override,
 )
 from prefixtree.integrations.verl.routes import (
     asks_for_routes,
@@ -80,7 +80,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         # Megatron has settings of its own for them
         instead = "override_transformer_config.recompute_granularity"
         for name in (RECOMPUTE, COMPILE):
-            take_override(hf_config, name, False, instead)
+            check_override(name, vars(hf_config).pop(name, None), False, instead)
         if self.packs:
             check_megatron_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)

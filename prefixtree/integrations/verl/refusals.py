@@ -381,12 +381,11 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
     refuse((*EVERY_ENGINE, *MEGATRON), Asked(model_config, engine_config), _PREFIX)
 
 
-def take_override(
-    hf_config: Any, name: str, is_served: bool, instead: str = "", strategy: str = ""
+def check_override(
+    name: str, value: Any, is_served: bool, instead: str = "", strategy: str = ""
 ) -> Any:
-    """Takes a setting of override_config out of a configuration; refuses one that nothing would
-    follow. Arguments as `Override` has them."""
-    value = vars(hf_config).pop(name, None)
+    """The value of a setting of override_config, None where it is not set; refuses one that nothing
+    would follow. Arguments as `Override` has them."""
     if value is None:
         return None
     if value not in SETTINGS[name]:

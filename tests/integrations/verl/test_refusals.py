@@ -90,8 +90,7 @@ def of_loss(dynamic: bool = True, **config: Any) -> Case:
 
 
 def overridden(name: str, value: Any, is_served: bool = False, strategy: str = "fsdp2") -> None:
-    config = SimpleNamespace(**{name: value})
-    refusals.take_override(config, name, is_served, strategy=strategy)
+    refusals.check_override(name, value, is_served, strategy=strategy)
 
 
 IMAGES = {"hf_config.vision_config": object()}
