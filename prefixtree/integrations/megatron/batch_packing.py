@@ -136,9 +136,8 @@ class _BatchPacking:
             # a sequence's scores stand before its tokens
             copies = np.full(len(rows), -1, np.int32)
             if spans:
-                copies[np.concatenate([np.arange(s, s + n - 1) for s, n in spans])] = (
-                    found.of_copies
-                )
+                places = np.concatenate([np.arange(s, s + n - 1) for s, n in spans])
+                copies[places] = found.of_copies
             self._scored = handed, GatherIndex(copies, found.count, packed.device)
         elif model.post_process:
             # found anew each time: trainers put value heads there

@@ -38,12 +38,8 @@ class PackedModel:
     """A model as TRL calls it, with every distinct token of a batch computed once.
 
     Args:
-        model: the model, wrapped (DDP, PEFT) or not, with attn_implementation="prefixtree".
         outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
             `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
-        sharing: sees every forest that is trained on. Default: none.
-        recompute: as in `sequence_logprobs`. Default: None.
-        images: whether the rows may have images. Default: False.
     """
 
     def __init__(
@@ -169,9 +165,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
             None, what `gradient_checkpointing` of the arguments says.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
@@ -212,9 +206,7 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
             None, what `gradient_checkpointing` of the arguments says.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     # TRL's: whether batches have the log-probabilities of the reference

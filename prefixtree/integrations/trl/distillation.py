@@ -51,9 +51,7 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
             `trl.DistillationTrainer`. Default: None, what `gradient_checkpointing` says.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:

@@ -63,9 +63,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             Default: True.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     def __init__(
