@@ -213,4 +213,4 @@ class PackedMegatronCriticEngine(_MegatronEngine, MegatronEngineWithValueHead):
                 f"the critic returned {list(output.shape)}, expected one value per token, "
                 f"{[1, packed.num_tokens, 1]}"
             )
-        return values_in_layout(packed.unpack(output[0]), micro)
+        return values_in_layout(packed.unpack(output[0]), micro)["values"]
