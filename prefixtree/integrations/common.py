@@ -40,12 +40,7 @@ def register_when_imported() -> None:
 
 
 def when_imported(name: str, use: Callable[[ModuleType], None]) -> None:
-    """Calls a function with a module: now if it is imported already, else right behind its import.
-
-    Args:
-        name: the module's full name. Nothing is imported to find it.
-        use: what to call; what it raises, the import raises.
-    """
+    """Calls a function with a module: now if it is imported already, else behind its import."""
     if name in sys.modules:
         use(sys.modules[name])
     else:
@@ -123,12 +118,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def require(adapter: str, package: str, install: str) -> None:
-    """Raises `ModuleNotFoundError`, with what to install, where a package is missing.
-
-    Args:
-        adapter: the module that needs it. package: its top-level name.
-        install: what pip takes.
-    """
+    """Raises `ModuleNotFoundError`, with what to install, where a package is missing."""
     if not installed(package):
         raise missing(adapter, package, install)
 
@@ -148,13 +138,7 @@ _FOREST = (-1, 0, 0, 0, 0), (2048, 512, 512, 512, 512)
 
 
 def announce(config: Any, device: torch.device, dtype: torch.dtype, **settings: Any) -> None:
-    """Logs that packing is on, as a warning of the logger "prefixtree", which users see.
-
-    Args:
-        config: of the model.
-        device: where it runs. dtype: of its attention.
-        settings: of the plan, by name; those that are None are left out.
-    """
+    """Logs that packing is on, as a warning of the logger "prefixtree", which users see."""
     given = ", ".join(f"{k}={v!r}" for k, v in settings.items() if v is not None)
     _log.warning(
         "packing is on: each distinct token of a micro-batch is computed once%s. Of a prompt with "

@@ -357,6 +357,7 @@ ELSEWHERE = {
     "MeasuredEdges": "made by the lm_head, for a measure",
     "MeasuredEdges.tokens_in": "a packed forest",
     "Pictures.from_batch(config)": "no number",
+    "use_slime(args)": "slime's, which are not read",
     "Pictures.from_batch(image_position_ids)": "read as grids are",
     "Pictures.from_batch(image_keys)": "any labels",
     "Pictures.from_batch(video_keys)": "any labels",

@@ -3,9 +3,11 @@ nothing of forests.
 
 Two hooks do it. Before the model, the sequences of the batch are packed into a forest; before the
 output layer, the hidden states are copied back to the tokens of the batch. What lies between, the
-embedding and the layers, runs over distinct tokens. The output layer sees every token.
+embedding and the layers, runs over distinct tokens. The output layer sees every token; or, with a
+temperature, every edge once, and its scores are copied back behind the model.
 
-Legend: R tokens of the caller's batch, its padding included, T packed tokens, d hidden size.
+Legend: R tokens of the caller's batch, its padding included, T packed tokens, U edges, d hidden
+size.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ from prefixtree.integrations.megatron.checks import (
 )
 from prefixtree.integrations.megatron.context_parallel import ForestParams, LocalForest
 from prefixtree.integrations.megatron.routers import RoutedTokens, check_no_replay
+from prefixtree.integrations.megatron.scoring import check_head, returned_scores, scoring_layer
+from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.operators import counted_calls
 from prefixtree.models.changes import changing
 from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.scoring.edges import find_edges
+from prefixtree.scoring.lm_head import Handed
 
 
-def pack_batches(model: Any) -> Any:
+def pack_batches(model: Any, temperature: float | None = None) -> Any:
     """Makes a model compute each distinct token of a THD batch once.
 
     The caller sends what it sent before, `packed_seq_params` with qkv_format "thd", and gets what
@@ -52,6 +58,10 @@ def pack_batches(model: Any) -> Any:
         model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
             Float16Module or not; or a list of them (virtual stages), as the hooks of
             Megatron-Bridge and of trainers have it.
+        temperature: with a number, a batch without labels gets float32 [1, tokens, 2] in the place
+            of logits: at each token of a sequence but its last the natural log-probability of the
+            next one, and the entropy of its distribution, of logits divided by it. Elsewhere 0.
+            Default: None, logits.
 
     Returns:
         The same model or list.
@@ -67,7 +77,7 @@ def pack_batches(model: Any) -> Any:
         _check_whole(language_model)
         if not _is_shared(language_model):
             with changing(language_model) as changes:
-                packing = _BatchPacking(language_model)
+                packing = _BatchPacking(language_model, temperature)
                 before = language_model.register_forward_pre_hook
                 changes.hook(before, packing.pack, with_kwargs=True)
                 behind = language_model.register_forward_hook
@@ -82,13 +92,12 @@ def _is_shared(language_model: Any) -> bool:
 
 
 class _BatchPacking:
-    """The hooks of one model, and what they know during a forward.
+    """The hooks of one model, and what they know during a forward."""
 
-    Args:
-        language_model: the GPTModel or HybridModel.
-    """
-
-    def __init__(self, language_model: Any) -> None:
+    def __init__(self, language_model: Any, temperature: float | None) -> None:
+        self._temperature = temperature
+        # what the output layer handed over, and the score that each token of the batch copies
+        self._scored: tuple[Handed, GatherIndex] | None = None
         self._copies: GatherIndex | None = None
         self._copied = False
         self._open = ExitStack()
@@ -109,7 +118,7 @@ class _BatchPacking:
         _check_whole(model)
         check_no_replay(model)
         _check_call(inputs, params)
-        packed, rows = _forest_of(model, inputs["input_ids"], params)
+        packed, rows, spans = _forest_of(model, inputs["input_ids"], params)
         self._copies = GatherIndex(rows, packed.num_tokens, packed.device)
         local = LocalForest(packed)
         self._tokens = routed_tokens(model, local)
@@ -118,7 +127,19 @@ class _BatchPacking:
             self._tokens.copies = torch.from_numpy(counts).to(packed.device)
             self._tokens.is_dummy = not counts.any()
         self._calls = self._open.enter_context(counted_calls(packed.mask.host))
-        if model.post_process:
+        if model.post_process and self._temperature is not None and inputs.get("labels") is None:
+            check_head(model)
+            found = find_edges(packed, self._temperature, None)
+            edges, _ = local.edges(found)
+            options = ScoreOptions(True)
+            handed = self._open.enter_context(scoring_layer(model.output_layer, edges, options))
+            # a sequence's scores stand before its tokens
+            copies = np.full(len(rows), -1, np.int32)
+            if spans:
+                places = np.concatenate([np.arange(s, s + n - 1) for s, n in spans])
+                copies[places] = found.of_copies
+            self._scored = handed, GatherIndex(copies, found.count, packed.device)
+        elif model.post_process:
             # found anew each time: trainers put value heads there
             changes = self._open.enter_context(changing(model.output_layer))
             changes.hook(model.output_layer.register_forward_pre_hook, self._copy_out)
@@ -146,23 +167,28 @@ class _BatchPacking:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self._group)
         return (hidden, *args[1:])
 
-    def end(self, model: Any, args: Any, output: Any) -> None:
-        calls, copied, tokens = self._calls, self._copied, self._tokens
+    def end(self, model: Any, args: Any, output: Any) -> Any:
+        """Checks what ran; gives the scores of the batch's tokens, where these were asked for."""
+        calls, copied, tokens, scored = self._calls, self._copied, self._tokens, self._scored
         counted = (0, 0) if calls is None else calls()
         self._reset()
         # without an output an error is on its way, which is not to be hidden
         if calls is None or output is None:
-            return
+            return None
         check_calls(model, counted, tokens)
+        if scored is not None:
+            return gather(returned_scores(output, scored[0]), scored[1])[None]
         if model.post_process and not copied:
             raise UnsupportedError(
                 "the model did not call its output layer while its batch was shared (a trainer's "
                 "fused head, or a patched forward): its results would have a row per distinct "
                 "token; switch that off, or leave pack_batches out"
             )
+        return None
 
     def _reset(self) -> None:
         self._copies, self._copied, self._calls, self._tokens = None, False, None, None
+        self._scored = None
         self._open.close()
 
 
@@ -206,9 +232,11 @@ def _check_call(inputs: dict[str, Any], params: Any) -> None:
         )
 
 
-def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest, np.ndarray]:
-    """The packed forest of ids [1, R], and which of its rows each of the R tokens copies, int32
-    [R], -1 for tokens of no sequence."""
+def _forest_of(
+    model: Any, ids: torch.Tensor, params: Any
+) -> tuple[PackedForest, np.ndarray, list[tuple[int, int]]]:
+    """The packed forest of ids [1, R]; which of its rows each of the R tokens copies, int32 [R], -1
+    for tokens of no sequence; and where its sequences begin, and their lengths."""
     ends = params.cu_seqlens_q
     padded = getattr(params, "cu_seqlens_q_padded", None)
     starts = ends if padded is None else padded
@@ -222,7 +250,8 @@ def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest
             f"pack_batches got input_ids of {ids.shape[1]} tokens and sequences that end at "
             f"{int((starts[:-1] + lengths).max())}: every pipeline stage needs the whole batch"
         )
-    chosen = [(s, n) for s, n in zip(starts[:-1], lengths, strict=True) if n > 0]
+    spans = zip(starts[:-1].tolist(), lengths.tolist(), strict=True)
+    chosen = [(start, length) for start, length in spans if length > 0]
     forest = PrefixForest.from_sequences([tokens[s : s + n] for s, n in chosen] or [tokens[:1]])
     if not chosen:
         # padding alone
@@ -235,7 +264,7 @@ def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest
     copies = np.full(ids.shape[1], -1, np.int32)
     if chosen:
         copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
-    return packed, copies
+    return packed, copies, chosen
 
 
 def _counted(packed: PackedForest, rows: np.ndarray, padding: torch.Tensor) -> np.ndarray:

@@ -53,11 +53,7 @@ _OTHER_LAYERS = {
 
 
 def find_model(model: Any) -> Any:
-    """The GPTModel or HybridModel inside Megatron's wrappers.
-
-    Raises:
-        UnsupportedError: another model, or a wrapper that was not tested.
-    """
+    """The GPTModel or HybridModel inside Megatron's wrappers."""
     inner = model
     while isinstance(inner, _WRAPPERS):
         inner = inner.module
@@ -123,11 +119,7 @@ def _check_router(name: str, router: Any) -> None:
 
 
 def routed_tokens(language_model: Any, local: LocalForest) -> RoutedTokens | None:
-    """The tokens of this rank for a model's routers; None if they need nothing.
-
-    Args:
-        language_model: the model, checked. local: what this rank computes.
-    """
+    """The tokens of this rank for a model's routers; None if they need nothing."""
     if not routers_of(language_model):
         return None
     copies, is_dummy = local.copies.long(), local.packed.forest.is_dummy
@@ -216,24 +208,14 @@ def every_layer_attends(
     language_model: Any, local: LocalForest, tokens: RoutedTokens | None
 ) -> Iterator[None]:
     """One forward over a forest, in which every self-attention must call tree attention once, and
-    every router must read `tokens` once.
-
-    Raises:
-        UnsupportedError: a number of calls that is not that of the layers.
-    """
+    every router must read `tokens` once."""
     with counted_calls(local.mask.host) as calls:
         yield
         check_calls(language_model, calls(), tokens)
 
 
 def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedTokens | None) -> None:
-    """Refuses the results of a forward in which a layer did not see the forest.
-
-    Args:
-        language_model: the model.
-        calls: how many attention calls and recurrent operators followed the forest.
-        tokens: what its routers were given.
-    """
+    """Refuses the results of a forward in which a layer did not see the forest."""
     count, operators = calls
     # a convolution and a recurrence each
     states = 2 * sum(has_state(m) for m in language_model.modules())

@@ -99,16 +99,8 @@ class LocalForest:
         value: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of the tokens of this rank to their paths.
-
-        Args:
-            layer: the core attention.
-            query: [t, H, D]. key: [t, Hk, D]. value: [t, Hk, Dv].
-            options: of `tree_attention`.
-
-        Returns:
-            [t, H, Dv].
-        """
+        """Attention of the tokens of this rank to their paths: queries [t, H, D], keys [t, Hk, D],
+        values [t, Hk, Dv] -> [t, H, Dv]."""
         if self._divided is None:
             return tree_attention(query, key, value, self.mask, **options)
         out: torch.Tensor = self._divided.attend(layer, query, key, value, **options)
@@ -128,15 +120,7 @@ class LocalForest:
         return scores if self._split is None else self._gathered(scores, found.predictor)
 
     def gathered_output(self, output: Any, num_tokens: int) -> Any:
-        """A model's output [1, t, ...] -> [1, num_tokens, ...] in packed order.
-
-        Args:
-            output: of the last stage.
-            num_tokens: of the forest that the caller gave.
-
-        Raises:
-            UnsupportedError: an output without a row per token.
-        """
+        """A model's output [1, t, ...] -> [1, num_tokens, ...] in packed order."""
         if self._split is None:
             return output
         rows = self._part.num_tokens
@@ -166,21 +150,8 @@ def local_forest(
     check: Callable[[], ScoredEdges | None],
     options: dict[str, Any],
 ) -> tuple[LocalForest, ScoredEdges | None]:
-    """Finds what this rank computes of a forest, once all ranks of the group agree.
-
-    Args:
-        language_model: the model. packed: the whole forest.
-        check: refuses what the model does not serve, and finds what is scored. It must not
-            communicate.
-        options: of the call, the same on all ranks.
-
-    Returns:
-        The tokens of this rank, and what `check` gave.
-
-    Raises:
-        ValueError, RuntimeError: ranks that differ, or that refuse; see `agree`.
-        UnsupportedError: a configuration for another group than the model's.
-    """
+    """The tokens that this rank computes of a forest, once all ranks of the group agree, and what
+    `check` gave, which must not communicate; `options` of the call are the same on all ranks."""
     config, group = language_model.config, language_model.pg_collection.cp
     ranks = group.size()
     if ranks == 1:
@@ -232,11 +203,7 @@ def _parts_of_state(language_model: Any, packed: PackedForest) -> dict[str, Any]
 
 
 def check_group(language_model: Any) -> None:
-    """Refuses a model whose context-parallel group is not the one of its configuration.
-
-    Raises:
-        UnsupportedError: with both sizes.
-    """
+    """Refuses a model whose context-parallel group is not the one of its configuration."""
     size = language_model.config.context_parallel_size
     ranks = language_model.pg_collection.cp.size()
     if size != ranks:
@@ -248,11 +215,7 @@ def check_group(language_model: Any) -> None:
 
 def _check_stages(config: Any, split: Split) -> None:
     """Refuses parts that a pipeline would not send on: without their shapes it takes every rank's
-    for an equal share.
-
-    Raises:
-        UnsupportedError: with the parts' tokens.
-    """
+    for an equal share."""
     tokens = split.num_own_tokens.tolist()
     sends = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if sends and len(set(tokens)) > 1:
@@ -307,9 +270,6 @@ class ForestParams(PackedSeqParams):
         """Rotary angles [P, 1, 1, D] of positions 0 .. P - 1 -> [t, 1, 1, D], those of the tokens.
 
         Layers share the result. None and tuples of tables are mapped too.
-
-        Raises:
-            RuntimeError: a table that ends before the longest sequence.
         """
         if table is None:
             return None
@@ -330,12 +290,6 @@ class ForestParams(PackedSeqParams):
         """The rows of the tokens' positions in the rotary table of latent attention.
 
         Each layer makes an equal table, from the one configuration, so the first is everybody's.
-
-        Args:
-            make: gives a table [P, 1, 1, D]; or, as YaRN's, a pair of it and a factor.
-
-        Returns:
-            The same with t rows.
         """
         if self._latent is None:
             table = make()

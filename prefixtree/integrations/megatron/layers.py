@@ -65,12 +65,7 @@ class ForestLatentAttention(_Attention):
 
 
 class _AtDepths:
-    """Megatron's rotary embedding of latent attention, with a row per packed token.
-
-    Args:
-        rotary: the layer's own.
-        params: of the forest.
-    """
+    """Megatron's rotary embedding of latent attention, with a row per packed token."""
 
     def __init__(self, rotary: Any, params: ForestParams) -> None:
         self._rotary, self._params = rotary, params
@@ -289,11 +284,7 @@ def _joined(first: type, base: type) -> type:
 
 
 def _window(config: Any, layer_number: int) -> int | None:
-    """`tree_attention`'s window of a layer: Megatron counts the keys before the query's own.
-
-    Raises:
-        UnsupportedError: a window that reaches behind the query.
-    """
+    """`tree_attention`'s window of a layer: Megatron counts the keys before the query's own."""
     size, skipped = config.window_size, getattr(config, "window_attn_skip_freq", None)
     if not is_layer_window_attention(size, skipped, layer_number):
         return None

@@ -14,15 +14,7 @@ from prefixtree.integrations.megatron.version import installed
 
 
 def check_config(config: Any, training: bool) -> None:
-    """Refuses a configuration, with the first reason.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        training: whether the model is in training mode.
-
-    Raises:
-        UnsupportedError: with the setting, the reason and the way to mend it.
-    """
+    """Refuses a configuration, with the first reason."""
     before = "packed forests are not served with {name}={value!r}: "
     refuse(REFUSALS, config, before, training=training)
 

@@ -231,13 +231,7 @@ def routers_of(language_model: Any) -> dict[str, Any]:
 
 def check_routes(language_model: Any, packed: PackedForest) -> None:
     """Refuses routes that the model's routers would not follow; and, where the forest has none, a
-    router that is to record or to replay by itself.
-
-    Raises:
-        UnsupportedError: a setting or a router that is not verified.
-        ValueError: routes of another number of layers or of experts per token, or with an expert
-            that the model does not have.
-    """
+    router that is to record or to replay by itself."""
     routes = packed.forest.routes
     if routes is None:
         check_no_replay(language_model)
@@ -259,11 +253,7 @@ def check_routes(language_model: Any, packed: PackedForest) -> None:
 
 
 def check_no_replay(language_model: Any) -> None:
-    """Refuses Megatron's own replay, whose rows are those of the replicated batch.
-
-    Raises:
-        UnsupportedError: with the way to mend it.
-    """
+    """Refuses Megatron's own replay, whose rows are those of the replicated batch."""
     for name, router in routers_of(language_model).items():
         action = getattr(getattr(router, "router_replay", None), "router_replay_action", None)
         if action is not None:
@@ -275,11 +265,7 @@ def check_no_replay(language_model: Any) -> None:
 
 def ordinals_of(language_model: Any) -> tuple[dict[int, int], int]:
     """Which layer of experts each router of this stage is, by its layer's number; and how many the
-    whole model has.
-
-    Raises:
-        UnsupportedError: a pipeline whose layers of experts are not where the configuration says.
-    """
+    whole model has."""
     routers, config = routers_of(language_model), language_model.config
     numbers = [router.layer_number for router in routers.values()]
     if config.pipeline_model_parallel_size == 1:
@@ -320,17 +306,7 @@ class _Choice:
 
 @contextmanager
 def recording(language_model: Any) -> Iterator[Callable[[], torch.Tensor]]:
-    """While open, one forward over a forest keeps which experts the routers choose.
-
-    Args:
-        language_model: a stage, without context parallelism.
-
-    Yields:
-        A function that gives them after that forward, int32 [T, L, k], on every rank.
-
-    Raises:
-        UnsupportedError: from that function; a router that did not ask.
-    """
+    """While open, one forward over a forest keeps which experts the routers choose."""
     routers = routers_of(language_model)
     choices = {name: _Choice() for name in routers}
 

@@ -126,7 +126,7 @@ def tree_logprobs(
         _check_forest(language_model, packed)
         found = find_edges(packed, *own_of(given, temperature, loss_mask))
         if language_model.post_process:
-            _check_head(language_model)
+            check_head(language_model)
         return found
 
     local, found = local_forest(language_model, packed, check, {"entropy": return_entropy})
@@ -134,9 +134,9 @@ def tree_logprobs(
         return _run(model, language_model, local)
     assert found is not None
     edges, to_sequences = local.edges(found)
-    with _scoring(language_model.output_layer, edges, options) as handed:
+    with scoring_layer(language_model.output_layer, edges, options) as handed:
         output = _run(model, language_model, local)
-    scores = local.gathered_scores(_returned(output, handed), found)
+    scores = local.gathered_scores(returned_scores(output, handed), found)
     return scores_of(scores, to_sequences, found.lengths, options, found=found)
 
 
@@ -218,7 +218,7 @@ def _device_of(language_model: Any) -> torch.device:
 # ---- the output layer ------------------------------------------------------------------------
 
 
-def _check_head(language_model: Any) -> None:
+def check_head(language_model: Any) -> None:
     """Refuses what works on logits, since scores take their place."""
     kind, layer, config = type(language_model), language_model.output_layer, language_model.config
     forwards = (GPTModel.forward, HybridModel.forward)
@@ -245,12 +245,8 @@ def _check_head(language_model: Any) -> None:
         )
 
 
-def _returned(output: Any, handed: Handed) -> torch.Tensor:
-    """The scores [U, columns] in what the model returned.
-
-    Raises:
-        UnsupportedError: they did not come, or not as they were.
-    """
+def returned_scores(output: Any, handed: Handed) -> torch.Tensor:
+    """The scores [U, columns] in what the model returned."""
     if handed.values is None or handed.times != 1:
         raise UnsupportedError(
             f"the model called its output layer {handed.times} times in one forward, expected "
@@ -264,7 +260,7 @@ def _returned(output: Any, handed: Handed) -> torch.Tensor:
 
 
 @contextmanager
-def _scoring(layer: Any, edges: DeviceEdges, options: ScoreOptions) -> Iterator[Handed]:
+def scoring_layer(layer: Any, edges: DeviceEdges, options: ScoreOptions) -> Iterator[Handed]:
     """While open, the output layer scores `edges` and returns [U, 1, columns]."""
     handed = Handed()
 

@@ -145,11 +145,7 @@ def state_of(layer: Any) -> Any:
 
 
 def check_state(name: str, mixer: Any) -> None:
-    """Refuses settings with which Megatron's code would pass the tree by.
-
-    Raises:
-        UnsupportedError: with the setting and the way to mend it.
-    """
+    """Refuses settings with which Megatron's code would pass the tree by."""
     if isinstance(mixer, ForestDeltaNet) and mixer.config.deterministic_mode:
         raise UnsupportedError(
             f"packed forests are not served with deterministic_mode=True and {name}: torch's "

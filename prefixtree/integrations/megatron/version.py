@@ -15,12 +15,7 @@ TESTED = ("0.18.0", "0.19.2")
 
 
 def check_version() -> None:
-    """Refuses a Megatron-Core older than the tested ones, and warns of a newer one.
-
-    Raises:
-        UnsupportedError: with the versions that were tested.
-        ModuleNotFoundError: there is no Megatron-Core.
-    """
+    """Refuses a Megatron-Core older than the tested ones, and warns of a newer one."""
     current = installed()
     first, last = (Version(v) for v in TESTED)
     if Version(current) < first:

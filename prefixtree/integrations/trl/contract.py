@@ -19,19 +19,7 @@ from prefixtree.errors import UnsupportedError
 #: Versions of TRL that the tests ran with, from the first to the last.
 TESTED = ("1.15.0", "1.16.0")
 
-#: Parameters of `GRPOTrainer._get_per_token_logps_and_entropies` that are passed on.
-LOGPS_PARAMETERS = (
-    "self",
-    "model",
-    "input_ids",
-    "attention_mask",
-    "logits_to_keep",
-    "batch_size",
-    "compute_entropy",
-    "compute_aux_loss",
-)
-
-#: Its parameters for images: anything but None in them is refused.
+#: Parameters for images of GRPO's scores: anything but None in them is refused.
 IMAGE_PARAMETERS = (
     "pixel_values",
     "image_grid_thw",
@@ -44,6 +32,34 @@ IMAGE_PARAMETERS = (
     "mm_token_type_ids",
     "image_position_ids",
 )
+
+_COMPUTE_LOSS = {"compute_loss": "self model inputs return_outputs num_items_in_batch"}
+_GENERATES = {
+    "_prepare_inputs": "self generation_batch",
+    "_generate_and_score_completions": "self inputs",
+}
+#: Parameters of the methods that the adapter overrides, by TRL's trainer.
+OVERRIDDEN: dict[str, dict[str, str]] = {
+    "GRPOTrainer": {
+        "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep "
+        f"batch_size compute_entropy compute_aux_loss {' '.join(IMAGE_PARAMETERS)}",
+        **_GENERATES,
+        "training_step": "self model inputs num_items_in_batch",
+        "create_accelerator_and_postprocess": "self",
+    },
+    "DPOTrainer": {
+        "_compute_loss": "self model inputs return_outputs",
+        "compute_ref_log_probs": "self model inputs",
+        "_precompute_ref_logps": "self dataset name batch_size",
+    },
+    "SFTTrainer": _COMPUTE_LOSS,
+    "DistillationTrainer": {
+        "_compute_loss": "self unwrapped_student inputs num_items_in_batch",
+        **_GENERATES,
+    },
+    "GKDTrainer": _COMPUTE_LOSS,
+    "GOLDTrainer": _COMPUTE_LOSS,
+}
 
 #: The first version whose AsyncGRPO packs trees.
 TREES_SINCE = "1.16.0"
@@ -68,65 +84,13 @@ def check_installed() -> None:
         )
 
 
-def check_grpo(trainer_class: type) -> None:
-    """Refuses a `GRPOTrainer` whose overridden methods take other arguments than those tested."""
+def check_trainer(trainer_class: type) -> None:
+    """Refuses a trainer of TRL whose overridden methods take other arguments than those tested."""
     _check_version()
-    for name, expected in (
-        ("_get_per_token_logps_and_entropies", LOGPS_PARAMETERS + IMAGE_PARAMETERS),
-        ("_prepare_inputs", ("self", "generation_batch")),
-        ("training_step", ("self", "model", "inputs", "num_items_in_batch")),
-        ("_generate_and_score_completions", ("self", "inputs")),
-        ("create_accelerator_and_postprocess", ("self",)),
-    ):
-        check_parameters(getattr(trainer_class, name, None), f"GRPOTrainer.{name}", expected)
-
-
-def check_dpo(trainer_class: type) -> None:
-    """Refuses a `DPOTrainer` whose overridden methods take other arguments than those tested."""
-    _check_version()
-    for name, expected in (
-        ("_compute_loss", ("self", "model", "inputs", "return_outputs")),
-        ("compute_ref_log_probs", ("self", "model", "inputs")),
-        ("_precompute_ref_logps", ("self", "dataset", "name", "batch_size")),
-    ):
-        check_parameters(getattr(trainer_class, name, None), f"DPOTrainer.{name}", expected)
-
-
-def check_sft(trainer_class: type) -> None:
-    """Refuses an `SFTTrainer` whose overridden method takes other arguments than those tested."""
-    _check_version()
-    _check_compute_loss(trainer_class, "SFTTrainer")
-
-
-def check_distillation(trainer_class: type) -> None:
-    """Refuses a `DistillationTrainer` whose overridden methods take other arguments than those
-    tested."""
-    _check_version()
-    for name, expected in (
-        ("_compute_loss", ("self", "unwrapped_student", "inputs", "num_items_in_batch")),
-        ("_prepare_inputs", ("self", "generation_batch")),
-        ("_generate_and_score_completions", ("self", "inputs")),
-    ):
-        function = getattr(trainer_class, name, None)
-        check_parameters(function, f"DistillationTrainer.{name}", expected)
-
-
-def check_gkd(trainer_class: type) -> None:
-    """Refuses a `GKDTrainer` whose overridden method takes other arguments than those tested."""
-    _check_version()
-    _check_compute_loss(trainer_class, "GKDTrainer")
-
-
-def check_gold(trainer_class: type) -> None:
-    """Refuses a `GOLDTrainer` whose overridden method takes other arguments than those tested."""
-    _check_version()
-    _check_compute_loss(trainer_class, "GOLDTrainer")
-
-
-def _check_compute_loss(trainer_class: type, name: str) -> None:
-    expected = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
-    function = getattr(trainer_class, "compute_loss", None)
-    check_parameters(function, f"{name}.compute_loss", expected)
+    name = trainer_class.__name__
+    for method, expected in OVERRIDDEN[name].items():
+        function = getattr(trainer_class, method, None)
+        check_parameters(function, f"{name}.{method}", expected.split())
 
 
 def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:
@@ -134,10 +98,6 @@ def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None
 
     The function is judged, and not the place where TRL keeps it: in 1.16 and 1.17 that is
     `trl.experimental.async_grpo.packing`, which is gone in 1.18.
-
-    Args:
-        function: what transformers runs for attn_implementation=name; None where it knows none.
-        name: the model's attn_implementation.
     """
     module = getattr(function, "__module__", None) or ""
     keywords = [] if function is None else _tree_keywords(function)

@@ -15,28 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl.contract import check_dpo, check_sft
-from prefixtree.integrations.trl.images import forest_with_images
-from prefixtree.integrations.trl.refusals import (
-    SFT,
-    check_attention,
-    check_recompute,
-    prepare_trainer,
-)
-from prefixtree.integrations.trl.sharding import KeepsOutputs
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.core.batch import Batch, Images, on_host
+from prefixtree.integrations.trl.contract import check_trainer
+from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
+from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
-from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.logprobs import sequence_logprobs
 
 # ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
 
@@ -47,12 +38,8 @@ class PackedModel:
     """A model as TRL calls it, with every distinct token of a batch computed once.
 
     Args:
-        model: the model, wrapped (DDP, PEFT) or not, with attn_implementation="prefixtree".
         outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
             `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
-        sharing: sees every forest that is trained on. Default: none.
-        recompute: as in `sequence_logprobs`. Default: None.
-        images: whether the rows may have images. Default: False.
     """
 
     def __init__(
@@ -82,60 +69,42 @@ class PackedModel:
         Returns:
             FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
             is no label; aux_loss [], the load-balancing loss of the rows.
-
-        Raises:
-            UnsupportedError: another entry, padding on the left, or labels other than the input
-                ids.
-            ForestError: placeholders that do not match the images.
         """
         if not fused_lm_head:
             return self._model(**inputs)
         check_attention(self._model)
         with_aux_loss = bool(inputs.pop("output_router_logits", False))
         images = _images_of(inputs) if self._images else (None, None)
-        input_ids, attention_mask, labels = _entries(inputs)
-        ids, mask, targets = (x.cpu().numpy() for x in (input_ids, attention_mask, labels))
+        given = _entries(inputs)
+        labels = given[2]
+        ids, mask, targets = on_host(given)
         _check_rows(ids, mask, targets)
-        pictures = None
-        if self._images:
-            config = transformer_of(self._model).config
-            forest, pictures = forest_with_images(ids, mask, images, config)
-        else:
-            forest = PrefixForest.from_padded(ids, mask)
-        packed = pack(forest)
-        lengths = packed.forest.sequence_lengths
-        masks = [row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)]
+        config = transformer_of(self._model).config if self._images else None
+        more = {"images": images, "config": config}
+        batch = Batch.padded(ids, mask, targets != _NO_LABEL, labels.device, **more)
         if self._sharing is not None and torch.is_grad_enabled():
-            self._sharing.begins(packed.forest, masks)
-        scores = sequence_logprobs(
+            self._sharing.saw(batch.forest, batch.masks)
+        scores = batch.score(
             self._model,
-            packed.to(input_ids.device),
-            loss_mask=masks,
             return_entropy=self._with_entropy,
             return_statistics=self._statistics,
             recompute=self._recompute,
             output_router_logits=with_aux_loss,
-            pictures=pictures,
         )
-
-        def rows(values: list[torch.Tensor]) -> torch.Tensor:
-            padded = nn.utils.rnn.pad_sequence(values, batch_first=True)
-            return F.pad(padded, (0, labels.shape[1] - 1 - padded.shape[1]))
-
-        entries = {name: rows(values) for name, values in scores.statistics.items()}
+        found = {"log_probs": scores.logprobs, **scores.statistics}
+        if scores.entropy is not None:
+            found["entropy"] = scores.entropy
+        entries = {name: batch.spread(values)[:, 1:] for name, values in found.items()}
         if "is_top1" in entries:
             entries["is_top1"] = entries["is_top1"].bool()
-        if scores.entropy is not None:
-            entries["entropy"] = rows(scores.entropy)
         return FusedCausalLMOutput(
-            log_probs=rows(scores.logprobs),
             label_mask=labels[:, 1:] != _NO_LABEL,
             aux_loss=scores.aux_loss,
             **entries,
         )
 
 
-def _images_of(inputs: dict[str, Any]) -> tuple[Any, Any]:
+def _images_of(inputs: dict[str, Any]) -> Images:
     """Takes a batch's images out of it: pixel_values and image_grid_thw."""
     # positions are computed anew, from the placeholders
     inputs.pop("mm_token_type_ids", None)
@@ -179,7 +148,7 @@ def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
 # ---- SFT -----------------------------------------------------------------------------------------
 
 
-class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
+class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
     """`trl.SFTTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a batch
@@ -196,17 +165,13 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
             None, what `gradient_checkpointing` of the arguments says.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_sft(SFTTrainer)
+        check_trainer(SFTTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self)
-        refuse(SFT, self)
-        self._recompute = check_recompute(self, recompute)
+        self._start(recompute, SFT)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def compute_loss(
@@ -225,7 +190,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
 # ---- DPO -----------------------------------------------------------------------------------------
 
 
-class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
+class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     """`trl.DPOTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a batch
@@ -241,19 +206,16 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
             None, what `gradient_checkpointing` of the arguments says.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     # TRL's: whether batches have the log-probabilities of the reference
     precompute_ref_logps: bool
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_dpo(DPOTrainer)
+        check_trainer(DPOTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self)
-        self._recompute = check_recompute(self, recompute)
+        self._start(recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -264,16 +226,7 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference's log-probabilities of the chosen and of the rejected answers.
-
-        Args:
-            model: the reference; with PEFT, the policy, whose adapter TRL switches off.
-            inputs: a batch: input_ids, attention_mask and completion_mask, [2B, L], the chosen
-                answers before the rejected ones; and their images.
-
-        Returns:
-            float32 [B] each.
-        """
+        """The reference's log-probabilities of the chosen and of the rejected answers."""
         packed = PackedModel(model, images=self._is_vlm)
         return super().compute_ref_log_probs(packed, inputs)
 

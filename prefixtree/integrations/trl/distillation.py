@@ -7,7 +7,6 @@ Legend: B rows, L = P + C columns, P of prompts (padded left), C of completions 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,28 +17,25 @@ from trl import DistillationTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gold import GOLDTrainer
 
-from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl.contract import check_distillation, check_gkd, check_gold
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.core.batch import Batch, on_host
+from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import (
     ANSWERS,
     DISTILLATION,
     check_attention,
-    check_recompute,
-    prepare_trainer,
+    check_prompts,
 )
-from prefixtree.integrations.trl.sharding import KeepsOutputs
+from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
-from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.teacher import Teacher
 
 _NO_LABEL = -100
 
 
-class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationTrainer):
+class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, DistillationTrainer):
     """`trl.DistillationTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
@@ -55,17 +51,13 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
             `trl.DistillationTrainer`. Default: None, what `gradient_checkpointing` says.
 
     Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
-            TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/refusals.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_distillation(DistillationTrainer)
+        check_trainer(DistillationTrainer)
         super().__init__(*args, **kwargs)
-        refuse(DISTILLATION, self)
-        prepare_trainer(self, deepspeed=True)
-        self._recompute = check_recompute(self, recompute)
+        self._start(recompute, DISTILLATION, deepspeed=True)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
         # the packed forward calls the wrapped student by itself
         self._forward_redirection = _call
@@ -74,12 +66,6 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
         self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The divergence of a micro-batch, for TRL's `compute_loss`.
-
-        Args:
-            unwrapped_student: the student, wrapped: see `_call`.
-            inputs: prompt_ids, prompt_mask [B, P], completion_ids, completion_mask [B, C] and
-                perhaps tool_mask [B, C], 0 on tokens of tools.
-            num_items_in_batch: the divisor of the sum. Default: the scored tokens.
 
         Returns:
             The loss [], the sum of the student's entropies [] in nats, and the number of scored
@@ -97,17 +83,21 @@ class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationT
         return loss / _on(divisor, loss), entropy, count
 
 
-class _OfAnswers(KeepsOutputs):
+class _OfAnswers(PackedTrainer):
     """A trainer of TRL's experiments whose loss is a divergence at the labels of a batch. Stands
-    first of bases."""
+    first of bases.
 
-    def _check(self, recompute: Recompute) -> None:
-        """Behind TRL's constructor: refuses what is not verified, and prepares both models."""
-        this: Any = self
-        refuse((*ANSWERS, *DISTILLATION), this)
-        prepare_trainer(this, deepspeed=True)
-        self._recompute = check_recompute(this, recompute)
-        self._sharing = SharingReport(this, DATA_SET_ADVICE, recompute=self._recompute)
+    Attributes:
+        trl_class: that it extends.
+    """
+
+    trl_class: type
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_trainer(self.trl_class)
+        super().__init__(*args, **kwargs)
+        self._start(recompute, (*ANSWERS, *DISTILLATION), deepspeed=True)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _loss_temperature(self) -> float:
         """The divisor of the logits of both models in TRL's loss."""
@@ -152,10 +142,7 @@ class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
         UnsupportedError: as `PrefixTreeDistillationTrainer`.
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_gkd(GKDTrainer)
-        super().__init__(*args, **kwargs)
-        self._check(recompute)
+    trl_class = GKDTrainer
 
 
 class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
@@ -172,10 +159,7 @@ class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
         UnsupportedError: as `PrefixTreeDistillationTrainer`; use_uld_loss.
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_gold(GOLDTrainer)
-        super().__init__(*args, **kwargs)
-        self._check(recompute)
+    trl_class = GOLDTrainer
 
     def _loss_temperature(self) -> float:
         return self.temperature
@@ -198,17 +182,16 @@ def _divergence(
     """
     check_attention(student)
     check_attention(trainer.teacher_model)
-    packed = pack(PrefixForest.from_padded(ids, mask)).to(ids.device)
-    masks = _masks(mask.cpu().numpy(), scored.cpu().numpy())
+    rows, kept, wanted = on_host((ids, mask, scored))
+    _check_scored(kept, wanted)
+    batch = Batch.padded(rows, kept, wanted != 0, ids.device)
     if torch.is_grad_enabled():
-        trainer._sharing.begins(packed.forest, masks)
+        trainer._sharing.saw(batch.forest, batch.masks)
     trainer.teacher_model.eval()
-    teacher = Teacher(trainer.teacher_model, packed, masks)
-    scores = sequence_logprobs(
+    teacher = Teacher(trainer.teacher_model, batch.packed, batch.masks)
+    scores = batch.score(
         student,
-        packed,
-        temperature,
-        masks,
+        temperature=temperature,
         return_entropy=with_entropy,
         measure=teacher.divergence(trainer.beta),
         # TRL's loss has no load-balancing loss
@@ -221,23 +204,18 @@ def _divergence(
     entropy = torch.zeros_like(loss)
     if scores.entropy is not None:
         entropy = torch.cat(scores.entropy).detach().sum()
-    count = torch.tensor(sum(int(m[1:].sum()) for m in masks), device=loss.device)
+    count = torch.tensor(sum(int(m[1:].sum()) for m in batch.masks or ()), device=loss.device)
     return loss, count, entropy
 
 
-def _masks(mask: np.ndarray, scored: np.ndarray) -> Sequence[np.ndarray]:
-    """bool [n] per row: the scored tokens of those that are no padding, [B, L] each."""
+def _check_scored(mask: np.ndarray, scored: np.ndarray) -> None:
+    """Refuses rows [B, L] of which a token is scored that nothing predicts, or that is padding."""
     first = mask.argmax(1)
-    for bad in np.flatnonzero((first > 0) & scored[np.arange(len(mask)), first])[:1]:
-        raise UnsupportedError(
-            f"row {bad} has an empty prompt: nothing predicts the first token of its completion; "
-            "give every prompt a token (a BOS token)"
-        )
-    for row, column in np.argwhere(scored & (mask == 0))[:1]:
+    check_prompts((first > 0) & (scored[np.arange(len(mask)), first] != 0))
+    for row, column in np.argwhere((scored != 0) & (mask == 0))[:1]:
         raise UnsupportedError(
             f"labels[{row}, {column}] is scored, and padding: labels must be -100 there"
         )
-    return [s[m != 0] for s, m in zip(scored, mask, strict=True)]
 
 
 def _call(wrapper: nn.Module, original: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Images in TRL's batches: the images of some rows.
-
-Legend: B rows, N images.
-"""
+"""Images in TRL's batches: the images of some rows."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import torch
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.forest import PrefixForest
-from prefixtree.images.pictures import Pictures
+from prefixtree.integrations.core.batch import Images
 
 #: TRL's arguments for images that are taken: those of processors that give grids.
 _TAKEN = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
@@ -21,15 +17,7 @@ PER_ROW = ("pixel_values", "image_grid_thw", "num_images")
 
 
 class RowImages:
-    """The images of a batch's rows.
-
-    Args:
-        images: TRL's arguments for images, None where there are none.
-        is_vlm: whether the trainer has a processor of images.
-
-    Raises:
-        UnsupportedError: images in a run of text, or arguments of other families.
-    """
+    """The images of a batch's rows."""
 
     def __init__(self, images: dict[str, Any], is_vlm: bool) -> None:
         given = {name: value for name, value in images.items() if value is not None}
@@ -46,11 +34,8 @@ class RowImages:
             split: Any = split_pixel_values_by_grid(given)
             self._rows = list(zip(split["pixel_values"], split["image_grid_thw"], strict=True))
 
-    def of(
-        self, start: int = 0, end: int | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """pixel_values and image_grid_thw of rows start to end - 1, or of all; None where no row
-        has any."""
+    def of(self, start: int, end: int) -> Images:
+        """Those of rows start to end - 1; None where no row has any."""
         rows = self._rows[start:end]
         if not rows:
             return None, None
@@ -59,25 +44,3 @@ class RowImages:
             # those of all rows are not copied
             pixels, grids = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return (pixels, grids) if len(grids) else (None, None)
-
-
-def forest_with_images(
-    input_ids: Any, attention_mask: Any, images: tuple[Any, Any], config: Any
-) -> tuple[PrefixForest, Pictures]:
-    """The forest of padded rows with images.
-
-    Args:
-        input_ids: integers [B, L].
-        attention_mask: [B, L], 1 on tokens and 0 on padding.
-        images: pixel_values and image_grid_thw of the rows, None where there are none.
-        config: of the model.
-
-    Returns:
-        The forest, and the pictures that `sequence_logprobs` takes with it.
-
-    Raises:
-        ForestError: placeholders that do not match the images.
-    """
-    rows = zip(input_ids, attention_mask, strict=True)
-    pictures = Pictures.from_batch([ids[mask != 0] for ids, mask in rows], *images, config)
-    return PrefixForest.from_sequences(pictures.sequences), pictures

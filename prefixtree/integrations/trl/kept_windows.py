@@ -12,9 +12,11 @@ a KL of equal weights would have a gradient of rounding, of which AdamW makes wh
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,142 +29,261 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.images.pictures import Pictures
 from prefixtree.images.placements import place
-from prefixtree.integrations.trl.images import forest_with_images
+from prefixtree.integrations.core.batch import Batch
+from prefixtree.integrations.core.trunks import all_keep, is_kept, planned, token_cost
 from prefixtree.models.checks import transformer_of
 from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import pack
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batches import batches_with_trunks
-from prefixtree.planning.trunks import Trunks, plan_trunks
+from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, tower_memory_of
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.scoring.edges import SequenceScores
-from prefixtree.scoring.in_steps import borrow_cost
-from prefixtree.scoring.kept_runs import check_kept
 from prefixtree.scoring.kept_trunks import kept_trunks
 
 if TYPE_CHECKING:
     from prefixtree.recompute.tower_memory import TowerMemory
 
 
-class Rows(NamedTuple):
-    """Padded rows of a micro-batch.
-
-    Attributes:
-        input_ids, attention_mask: [B, L] each.
-        pixels, grids: pixel_values and image_grid_thw of the rows, None without images.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    pixels: torch.Tensor | None = None
-    grids: torch.Tensor | None = None
-
-
-def is_kept(model: nn.Module) -> bool:
-    """Whether kept trunks serve a model: a matter of settings, the same on all processes."""
-    try:
-        check_kept(model)
-    except UnsupportedError:
-        return False
-    return True
-
-
 class WindowCost(NamedTuple):
-    """The memory that tokens of the policy take.
-
-    Attributes:
-        token: the bytes of a token, for plans.
-        tower: the memory of its vision tower; None without, or where it is not known.
-    """
+    """The bytes that a token of the policy takes, and the memory of its vision tower; None without
+    a tower, or where it is not known."""
 
     token: BorrowCost
     tower: TowerMemory | None
 
 
-def window_cost(model: nn.Module, recompute: Recompute, sees: bool) -> WindowCost | None:
-    """The cost of a policy's tokens, as it trains now; None where it cannot be read off.
-
-    Args:
-        model: wrapped or not.
-        recompute: what its layers recompute.
-        sees: whether rows may have images.
-    """
-    try:
-        # also where TRL scores without
-        with torch.enable_grad():
-            token = borrow_cost(model, recompute)
-    except UnsupportedError:
-        return None
-    tower = None
-    if sees:
-        transformer = transformer_of(model)
-        with suppress(UnsupportedError):
-            tower = tower_memory_of(model, transformer, device_of(transformer))
-    return WindowCost(token, tower)
-
-
 class WindowPlan(NamedTuple):
-    """Micro-batches that keep trunks.
+    """Micro-batches that keep trunks, the plan of these, and the pictures of their forest."""
 
-    Attributes:
-        rows: of each micro-batch.
-        trunks: their plan.
-        pictures: of their forest; None of text alone.
-    """
-
-    rows: Sequence[Rows]
+    batches: Sequence[Batch]
     trunks: Trunks
     pictures: Pictures | None
 
 
-class KeptWindow:
-    """Micro-batches whose trunks are kept, scored one after another. Made by `open_window`.
+class StepTrunks:
+    """The trunks of a trainer's steps: plans of a generation, and the window that is open.
 
     Attributes:
-        rows: of each micro-batch.
-        prompts: int64 [B], of each micro-batch, the lengths of its prompts.
-        trunks: their plan.
-        scored: how many micro-batches were.
+        keeps: whether micro-batches share trunks.
+        together: so many are always within one generation and one optimiser step, whatever comes
+            first.
+        window: the micro-batches that keep trunks now.
     """
 
+    def __init__(self, trainer: Any, keep_trunks: bool) -> None:
+        args = trainer.args
+        self.together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        served = not (args.torch_compile or trainer.is_deepspeed_enabled) and self.together > 1
+        self.keeps = keep_trunks and served and is_kept(trainer.model)
+        self.window: KeptWindow | None = None
+        self._trainer = trainer
+        # of the policy, as it was before the last generation
+        self._cost: WindowCost | None = None
+        # of that generation, in the order of its rows. None: not made yet; none: micro-batches are
+        # scored alone
+        self._plans: list[WindowPlan] | None = None
+        # how many micro-batches of the optimiser step are done, and whether one runs now
+        self._done, self._runs = 0, False
+
+    @property
+    def cost(self) -> WindowCost | None:
+        """The cost by which all models that score a generation are planned; None where it cannot be
+        read off."""
+        if self._cost is None:
+            trainer = self._trainer
+            checkpoints: Recompute = "all" if trainer.args.gradient_checkpointing else None
+            self._cost = _cost_of(trainer.model, trainer._recompute or checkpoints, trainer._is_vlm)
+        return self._cost
+
+    def begin_generation(self) -> None:
+        """Forgets the plans of the last one."""
+        self._plans, self._cost = None, None
+        if self.keeps or self._trainer._max_tokens is not None:
+            # now, while the adapters of the policy are on
+            _ = self.cost
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """While open, TRL runs the forward and the backward of one micro-batch."""
+        self._runs = True
+        try:
+            yield
+            if self.window is not None and self.window.is_over:
+                # before gradients are clipped
+                self._take_window().close()
+        except BaseException:
+            if self.window is not None:
+                self._take_window().close(*sys.exc_info())
+            raise
+        finally:
+            self._runs = False
+        self._done = 0 if self._trainer.accelerator.sync_gradients else self._done + 1
+
+    def _take_window(self) -> KeptWindow:
+        window, self.window = self.window, None
+        assert window is not None
+        return window
+
+    def score(
+        self, model: nn.Module, batches: list[Batch], options: dict[str, Any]
+    ) -> list[SequenceScores] | None:
+        """The scores of micro-batches that keep trunks; None where each is scored by itself."""
+        if not self.keeps:
+            return None
+        if torch.is_grad_enabled():
+            if not self._runs or len(batches) > 1:
+                return None
+            if self.window is None:
+                self.window = self._window_of_step(model, batches[0], options)
+            if self.window is None:
+                return None
+            scores = self.window.score(batches[0])
+            self._trainer._sharing.saw(*self.window.sharing())
+            return [scores]
+        return self._score_blocks(model, batches, options) if len(batches) > 1 else None
+
+    def _score_blocks(
+        self, model: nn.Module, batches: list[Batch], options: dict[str, Any]
+    ) -> list[SequenceScores] | None:
+        """The scores of a generation's micro-batches, in order; None where they keep no trunks."""
+        found, plans = [], self._plans_of(model, batches)
+        held = [batch for plan in plans for batch in plan.batches]
+        if held and not (len(held) == len(batches) and all(map(Batch.equals, held, batches))):
+            # a caller's own rows, not those of the generation
+            plans = self._new_plans(model, batches)
+        for plan in plans:
+            window = self._open(model, plan, options)
+            assert window is not None, "without gradients nothing is planned for memory"
+            found += [window.score(batch) for batch in plan.batches]
+            window.close()
+        return found or None
+
+    def _window_of_step(
+        self, model: nn.Module, batch: Batch, options: dict[str, Any]
+    ) -> KeptWindow | None:
+        """The micro-batches from this one on that keep trunks."""
+        trainer, each = self._trainer, self.together
+        at = trainer._step % trainer.args.steps_per_generation
+        left = trainer.current_gradient_accumulation_steps - self._done
+        if at % each or left < each:
+            # it was tried before the first of them
+            return None
+        if self._plans is None:
+            # nothing was scored before
+            self._plans_of(model, trainer._buffered_batches())
+        if not self._plans:
+            return None
+        plan = self._plans[trainer._blocks[at // each]]
+        if not plan.batches[0].equals(batch):
+            return None
+        window = self._open(model, plan, options)
+        if window is None:
+            self.keeps = False
+            warnings.warn(
+                "recompute='auto' found no room for the trunks of an optimiser step: from now on "
+                "each micro-batch is computed by itself. In this generation old log-probabilities "
+                "and the reference's may differ from the policy's by rounding; to start so, make "
+                "the trainer with keep_trunks=False",
+                stacklevel=2,
+            )
+        return window
+
+    def _plans_of(self, model: nn.Module, batches: list[Batch]) -> list[WindowPlan]:
+        """The plans of the generation: made for the first of the models that score it."""
+        if not is_kept(model):
+            # something wrapped it behind the constructor
+            self.keeps, self._plans = False, []
+        if self._plans is None:
+            self._plans = self._new_plans(model, batches)
+            tries = self._trainer._recompute == "auto" and not torch.is_grad_enabled()
+            if tries and not self._fit():
+                self._plans = []
+        return self._plans
+
+    def _new_plans(self, model: nn.Module, batches: list[Batch]) -> list[WindowPlan]:
+        """One per block of micro-batches; none where each is better computed by itself.
+
+        All processes decide together, as sharded models run in lockstep, and for the whole
+        generation, as each process shuffles by itself.
+        """
+        plans, saved = [], 0
+        blocks = [batches[i : i + self.together] for i in range(0, len(batches), self.together)]
+        with suppress(ForestError, UnsupportedError):
+            for block in blocks:
+                found = _planned(model, block, self._trainer._max_tokens, self.cost)
+                if found is None:
+                    break
+                plans.append(found[0])
+                saved += found[1]
+        return plans if all_keep(len(plans) == len(blocks), saved, self._total) else []
+
+    def _fit(self) -> bool:
+        """Whether the policy has room for the gradients of all plans."""
+        trainer = self._trainer
+        options = {
+            "temperature": trainer.temperature,
+            "return_entropy": True,
+            "output_router_logits": trainer.aux_loss_enabled,
+        }
+        with torch.enable_grad():
+            for plan in self._plans or ():
+                window = self._open(trainer.model, plan, options)
+                if window is None:
+                    return False
+                window.abandon("tried")
+        return True
+
+    def _open(
+        self, model: nn.Module, plan: WindowPlan, options: dict[str, Any]
+    ) -> KeptWindow | None:
+        """A window over the micro-batches of a plan; None on all processes where recompute="auto"
+        finds no room for the gradients of one of them."""
+        recompute = self._trainer._recompute if torch.is_grad_enabled() else None
+        given = self._trainer.accelerator, model, plan, {**options, "recompute": recompute}
+        if recompute != "auto":
+            return KeptWindow(*given)
+        window = None
+        # of its own plan, before anything runs, or of that of another process of FSDP2
+        with suppress(torch.OutOfMemoryError, ForestError):
+            window = KeptWindow(*given)
+        if not self._total([window is None])[0]:
+            return window
+        if window is not None:
+            window.abandon("another process cannot keep its trunks")
+        return None
+
+    def _total(self, numbers: list[int]) -> list[int]:
+        accelerator = self._trainer.accelerator
+        mine = torch.tensor(numbers, dtype=torch.int64, device=accelerator.device)
+        found: list[int] = accelerator.reduce(mine, "sum").tolist()
+        return found
+
+
+class KeptWindow:
+    """Micro-batches whose trunks are kept, scored one after another."""
+
     def __init__(
-        self,
-        accelerator: Any,
-        model: nn.Module,
-        plan: WindowPlan,
-        width: int,
-        recompute: Recompute,
-        **options: Any,
+        self, accelerator: Any, model: nn.Module, plan: WindowPlan, options: dict[str, Any]
     ) -> None:
-        self._accelerator, self._model = accelerator, model
-        self.rows, self.trunks = rows, trunks = plan.rows, plan.trunks
-        self.scored = 0
-        self.prompts = [prompt_lengths(each.attention_mask, width) for each in rows]
-        lengths = trunks.forest.sequence_lengths
-        prompts = np.concatenate(self.prompts)
-        masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
-        self._masks = masks
-        batches = batches_with_trunks(trunks)
+        self._accelerator, self._model, self._plan = accelerator, model, plan
+        self._scored = 0
+        masks = [mask for batch in plan.batches for mask in batch.masks or ()]
+        self._masks, self._parts = masks, batches_with_trunks(plan.trunks)
         self._stack = ExitStack()
         with accelerator.autocast():
-            options |= {"loss_mask": masks, "recompute": recompute, "pictures": plan.pictures}
-            kept = kept_trunks(model, batches, **options)
-            self._scored = self._stack.enter_context(kept)
-        self._batches = batches
+            given = {"loss_mask": masks, "pictures": plan.pictures, **options}
+            self._kept = self._stack.enter_context(kept_trunks(model, self._parts, **given))
 
     @property
     def is_over(self) -> bool:
         """Whether all micro-batches were scored."""
-        return self.scored == len(self.rows)
+        return self._scored == len(self._plan.batches)
 
-    def score(self, rows: Rows) -> SequenceScores:
-        """The scores of the next micro-batch.
-
-        Raises:
-            UnsupportedError: rows that are not those of that micro-batch.
-        """
-        if self.is_over or not same_rows(self.rows[self.scored], rows):
+    def score(self, batch: Batch) -> SequenceScores:
+        """The scores of the next micro-batch."""
+        if self.is_over or not self._plan.batches[self._scored].equals(batch):
             raise UnsupportedError(
                 "the loss of a micro-batch asks for other rows than the trainer buffered, and the "
                 "trunks that its rows share with others were computed already: a subclass or a "
@@ -173,16 +294,16 @@ class KeptWindow:
             # backwards of trunks come in between, on each rank at its own time: all are reduced
             self._model.set_requires_gradient_sync(True)
         with self._accelerator.autocast():
-            _, scores = next(self._scored)
-        self.scored += 1
+            _, scores = next(self._kept)
+        self._scored += 1
         return scores
 
-    def sharing_of(self, at: int) -> tuple[PrefixForest, list[np.ndarray], int]:
-        """Of a micro-batch: its forest, the loss masks of its rows [n], and its share, by its
+    def sharing(self) -> tuple[PrefixForest, list[np.ndarray], int]:
+        """Of the micro-batch scored last: its forest, the masks of its rows, and its share, by its
         tokens, of the tokens that run for the window."""
-        batch, forest = self._batches[at], self.trunks.forest
-        share = batch.forest.num_replicated_tokens / forest.num_replicated_tokens
-        return batch.forest, batch.take(self._masks), round(share * forest.num_tokens)
+        part, forest = self._parts[self._scored - 1], self._plan.trunks.forest
+        share = part.forest.num_replicated_tokens / forest.num_replicated_tokens
+        return part.forest, part.take(self._masks), round(share * forest.num_tokens)
 
     def close(self, *failure: Any) -> None:
         """Runs the backwards of trunks that are left; with an exception's triple lets go of all."""
@@ -194,116 +315,49 @@ class KeptWindow:
         self.close(type(failure), failure, None)
 
 
-def plan_windows(
-    accelerator: Any,
-    model: nn.Module,
-    blocks: Sequence[Sequence[Rows]],
-    width: int,
-    max_tokens: int | None,
-    cost: WindowCost | None,
-    sees: bool = False,
-) -> list[WindowPlan]:
-    """The plans of a generation's micro-batches; none where each is better computed by itself.
+# ---- the plan of a window ------------------------------------------------------------------------
 
-    All processes decide together, as sharded models run in lockstep, and for the whole generation,
-    as each process shuffles by itself.
 
-    Args:
-        accelerator: of the trainer.
-        model: of which the pictures' placeholders are read.
-        blocks: rows of the micro-batches that keep trunks together, as many on every process.
-        width: C, the number of last columns, which are scored.
-        max_tokens: what may be held at once; what towers hold counts by its mean per token.
-            Default: what the largest micro-batch takes.
-        cost: of the policy's tokens. None: no plans.
-        sees: whether rows may have images. Default: False.
-    """
-    plans, saved = [], 0
-    try:
-        for rows in blocks:
-            found = _planned(model, rows, width, max_tokens, cost, sees)
-            if found is None:
-                break
-            plans.append(found[0])
-            saved += found[1]
-    except (ForestError, UnsupportedError):
-        pass
-    numbers = torch.tensor([len(plans) < len(blocks), saved], device=accelerator.device)
-    failed, saved = accelerator.reduce(numbers, "sum").tolist()
-    return [] if failed or saved <= 0 else plans
+def _cost_of(model: nn.Module, recompute: Recompute, sees: bool) -> WindowCost | None:
+    """The cost of a policy's tokens, as it trains now; None where it cannot be read off."""
+    token, tower = token_cost(model, recompute), None
+    if token is None:
+        return None
+    if sees:
+        transformer = transformer_of(model)
+        with suppress(UnsupportedError):
+            tower = tower_memory_of(model, transformer, device_of(transformer))
+    return WindowCost(token, tower)
 
 
 def _planned(
-    model: nn.Module,
-    rows: Sequence[Rows],
-    width: int,
-    max_tokens: int | None,
-    cost: WindowCost | None,
-    sees: bool,
+    model: nn.Module, batches: Sequence[Batch], max_tokens: int | None, cost: WindowCost | None
 ) -> tuple[WindowPlan, int] | None:
     """The plan of micro-batches, and how many tokens fewer it computes; None where there is none.
 
-    Raises:
-        ForestError, UnsupportedError: trunks that do not fit; images.
+    Args:
+        max_tokens: what may be held at once; what towers hold counts by its mean per token.
+            Default: what the largest micro-batch takes.
     """
     if cost is None:
         return None
-    input_ids = torch.cat([each.input_ids for each in rows]).cpu()
-    attention_mask = torch.cat([each.attention_mask for each in rows]).cpu()
-    if not bool(attention_mask[:, : input_ids.shape[1] - width].any(1).all()):
-        # an empty prompt is refused where a micro-batch is scored by itself
-        return None
-    border = np.cumsum([0, *(len(each.input_ids) for each in rows)])
-    members = [np.arange(a, b) for a, b in itertools.pairwise(border)]
+    rows = [row for batch in batches for row in batch.tokens]
     pictures, token = None, cost.token
-    if sees:
-        images = _joined(each.pixels for each in rows), _joined(each.grids for each in rows)
-        config = transformer_of(model).config
-        forest, pictures = forest_with_images(input_ids, attention_mask, images, config)
-        if pictures is not None and cost.tower is not None:
-            token = _with_towers(token, cost.tower, forest, pictures)
-    else:
-        forest = PrefixForest.from_padded(input_ids, attention_mask)
+    if batches[0].config is not None:
+        pixels, grids = map(_joined, zip(*(batch.images for batch in batches), strict=True))
+        pictures = Pictures.from_batch(rows, pixels, grids, transformer_of(model).config)
+        rows = pictures.sequences
+    forest = PrefixForest.from_sequences(rows)
+    if pictures is not None and cost.tower is not None:
+        token = _with_towers(token, cost.tower, forest, pictures)
+    members = np.split(np.arange(len(rows)), np.cumsum([len(batch) for batch in batches])[:-1])
     tokens = [_distinct(forest, each) for each in members]
     budget = max(tokens) if max_tokens is None else max_tokens
-    trunks = plan_trunks(forest, budget, token, members)
+    trunks = planned(forest, budget, token, members)
+    if trunks is None:
+        return None
     extra = trunks.extra_tokens(budget, has_backward=True)
-    return WindowPlan(rows, trunks, pictures), sum(tokens) - forest.num_tokens - extra
-
-
-def open_window(
-    accelerator: Any,
-    model: nn.Module,
-    plan: WindowPlan,
-    width: int,
-    recompute: Recompute,
-    **options: Any,
-) -> KeptWindow | None:
-    """A window over the micro-batches of a plan.
-
-    None on all processes where recompute="auto" finds no room for the gradients of one of them.
-
-    Args:
-        accelerator: of the trainer.
-        model: wrapped or not, one that `is_kept`.
-        plan: of `plan_windows`.
-        width: C, the number of last columns, which are scored.
-        recompute: as in `kept_trunks`.
-        options: temperature and return_entropy, as in `kept_trunks`.
-    """
-    arguments = accelerator, model, plan, width, recompute
-    if recompute != "auto":
-        return KeptWindow(*arguments, **options)
-    window = None
-    # of its own plan, before anything runs, or of that of another process of FSDP2
-    with suppress(torch.OutOfMemoryError, ForestError):
-        window = KeptWindow(*arguments, **options)
-    missing = torch.tensor(int(window is None), device=accelerator.device)
-    if not int(accelerator.reduce(missing, "sum")):
-        return window
-    if window is not None:
-        window.abandon("another process cannot keep its trunks")
-    return None
+    return WindowPlan(batches, trunks, pictures), sum(tokens) - forest.num_tokens - extra
 
 
 def _with_towers(
@@ -320,20 +374,7 @@ def _with_towers(
     return replace(cost, token_bytes=own, graph_bytes=graph)
 
 
-def prompt_lengths(attention_mask: torch.Tensor, width: int) -> np.ndarray:
-    """The tokens of each row before its last `width` columns, int64 [B]."""
-    return attention_mask[:, : attention_mask.shape[1] - width].sum(1).cpu().numpy()
-
-
-def same_rows(rows: Rows, others: Rows) -> bool:
-    """Whether tokens, padding and images are the same."""
-    return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(rows, others, strict=True)
-    )
-
-
-def _joined(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     held = [part for part in parts if part is not None]
     return torch.cat(held) if held else None
 

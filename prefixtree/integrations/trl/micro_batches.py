@@ -70,13 +70,6 @@ def reunite(
             dimensions or None for the whole micro-batch. But for images: they are those of all
             rows, one after another, and num_images, B numbers, says how many each has.
         together: micro-batches of a block, a divisor of their number. Default: 1.
-
-    Returns:
-        As many micro-batches, without the entry that numbers the rows; and of each block its number
-        in the order in which rows were generated.
-
-    Raises:
-        UnsupportedError: an entry of another kind or size.
     """
     size = len(batches[0][ROW])
     # [blocks, rows]: where the rows of every run of neighbours stand
@@ -116,11 +109,6 @@ def warn_of_micro_batches(args: Any, aux_loss: bool = False, together: int = 1) 
     """Warns of settings that cut groups, and of losses that depend on the cut.
 
     The warnings point at the caller's caller.
-
-    Args:
-        args: the trainer's `GRPOConfig`.
-        aux_loss: whether the loss has the load-balancing loss of experts. Default: False.
-        together: as for `cut_groups`. Default: 1.
     """
     for message in (cut_groups(args, together), cut_losses(args, aux_loss)):
         if message:
@@ -133,10 +121,6 @@ def cut_groups(args: Any, together: int = 1) -> str:
     It says how often a prompt is computed, and which settings keep groups whole. Each micro-batch
     of each process is a run of `per_device_train_batch_size` neighbouring rows of the generation
     batch; each group is a run of `num_generations` rows.
-
-    Args:
-        args: the trainer's `GRPOConfig`.
-        together: neighbouring micro-batches that compute once what their rows share. Default: 1.
     """
     rows, group = args.per_device_train_batch_size, args.num_generations
     run = rows * together

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from prefixtree.errors import Refusal, is_set, refuse
+from prefixtree.errors import Refusal, UnsupportedError, is_set, refuse
 from prefixtree.experts.routers import loss_function
 from prefixtree.images.inputs import check_served
 from prefixtree.models.adapters import check_adapters
@@ -405,15 +406,7 @@ ASYNC_GRPO = (
 
 def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
     """Refuses a trainer that is not verified, sets the attention of its models and prepares their
-    recurrent layers.
-
-    Args:
-        trainer: a trainer of TRL with a model and perhaps a ref_model or a teacher_model.
-        verified: as for `check_arguments`. deepspeed: as for `check_distribution`.
-
-    Raises:
-        UnsupportedError: arguments, a distribution, images or a model.
-    """
+    recurrent layers."""
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     refuse(FAMILIES, trainer)
@@ -442,34 +435,18 @@ def _warn_of_attention(args: Any) -> None:
                 f"{setting}={{'attn_implementation': {name!r}}} is not used: packed rows need "
                 "'prefixtree', which the trainer sets. Leave it out (`prefixtree doctor` names the "
                 f"kernels that 'prefixtree' runs here), or use TRL's trainer for {name!r}",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
 def check_arguments(args: Any, verified: Collection[str] = ()) -> None:
-    """Refuses arguments (a `GRPOConfig`, `DPOConfig`, ...) that are not verified.
-
-    Args:
-        args: the trainer's arguments.
-        verified: names of arguments that are verified with this trainer, and not with all.
-
-    Raises:
-        UnsupportedError: with the argument and what to set.
-    """
+    """Refuses arguments (a `GRPOConfig`, `DPOConfig`, ...) that are not verified."""
     rows = (row for row in (*ARGUMENTS, *ALONE) if row.name not in verified)
     refuse(rows, args, place="with this trainer")
 
 
 def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
-    """Refuses ways to spread a model over processes that are not verified.
-
-    Args:
-        trainer: the trainer, made.
-        deepspeed: whether DeepSpeed is verified with this trainer. Default: False.
-
-    Raises:
-        UnsupportedError: with the way and what to use.
-    """
+    """Refuses ways to spread a model over processes that are not verified."""
     if not deepspeed:
         refuse([DEEPSPEED], trainer)
     if trainer.is_deepspeed_enabled:
@@ -482,11 +459,7 @@ def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
 
 
 def check_images(trainer: Any) -> None:
-    """Refuses a trainer with a processor of images that is not verified.
-
-    Raises:
-        UnsupportedError: a model without pictures on trees, or a setting.
-    """
+    """Refuses a trainer with a processor of images that is not verified."""
     config = transformer_of(trainer.model).config
     check_served(config.model_type, config.get_text_config())
     refuse(IMAGES, trainer)
@@ -494,14 +467,19 @@ def check_images(trainer: Any) -> None:
 
 
 def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
-    """Returns `recompute` if it is verified with the trainer's settings.
-
-    Raises:
-        UnsupportedError: with DeepSpeed or torch_compile.
-    """
+    """Returns `recompute` if it is verified with the trainer's settings."""
     if recompute is not None:
         refuse(RECOMPUTED, trainer, recompute=recompute)
     return recompute
+
+
+def check_prompts(empty: np.ndarray) -> None:
+    """Refuses the first row of a batch, bool [B], whose completion begins without a predictor."""
+    for bad in np.flatnonzero(empty)[:1]:
+        raise UnsupportedError(
+            f"row {bad} has an empty prompt: nothing predicts the first token of its completion; "
+            "give every prompt a token (a BOS token)"
+        )
 
 
 def check_attention(model: nn.Module) -> None:
@@ -510,12 +488,7 @@ def check_attention(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses a model that would not train exactly on packed forests, before it generates.
-
-    Raises:
-        UnsupportedError: a model type outside the allow-list, layers, RoPE, dropout (active or
-            about to be), and what `check_modules` and `check_adapters` refuse.
-    """
+    """Refuses a model that would not train exactly on packed forests, before it generates."""
     causal_lm = transformer_of(model)
     for config in (causal_lm.config, causal_lm.config.get_text_config()):
         check_config(config, training=True)

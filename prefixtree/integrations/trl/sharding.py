@@ -1,20 +1,30 @@
-"""Sharded models under TRL: the one setting of FSDP2 that is changed."""
+"""The beginning of every trainer of TRL on packed forests: checks, and the one setting of FSDP2
+that is changed."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from prefixtree.errors import Refusal, refuse
+from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
+from prefixtree.recompute.forward import Recompute
 
-class KeepsOutputs:
-    """A trainer of TRL whose models keep their outputs: see `keep_outputs`. Stands first of bases.
 
-    The accelerator is made within TRL's constructor, before it shards the models.
-    """
+class PackedTrainer:
+    """A trainer of TRL on packed forests. Stands first of bases."""
+
+    def _start(self, recompute: Recompute, rows: Iterable[Refusal] = (), **options: Any) -> None:
+        """Behind TRL's constructor: refuses what is not verified, and prepares the models."""
+        refuse(rows, self)
+        prepare_trainer(self, **options)
+        self._recompute = check_recompute(self, recompute)
 
     def create_accelerator_and_postprocess(self) -> None:
+        # within TRL's constructor, before it shards the models
         trainer: Any = super()
         trainer.create_accelerator_and_postprocess()
         this: Any = self
@@ -28,9 +38,6 @@ def keep_outputs(plugin: Any) -> None:
     By default accelerate casts the output of every sharded module to the parameters' dtype.
     bfloat16 keeps 8 bits of a log-probability. Without the cast, layers still return bfloat16, as
     they compute in it. Call this before a model is sharded.
-
-    Args:
-        plugin: accelerate's FullyShardedDataParallelPlugin.
     """
     policy = plugin.mixed_precision_policy
     if plugin.fsdp_version != 2 or policy is None:

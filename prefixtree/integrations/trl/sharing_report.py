@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.common import announce
+from prefixtree.integrations.core.work import Work
 from prefixtree.models.checks import transformer_of
-from prefixtree.sharing.near_misses import tokens_to_win
 
 DATA_SET_ADVICE = (
     "put samples that begin alike next to each other in the data set, set "
@@ -49,33 +49,21 @@ class SharingReport(TrainerCallback):
         self._settings = settings
         self._advice = advice
         self._metrics = trainer._metrics["train"]
-        self._tokens = self._distinct = 0
+        self._work = Work()
         self._done = False
         trainer.add_callback(self)
 
-    def begins(
+    def saw(
         self,
         forest: PrefixForest,
-        loss_masks: Sequence[np.ndarray],
+        masks: Sequence[np.ndarray] | None,
         computed: int | None = None,
     ) -> None:
-        """Takes a batch that is trained on, before its forward.
-
-        Args:
-            loss_masks: bool [n] per sequence, true where the policy sampled the token.
-            computed: the tokens that run for it. Default: its forest's.
-        """
-        replicated = forest.num_replicated_tokens
-        computed = forest.num_tokens if computed is None else computed
-        for name, value in (
-            ("replication_ratio", replicated / computed),
-            ("tokens_computed", computed),
-            ("tokens_saved", replicated - computed),
-            ("tokens_to_win", tokens_to_win(forest, loss_masks)),
-        ):
-            self._metrics[f"prefixtree/{name}"].append(float(value))
-        self._tokens += replicated
-        self._distinct += computed
+        """Takes a batch that is trained on; arguments as of `Work.of`."""
+        work = Work.of(forest, masks, computed)
+        for name, value in work.metrics("replication_ratio").items():
+            self._metrics[name].append(value)
+        self._work += work
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING:
@@ -87,21 +75,20 @@ class SharingReport(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._done:
             return
-        self._done = True
+        self._done, work = True, self._work
         if not state.is_world_process_zero:
             return
-        if self._distinct == 0:
+        if work.packed == 0:
             warnings.warn(
                 "the first optimiser step packed nothing: a subclass or a mixin computes "
                 "log-probabilities without the packed forward; call super() in the method that it "
                 "overrides",
                 stacklevel=2,
             )
-        elif self._tokens < 1.005 * self._distinct:
+        elif work.shares_nothing:
             warnings.warn(
-                f"the first optimiser step shared nothing: its micro-batches have {self._tokens} "
-                f"tokens, of which {self._distinct} are distinct (replication ratio "
-                f"{self._tokens / self._distinct:.2f}), so this trainer saves nothing; "
-                f"{self._advice}",
+                f"the first optimiser step shared nothing: its micro-batches have "
+                f"{work.replicated} tokens, of which {work.packed} are distinct (replication ratio "
+                f"{work.ratio:.2f}), so this trainer saves nothing; {self._advice}",
                 stacklevel=2,
             )

@@ -86,13 +86,6 @@ def tree_row_attention(
         tree_cu_seqlens_k: integers [S + 1], where their paths begin and end in tree_kv_index.
         tree_max_seqlen_q, tree_max_seqlen_k: the longest segment and path.
         kwargs: what the model passes on: scaling, sliding_window, softcap, position_ids, ...
-
-    Returns:
-        ([1, T, H, Dv], None).
-
-    Raises:
-        ForestError: keywords that are not a forest in depth-first order.
-        ValueError, UnsupportedError: as `attn_implementation="prefixtree"`.
     """
     mask = _mask_of(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k)
     segment, path = mask.longest
@@ -108,11 +101,7 @@ def tree_row_attention(
 
 
 def tree_row_mask(kv_index: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> TreeMask:
-    """TRL's keywords (see `tree_row_attention`) as a mask, on the CPU, all of them checked.
-
-    Raises:
-        ForestError: segments that are not a forest in depth-first order, or paths that are not its.
-    """
+    """TRL's keywords (see `tree_row_attention`) as a mask, on the CPU, all of them checked."""
     index, rows, paths = (
         x.detach().cpu().numpy().astype(np.int64) if isinstance(x, torch.Tensor) else np.asarray(x)
         for x in (kv_index, cu_seqlens_q, cu_seqlens_k)

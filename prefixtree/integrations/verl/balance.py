@@ -85,9 +85,6 @@ def balance(
         sequences: S token id arrays. groups: S labels, GRPO's uid for example.
         num_ranks, num_mini_batches: S is a multiple of their product.
         workload: as for `GroupCosts`.
-
-    Raises:
-        ValueError: S is no multiple.
     """
     count = len(sequences)
     if count % (num_ranks * num_mini_batches):
@@ -115,11 +112,7 @@ def deal(
     groups: list[list[int]], num_cells: int, size: int, costs: GroupCosts
 ) -> list[list[list[int]]]:
     """Groups into cells of exactly `size` samples: costly first, each where least has gathered;
-    then exchanges of groups of one size while they lower the costliest cell.
-
-    Returns:
-        Per cell the groups, or pieces of groups, in it.
-    """
+    then exchanges of groups of one size while they lower the costliest cell."""
     cells: list[list[list[int]]] = [[] for _ in range(num_cells)]
     room, load = [size] * num_cells, [0.0] * num_cells
 

@@ -1,13 +1,12 @@
-"""verl's batches: split into micro-batches by distinct tokens, packed, and their results put back
-into verl's jagged layout.
-
-Legend: B sequences, n tokens of one, R tokens of all, T distinct tokens.
-"""
+"""verl's batches: read once, split into micro-batches by distinct tokens, and results put back into
+verl's jagged layout. Legend: B sequences, n tokens of one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +16,37 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
-from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
-from prefixtree.images.pictures import Pictures
+from prefixtree.integrations.core.batch import Batch, on_host
+from prefixtree.integrations.core.trunks import all_keep, planned
 from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
-from prefixtree.planning.trunks import Trunks, plan_trunks
+from prefixtree.scoring.edges import SequenceScores
 
 #: Entries of a batch by `prefixtree_sync`: samples of a mini-batch over all ranks, and the token
 #: limit of micro-batches in training.
 MINI_BATCH, TRAINED_TOKENS = "prefixtree_mini_batch_size", "prefixtree_max_token_len_per_gpu"
 
 
-def sequences_of(data: TensorDict) -> list[np.ndarray]:
-    """Token ids of every sequence, int64 [n] each, on the host."""
-    input_ids = data["input_ids"]
-    values = input_ids.values().cpu().numpy()
-    return np.split(values, input_ids.offsets()[1:-1].cpu().numpy())
+def rows_of(data: TensorDict) -> Batch:
+    """The rows of a batch, by one copy from its device.
+
+    Scored is the response, the only part that verl reads log-probabilities of; everything where the
+    batch does not say what is prompt, or the caller wants the model's outputs themselves.
+    """
+    ids = data["input_ids"]
+    given = [data.get("prompts", None), data.get("responses", None)]
+    whole = tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
+    if whole or any(part is None or not part.is_nested for part in given):
+        given = []
+    values, offsets, *parts = on_host([ids.values(), *(x.offsets() for x in (ids, *given))])
+    masks = None
+    if parts and np.array_equal(parts[0] + parts[1], offsets):
+        lengths, prompts = np.diff(offsets), np.diff(parts[0])
+        masks = [np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)]
+    return Batch.jagged(np.split(values, offsets[1:-1]), masks, ids.device)
 
 
 def shown_of(data: TensorDict) -> list[dict[str, Any]]:
@@ -58,10 +69,8 @@ def mini_batches_of(data: TensorDict, ranks: int) -> list[tuple[int, TensorDict]
     """The mini-batches that a rank's batch will be trained in, each with its first row's number.
 
     Where each is scored by itself, as it will be trained, old log-probabilities and the reference's
-    are those of the same forwards. `prefixtree_sync` tells their size; without it the batch is one.
-
-    Args:
-        data: a batch that is scored. ranks: those that divide a mini-batch.
+    are those of the same forwards. `prefixtree_sync` tells their size over all ranks; without it
+    the batch is one.
     """
     size = tu.get_non_tensor_data(data=data, key=MINI_BATCH, default=None)
     each = len(data) if size is None else size // ranks
@@ -78,48 +87,40 @@ def mini_batches_of(data: TensorDict, ranks: int) -> list[tuple[int, TensorDict]
 
 def split(
     data: TensorDict,
+    rows: Batch,
     group: Any,
     ranks: int = 1,
     multiple: int = 1,
-    pictures: Pictures | None = None,
     borrow_cost: BorrowCost | None = None,
     has_backward: bool = True,
-    routes: Sequence[np.ndarray] | None = None,
 ) -> Sequence[MicroBatch]:
     """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
 
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
     sequences. Either way sequences that share are brought together: every sequence is in one
-    micro-batch, but not in the order given. With pictures, forests are of `pictures.sequences`.
-    `routes` are those of `PrefixForest.from_sequences`. With a `borrow_cost` (and a dynamic batch
-    size) they keep their trunks, for `kept_trunks`, where that computes less than cut trees on all
-    ranks together; `has_backward` says what is counted.
-
-    Raises:
-        ValueError: a sequence longer than that on any rank, or fewer sequences on
-            one than another needs micro-batches (all ranks raise); a number of sequences that the
-            fixed size does not divide, or that makes another number of micro-batches.
+    micro-batch, but not in the order given. With a `borrow_cost` (and a dynamic batch size) they
+    keep their trunks, for `kept_trunks`, where that computes less than cut trees on all ranks
+    together; `has_backward` says what is counted.
     """
-    sequences = sequences_of(data) if pictures is None else pictures.sequences
-    forest = PrefixForest.from_sequences(sequences, routes=routes)
+    forest, count = rows.forest, len(rows)
     if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
         size = data["micro_batch_size_per_gpu"]
-        if len(sequences) % size != 0:
+        if count % size != 0:
             raise ValueError(
-                f"{len(sequences)} sequences on a rank do not divide into micro-batches of "
+                f"{count} sequences on a rank do not divide into micro-batches of "
                 f"micro_batch_size_per_gpu={size}; change it or set use_dynamic_bsz=True"
             )
-        if len(sequences) // size % multiple != 0:
+        if count // size % multiple != 0:
             raise ValueError(
-                f"{len(sequences)} sequences on a rank make {len(sequences) // size} micro-batches "
+                f"{count} sequences on a rank make {count // size} micro-batches "
                 f"of micro_batch_size_per_gpu={size}, but virtual pipeline stages need a multiple "
                 f"of {multiple}; change it or set use_dynamic_bsz=True"
             )
         order = leaf_order(forest)
-        return [micro_batch_of(forest, order[i : i + size]) for i in range(0, len(order), size)]
+        return [micro_batch_of(forest, order[i : i + size]) for i in range(0, count, size)]
     max_tokens = data["max_token_len_per_gpu"] * ranks
-    (longest,) = largest([max(len(s) for s in sequences)], group)
+    (longest,) = largest([max(map(len, rows.tokens))], group)
     batches = None
     if longest <= max_tokens:
         batches = plan_micro_batches(forest, max_tokens, num_ranks=1)[0]
@@ -136,7 +137,7 @@ def split(
             "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
         )
     # the greatest of -n is minus the fewest
-    steps, minus_fewest = largest([len(batches), -len(sequences)], group)
+    steps, minus_fewest = largest([len(batches), -count], group)
     steps = -(-steps // multiple) * multiple
     if steps > -minus_fewest:
         raise ValueError(
@@ -159,32 +160,23 @@ def _with_trunks(
     Args:
         cut: the micro-batches that cut trees; None where a sequence of any rank does not fit.
     """
-    repeated = 0
+    repeated = None
     if cut is not None:
-        mine = sum(batch.num_tokens for batch in cut) - forest.num_tokens
-        (repeated,) = total([mine], group)
-        if repeated == 0:
+        repeated = sum(batch.num_tokens for batch in cut) - forest.num_tokens
+        if total([repeated], group) == [0]:
             return None
-
-    def planned(micro_batches: Sequence[np.ndarray] | None = None) -> Trunks | None:
-        try:
-            return plan_trunks(forest, max_tokens, borrow_cost, micro_batches)
-        except ForestError:
-            return None
-
-    trunks = planned()
+    trunks = planned(forest, max_tokens, borrow_cost)
     more = 0 if trunks is None else trunks.extra_tokens(max_tokens, has_backward)
-    failed, more = total([trunks is None, more], group)
-    if failed or (cut is not None and more >= repeated):
+    saved = None if repeated is None else repeated - more
+    if not all_keep(trunks is not None, saved, partial(total, group=group)):
         return None
     assert trunks is not None
     count, minus_fewest = largest([len(trunks.sequences), -forest.num_sequences], group)
     if count <= -minus_fewest and count > len(trunks.sequences):
-        trunks = planned(halved(trunks.sequences, count, forest))
+        parts = halved(trunks.sequences, count, forest)
+        trunks = planned(forest, max_tokens, borrow_cost, parts)
     (failed,) = total([trunks is None or len(trunks.sequences) < count], group)
-    if failed or trunks is None:
-        return None
-    return batches_with_trunks(trunks)
+    return None if failed or trunks is None else batches_with_trunks(trunks)
 
 
 def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) -> list[MicroBatch]:
@@ -212,11 +204,6 @@ def halved(members: Sequence[np.ndarray], count: int, forest: PrefixForest) -> l
     return found
 
 
-def rows_of(data: TensorDict, batch: MicroBatch) -> TensorDict:
-    """The rows of a batch that belong to a micro-batch, in its order."""
-    return tu.index_select_tensor_dict(data, batch.sequence_indices.tolist())
-
-
 def in_order(outputs: list[Any], indices: Sequence[np.ndarray]) -> Any:
     """The results of all micro-batches, of the rows with these numbers, in the order of the
     batch."""
@@ -226,45 +213,51 @@ def in_order(outputs: list[Any], indices: Sequence[np.ndarray]) -> Any:
     return postprocess_batch_func(output_lst=outputs, indices=rows, data=data)
 
 
-def scored_tokens(data: TensorDict) -> list[torch.Tensor] | None:
-    """Per sequence bool [n]: the response, the only part that verl reads log-probabilities of.
+class MicroRows(NamedTuple):
+    """The rows of a micro-batch in verl's layout, and on the host."""
 
-    None (score everything) where the batch does not say what is prompt, or the caller wants the
-    model's outputs themselves.
-    """
-    prompts, responses = data.get("prompts", None), data.get("responses", None)
-    if prompts is None or responses is None or not (prompts.is_nested and responses.is_nested):
-        return None
-    if tu.get_non_tensor_data(data=data, key="return_model_output", default=False):
-        return None
-    lengths = data["input_ids"].offsets().diff().cpu()
-    prompt_lengths = prompts.offsets().diff().cpu()
-    if not torch.equal(prompt_lengths + responses.offsets().diff().cpu(), lengths):
-        return None
-    return [
-        torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompt_lengths.tolist(), strict=True)
-    ]
+    data: TensorDict
+    rows: Batch
+
+    def to(self, device: Any) -> MicroRows:
+        """A copy whose data, and whose scores, are on a device."""
+        data = self.data.to(device)
+        return MicroRows(data, replace(self.rows, device=data["input_ids"].device))
 
 
-def shifted_to_jagged(per_sequence: list[torch.Tensor], like: Any) -> torch.Tensor:
-    """Values of tokens 1 .. n - 1 -> verl's layout: each stands at the token before, jagged [B, n].
-
-    The last entry of a sequence, which verl fills with a value nobody reads, is 0.
-
-    Args:
-        per_sequence: [n - 1] each, on the device of `like`. like: the jagged input_ids.
-    """
-    offsets = like.offsets()
-    flat = torch.cat(per_sequence)
-    has_next = torch.ones(int(offsets[-1]), dtype=torch.bool, device=flat.device)
-    has_next[offsets[1:] - 1] = False
-    full = flat.new_zeros(len(has_next)).masked_scatter(has_next, flat)
-    return torch.nested.nested_tensor_from_jagged(full, offsets)
+def micro_rows(data: TensorDict, rows: Batch, batch: MicroBatch) -> MicroRows:
+    """The rows of a batch that belong to a micro-batch, in its order."""
+    which = batch.sequence_indices.tolist()
+    return MicroRows(tu.index_select_tensor_dict(data, which), rows.take(which))
 
 
-def to_jagged(per_sequence: list[torch.Tensor], like: Any) -> torch.Tensor:
-    """Values of all tokens [n] each -> jagged [B, n]; `like` is the jagged input_ids."""
-    return torch.nested.nested_tensor_from_jagged(torch.cat(per_sequence), like.offsets())
+def score_options(data: TensorDict, rows: Batch) -> dict[str, Any]:
+    """Which tokens are scored, and how."""
+    return {
+        "temperature": tu.get(data, "temperature"),
+        "loss_mask": rows.masks,
+        "return_entropy": tu.get_non_tensor_data(data, "calculate_entropy", False),
+    }
+
+
+def scores_in_layout(
+    scores: SequenceScores, micro: MicroRows, more: dict[str, list[torch.Tensor]] | None = None
+) -> dict[str, torch.Tensor]:
+    """In verl's names and layout: each value stands at the token before its own, jagged [B, n]; the
+    last of a sequence, which verl fills with a value nobody reads, is 0."""
+    found = {"log_probs": scores.logprobs, **(more or {})}
+    if scores.entropy is not None:
+        found["entropy"] = scores.entropy
+    return {name: _nested(micro.rows.spread(x)[0], micro) for name, x in found.items()}
+
+
+def values_in_layout(values: list[torch.Tensor], micro: MicroRows) -> dict[str, torch.Tensor]:
+    """A critic's values [n, 1] of all tokens, jagged [B, n]."""
+    return {"values": _nested(torch.cat(values)[:, 0], micro)}
+
+
+def _nested(values: torch.Tensor, micro: MicroRows) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, micro.data["input_ids"].offsets())
 
 
 def largest(numbers: list[int], group: Any) -> list[int]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -23,7 +24,6 @@ from verl.utils.ulysses import (
     set_ulysses_sequence_parallel_group,
 )
 
-from prefixtree.integrations.verl.batches import shifted_to_jagged
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.packing.layout import PackedForest
 from prefixtree.scoring.edges import SequenceScores
@@ -52,7 +52,7 @@ class TopK:
         loss_function: Callable[..., Any],
         data: TensorDict,
         packed: PackedForest,
-        loss_mask: Sequence[torch.Tensor] | None,
+        loss_mask: Sequence[np.ndarray] | None,
     ) -> None:
         self._loss = loss_function
         self._ids = data["teacher_ids"].values().to(packed.device)
@@ -64,7 +64,7 @@ class TopK:
         edge_of = packed.unpack(number)
         if loss_mask is not None:
             edge_of = [
-                torch.where(mask.to(e.device), e, -1)
+                torch.where(torch.from_numpy(mask).to(e.device), e, -1)
                 for e, mask in zip(edge_of, loss_mask, strict=True)
             ]
         # of the first token of a sequence -1, as it has no predictor
@@ -87,15 +87,10 @@ class TopK:
         return torch.cat(found, 1)
 
     def outputs(
-        self, scores: SequenceScores, input_ids: torch.Tensor, sequences: Sequence[int]
-    ) -> dict[str, torch.Tensor]:
-        """The entries that verl's engine puts beside log_probs: name -> jagged [b, n], each number
-        at the token before, 0 where nothing is scored.
-
-        Args:
-            scores: those of b sequences. input_ids: theirs, jagged [b, n].
-            sequences: which of the batch's they are.
-        """
+        self, scores: SequenceScores, sequences: Sequence[int]
+    ) -> dict[str, list[torch.Tensor]]:
+        """The entries that verl's engine puts beside log_probs: [n - 1] for each of these sequences
+        of the batch, 0 where nothing is scored."""
         assert scores.measured is not None
         of_copies = []
         for values, sequence in zip(scores.measured, sequences, strict=True):
@@ -104,8 +99,7 @@ class TopK:
             index = which[:, None, None].expand(-1, 1, each.shape[2])
             of_copies.append(each.gather(1, index)[:, 0])
         return {
-            name: shifted_to_jagged([values[:, at] for values in of_copies], input_ids)
-            for at, name in enumerate(self._names)
+            name: [values[:, at] for values in of_copies] for at, name in enumerate(self._names)
         }
 
     def _of(self, logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

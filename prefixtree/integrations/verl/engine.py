@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,21 +28,24 @@ from verl.workers.engine.fsdp.transformer_impl import (
 )
 from verl.workers.engine.utils import detach_tree
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.images.pictures import Pictures
+from prefixtree.integrations.core.batch import Batch
+from prefixtree.integrations.core.trunks import is_kept, token_cost
+from prefixtree.integrations.core.work import Work
 from prefixtree.integrations.verl.batches import (
     TRAINED_TOKENS,
+    MicroRows,
     count_tokens,
     in_order,
+    micro_rows,
     mini_batches_of,
     rows_of,
-    scored_tokens,
-    shifted_to_jagged,
+    score_options,
+    scores_in_layout,
     split,
-    to_jagged,
+    values_in_layout,
 )
 from prefixtree.integrations.verl.distillation import TopK, wants_topk
-from prefixtree.integrations.verl.metrics import NAME, MeteredEngine, Work
+from prefixtree.integrations.verl.metrics import NAME, MeteredEngine, work_of
 from prefixtree.integrations.verl.pictures import (
     check_positions,
     check_unpatched,
@@ -53,9 +56,8 @@ from prefixtree.integrations.verl.pictures import (
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
     RECOMPUTE,
-    check_compile,
+    check_override,
     check_pictures,
-    check_recompute,
     check_settings,
     check_step,
 )
@@ -66,14 +68,23 @@ from prefixtree.planning.costs import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
-from prefixtree.scoring.in_steps import borrow_cost
-from prefixtree.scoring.kept_runs import KeptRuns, check_kept
+from prefixtree.scoring.kept_runs import KeptRuns
 from prefixtree.scoring.kept_trunks import kept_trunks, kept_values
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 
+
+class Call(NamedTuple):
+    """A mini-batch that verl wants to be run, and its rows on the host."""
+
+    data: TensorDict
+    rows: Batch
+    loss_function: Callable[..., Any] | None
+    forward_only: bool
+
+
 # from a micro-batch that is scored to what verl's loss reads
-_OutputsOf = Callable[[TensorDict], dict[str, Any]]
+_OutputsOf = Callable[[MicroRows], dict[str, Any]]
 # an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
 
@@ -98,11 +109,11 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         self.sees = getattr(hf_config, "vision_config", None) is not None
         if self.packs:
             check_settings(model_config, engine_config, self.model_output)
-        self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
-        check_recompute(self.recompute, self.packs)
-        compiles = vars(hf_config).pop(COMPILE, None)
+        recompute, compiles = (vars(hf_config).pop(name, None) for name in (RECOMPUTE, COMPILE))
+        instead, strategy = "enable_gradient_checkpointing", engine_config.strategy
+        self.recompute: Recompute = check_override(RECOMPUTE, recompute, self.packs, instead)
         is_served = self.packs and self.model_output == "log_probs"
-        self.compiles = check_compile(compiles, is_served, engine_config.strategy)
+        self.compiles = bool(check_override(COMPILE, compiles, is_served, strategy=strategy))
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -133,15 +144,12 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """All micro-batches of a batch, gradients accumulated; results in the order of the batch.
-
-        Raises:
-            UnsupportedError, ValueError: see `check_step`, `pictures_of` and `split`.
-        """
+        """All micro-batches of a batch, gradients added; results in the order of the batch."""
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
         serves_topk = self.model_output == "log_probs"
-        check_step(data, loss_function, forward_only, self.sees, serves_topk)
+        takes = {"sees": self.sees, "serves_topk": serves_topk}
+        check_step(data, loss_function, forward_only, **takes)
         tu.assign_non_tensor(
             data,
             sp_size=self.ulysses_sequence_parallel_size,
@@ -155,36 +163,30 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         indices: list[np.ndarray] = []
         self._work = Work()
         for first, part in parts:
-            found, batches = self._forwards_and_backwards(part, loss_function, forward_only)
+            call = Call(part, rows_of(part), loss_function, forward_only)
+            found, batches = self._forwards_and_backwards(call)
             outputs += found
             indices += [first + batch.sequence_indices for batch in batches]
         if self.sees and not forward_only:
             fill_gradients_of_tower(self.module)
         return in_order(outputs, indices)
 
-    def _forwards_and_backwards(
-        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
-    ) -> tuple[list[Any], Sequence[MicroBatch]]:
+    def _forwards_and_backwards(self, call: Call) -> tuple[list[Any], Sequence[MicroBatch]]:
         """The results of all micro-batches of a mini-batch, and these."""
+        data, rows, _, forward_only = call
         group = self.get_data_parallel_group()
-        pictures = self._pictures_of(data, group) if self.sees else None
+        if self.sees:
+            self._find_pictures(data, rows, group)
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
         as_trained = not forward_only or self._plans_as_trained(data)
-        batches = split(
-            data,
-            group,
-            self.ulysses_sequence_parallel_size,
-            pictures=pictures,
-            borrow_cost=self._borrow_cost(as_trained),
-            has_backward=as_trained,
-        )
-        sampled = None if forward_only else scored_tokens(data)
-        self._work = self._work.plus(Work.of(batches, sampled))
+        cost, ranks = self._borrow_cost(as_trained), self.ulysses_sequence_parallel_size
+        batches = split(data, rows, group, ranks, borrow_cost=cost, has_backward=as_trained)
+        self._work += work_of(batches, None if forward_only else rows.masks)
         outputs = []
         no_graph = torch.no_grad() if forward_only else nullcontext()
-        with no_graph, self._kept(data, batches, loss_function, pictures) as kept:
+        with no_graph, self._kept(call, batches) as kept:
             for step, batch in enumerate(batches):
                 # backwards of trunks come in between, so each is reduced
                 last = step == len(batches) - 1 or kept is not None
@@ -198,9 +200,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
                     if kept is not None:
                         with self._autocast():
                             outputs_of = next(kept)
-                    loss, output = self._step(
-                        data, batch, loss_function, forward_only, pictures, outputs_of
-                    )
+                    loss, output = self._step(call, batch, outputs_of)
                     if not forward_only:
                         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                     if not keep_outputs:
@@ -208,14 +208,13 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
                 outputs.append(output)
         return outputs, batches
 
-    def _pictures_of(self, data: TensorDict, group: Any) -> Pictures | None:
-        """The pictures of a batch, checked; None where no rank has any."""
+    def _find_pictures(self, data: TensorDict, rows: Batch, group: Any) -> None:
+        """Gives a batch its pictures, checked; None where no rank has any."""
         check_unpatched(self.module)
-        pictures = pictures_of(data, self.model_config.hf_config, group)
-        if pictures is not None:
+        rows.pictures = pictures_of(data, rows, self.model_config.hf_config, group)
+        if rows.pictures is not None:
             check_pictures(self.engine_config)
-        check_positions(data, pictures, self.module)
-        return pictures
+        check_positions(data, rows, self.module)
 
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
@@ -229,35 +228,21 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
 
     def _borrow_cost(self, as_trained: bool) -> BorrowCost | None:
         """The cost of a kept trunk's token; None where trees are cut instead."""
-        if self.pad_to_length or self.ulysses_parallel_group is not None:
-            return None
-        try:
-            check_kept(self.module)
-        except UnsupportedError:
+        divided = self.pad_to_length or self.ulysses_parallel_group is not None
+        if divided or not is_kept(self.module):
             return None
         if as_trained not in self._costs:
-            self._costs[as_trained] = self._read_cost(as_trained)
+            # without a graph a token takes little beside the keys and values of a trunk's
+            recompute: Recompute = "all"
+            if as_trained:
+                checkpoints = self.model_config.enable_gradient_checkpointing
+                recompute = self.recompute or ("all" if checkpoints else "nothing")
+            self._costs[as_trained] = token_cost(self.module, recompute)
         return self._costs[as_trained]
-
-    def _read_cost(self, as_trained: bool) -> BorrowCost | None:
-        # without a graph a token takes little beside the keys and values of a trunk's
-        recompute: Recompute = "all"
-        if as_trained:
-            checkpoints = self.model_config.enable_gradient_checkpointing
-            recompute = self.recompute or ("all" if checkpoints else "nothing")
-        try:
-            with torch.enable_grad():
-                return borrow_cost(self.module, recompute)
-        except UnsupportedError:
-            return None
 
     @contextmanager
     def _kept(
-        self,
-        data: TensorDict,
-        batches: Sequence[MicroBatch],
-        loss_function: Callable[..., Any] | None,
-        pictures: Pictures | None,
+        self, call: Call, batches: Sequence[MicroBatch]
     ) -> Iterator[Iterator[_OutputsOf] | None]:
         """The outputs of micro-batches that keep trunks; None for others."""
         if getattr(batches, "trunks", None) is None:
@@ -266,49 +251,35 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         with ExitStack() as stack:
             # trunks run as the forwards of a micro-batch do
             with self._autocast():
-                outputs = self._kept_outputs(data, batches, loss_function, pictures)
-                kept = stack.enter_context(outputs)
+                kept = stack.enter_context(self._kept_outputs(call, batches))
             yield kept
 
     def _kept_outputs(
-        self,
-        data: TensorDict,
-        batches: Sequence[MicroBatch],
-        loss_function: Callable[..., Any] | None,
-        pictures: Pictures | None,
+        self, call: Call, batches: Sequence[MicroBatch]
     ) -> AbstractContextManager[Iterator[_OutputsOf]]:
         """A context with the outputs of each micro-batch, as a function of its rows."""
         raise NotImplementedError
 
     # ---- a micro-batch -----------------------------------------------------------------------
 
-    def _step(
-        self,
-        data: TensorDict,
-        batch: MicroBatch,
-        loss_function: Callable[..., Any] | None,
-        forward_only: bool,
-        pictures: Pictures | None,
-        outputs_of: _OutputsOf | None,
-    ) -> Any:
+    def _step(self, call: Call, batch: MicroBatch, outputs_of: _OutputsOf | None) -> Any:
         """Runs the model over one micro-batch of a batch, unless it is scored already, and verl's
         loss over what comes out."""
-        micro_batch = rows_of(data, batch).to(get_device_id())
-        device = get_device_name()
+        micro = micro_rows(call.data, call.rows, batch).to(get_device_id())
         with self._autocast():
             if outputs_of is None:
                 bucket = self.pad_to_length_bucket if self.pad_to_length else None
-                packed = pack(batch.forest, bucket).to(device)
-                model_output = self._model_output(micro_batch, packed, pictures, loss_function)
+                packed = pack(batch.forest, bucket).to(get_device_name())
+                model_output = self._model_output(call, micro, packed)
             else:
-                model_output = outputs_of(micro_batch)
-            if loss_function is None:
-                assert forward_only, "a training step needs a loss function"
-                loss, metrics = torch.tensor(1.0, device=device), {}
+                model_output = outputs_of(micro)
+            if call.loss_function is None:
+                assert call.forward_only, "a training step needs a loss function"
+                loss, metrics = torch.tensor(1.0, device=get_device_name()), {}
             else:
-                loss, metrics = loss_function(
+                loss, metrics = call.loss_function(
                     model_output=model_output,
-                    data=micro_batch,
+                    data=micro.data,
                     dp_group=self.get_data_parallel_group(),
                 )
         output = {
@@ -323,13 +294,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
-    def _model_output(
-        self,
-        micro_batch: TensorDict,
-        packed: PackedForest,
-        pictures: Pictures | None,
-        loss_function: Callable[..., Any] | None,
-    ) -> dict[str, Any]:
+    def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -339,38 +304,28 @@ class PackedActorEngine(_FsdpEngine):
 
     model_output = "log_probs"
 
-    def _model_output(
-        self,
-        micro_batch: TensorDict,
-        packed: PackedForest,
-        pictures: Pictures | None,
-        loss_function: Callable[..., Any] | None,
-    ) -> dict[str, Any]:
+    def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
         """log_probs, entropy where asked for, and what a distillation loss gives per token: jagged
         [B, n], 0 outside the response."""
         top_k = None
-        if wants_topk(micro_batch) and loss_function is not None:
-            top_k = TopK(loss_function, micro_batch, packed, scored_tokens(micro_batch))
+        if wants_topk(call.data) and call.loss_function is not None:
+            top_k = TopK(call.loss_function, micro.data, packed, micro.rows.masks)
         scores = sequence_logprobs(
             self.module,
             packed,
-            **_score_options(micro_batch),
+            **score_options(*micro),
             measure=None if top_k is None else top_k.measure,
             recompute=self.recompute,
             # verl's engine reads logits alone, whatever the model's config asks for
             output_router_logits=False,
             group=self.ulysses_parallel_group,
-            pictures=pictures,
+            pictures=call.rows.pictures,
         )
-        return _outputs_of(scores, top_k, range(len(scores.logprobs)), micro_batch)
+        return _outputs_of(scores, top_k, range(len(scores.logprobs)), micro)
 
     @contextmanager
     def _kept_outputs(
-        self,
-        data: TensorDict,
-        batches: Sequence[MicroBatch],
-        loss_function: Callable[..., Any] | None,
-        pictures: Pictures | None,
+        self, call: Call, batches: Sequence[MicroBatch]
     ) -> Iterator[Iterator[_OutputsOf]]:
         top_k: TopK | None = None
 
@@ -378,48 +333,33 @@ class PackedActorEngine(_FsdpEngine):
             assert top_k is not None
             return top_k.measure(logits, edges)
 
-        measured = loss_function if wants_topk(data) else None
+        measured = call.loss_function if wants_topk(call.data) else None
         with kept_trunks(
             self.module,
             batches,
-            **_score_options(data),
+            **score_options(call.data, call.rows),
             recompute=self.recompute,
-            measure=None if measured is None else measure,
-            pictures=pictures,
             output_router_logits=False,
+            measure=None if measured is None else measure,
+            pictures=call.rows.pictures,
         ) as kept:
             if measured is not None:
                 assert isinstance(kept, KeptRuns)
                 # edges have their numbers in the forest of the whole batch
-                top_k = TopK(measured, data, kept.packed, scored_tokens(data))
+                top_k = TopK(measured, call.data, kept.packed, call.rows.masks)
             yield (
                 partial(_outputs_of, scores, top_k, batch.sequence_indices.tolist())
                 for batch, scores in kept
             )
 
 
-def _score_options(data: TensorDict) -> dict[str, Any]:
-    """Which tokens of a batch are scored, and how."""
-    return {
-        "temperature": tu.get(data, "temperature"),
-        "loss_mask": scored_tokens(data),
-        "return_entropy": tu.get_non_tensor_data(data, "calculate_entropy", False),
-    }
-
-
 def _outputs_of(
-    scores: SequenceScores,
-    top_k: TopK | None,
-    sequences: Sequence[int],
-    micro_batch: TensorDict,
+    scores: SequenceScores, top_k: TopK | None, sequences: Sequence[int], micro: MicroRows
 ) -> dict[str, torch.Tensor]:
     """In verl's names and layout; with what a distillation loss gives, of these sequences of the
     batch that it was made for."""
-    input_ids = micro_batch["input_ids"]
-    outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
-    if scores.entropy is not None:
-        outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
-    return outputs if top_k is None else outputs | top_k.outputs(scores, input_ids, sequences)
+    more = {} if top_k is None else top_k.outputs(scores, sequences)
+    return scores_in_layout(scores, micro, more)
 
 
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)
@@ -459,30 +399,16 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
 
-    def _model_output(
-        self,
-        micro_batch: TensorDict,
-        packed: PackedForest,
-        pictures: Pictures | None,
-        loss_function: Callable[..., Any] | None,
-    ) -> dict[str, Any]:
+    def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
         """values, jagged [B, n]."""
         values = sequence_values(
             self.module, packed, recompute=self.recompute, group=self.ulysses_parallel_group
         )
-        return _values_of(values, micro_batch)
+        return values_in_layout(values, micro)
 
     @contextmanager
     def _kept_outputs(
-        self,
-        data: TensorDict,
-        batches: Sequence[MicroBatch],
-        loss_function: Callable[..., Any] | None,
-        pictures: Pictures | None,
+        self, call: Call, batches: Sequence[MicroBatch]
     ) -> Iterator[Iterator[_OutputsOf]]:
         with kept_values(self.module, batches, recompute=self.recompute) as kept:
-            yield (partial(_values_of, values) for _, values in kept)
-
-
-def _values_of(values: list[torch.Tensor], micro_batch: TensorDict) -> dict[str, torch.Tensor]:
-    return {"values": to_jagged([v[:, 0] for v in values], micro_batch["input_ids"])}
+            yield (partial(values_in_layout, values) for _, values in kept)

@@ -33,22 +33,23 @@ from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_s
 from prefixtree.integrations.megatron.checks import find_model
 from prefixtree.integrations.megatron.routers import recording
 from prefixtree.integrations.verl.batches import (
+    MicroRows,
     count_tokens,
     in_order,
+    micro_rows,
     rows_of,
-    scored_tokens,
-    shifted_to_jagged,
+    score_options,
+    scores_in_layout,
     split,
-    to_jagged,
+    values_in_layout,
 )
-from prefixtree.integrations.verl.metrics import MeteredEngine, Work
+from prefixtree.integrations.verl.metrics import MeteredEngine, work_of
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
     PROVIDER,
     RECOMPUTE,
-    check_compile,
     check_megatron_settings,
-    check_recompute,
+    check_override,
     check_step,
 )
 from prefixtree.integrations.verl.routes import (
@@ -77,12 +78,9 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         hf_config = model_config.hf_config
         self._read_attention(hf_config)
         # Megatron has settings of its own for them
-        check_recompute(
-            vars(hf_config).pop(RECOMPUTE, None),
-            False,
-            instead="override_transformer_config.recompute_granularity",
-        )
-        check_compile(vars(hf_config).pop(COMPILE, None), False, "megatron")
+        instead = "override_transformer_config.recompute_granularity"
+        for name in (RECOMPUTE, COMPILE):
+            check_override(name, vars(hf_config).pop(name, None), False, instead)
         if self.packs:
             check_megatron_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -100,28 +98,21 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """All micro-batches of a batch through the pipeline, gradients accumulated.
-
-        Returns:
-            On the last stage results in the order of the batch, on the others nothing.
-
-        Raises:
-            UnsupportedError, ValueError: see `check_step` and `split`.
-        """
+        """All micro-batches of a batch through the pipeline, gradients accumulated."""
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
         check_step(data, loss_function, forward_only, replays=True)
         config, mode = self.tf_config, self.engine_config.router_replay.mode
-        records, routes = is_recorded(data, mode, forward_only), None
+        records, rows = is_recorded(data, mode, forward_only), rows_of(data)
         if records:
             check_stages(config)
         if asks_for_routes(data) and not records:
-            routes = routes_of(data, mode, config)
+            rows.routes = routes_of(data, mode, config)
         self._recorded = [] if records else None
         group = self.get_data_parallel_group()
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         multiple = config.microbatch_group_size_per_vp_stage if stages > 1 else 1
-        batches = split(data, group, multiple=multiple, routes=routes)
+        batches = split(data, rows, group, multiple=multiple)
         tu.assign_non_tensor(
             data,
             sp_size=1,
@@ -129,10 +120,12 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             batch_num_tokens=count_tokens(data, group),
             num_micro_batch=len(batches),
         )
-        self._work = Work.of(batches, None if forward_only else scored_tokens(data))
+        self._work = work_of(batches, None if forward_only else rows.masks)
         size = config.tensor_model_parallel_size if config.sequence_parallel else None
         # packed once, for all virtual stages
-        micro_batches = [(rows_of(data, batch), pack(batch.forest, size)) for batch in batches]
+        micro_batches = [
+            (micro_rows(data, rows, batch), pack(batch.forest, size)) for batch in batches
+        ]
         postprocess = partial(
             self.postprocess_micro_batch_func,
             forward_only=forward_only,
@@ -177,17 +170,17 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             return super().forward_step(
                 batch_iter, model, logits_processor_func, postprocess_micro_batch_func
             )
-        batch, packed = next(batch_iter)
-        batch, packed = batch.to(get_device_id()), packed.to(get_device_name())
+        micro, packed = next(batch_iter)
+        micro, packed = micro.to(get_device_id()), packed.to(get_device_name())
         if self._recorded is None:
-            output = self._outputs(model, batch, packed)
+            output = self._outputs(model, micro, packed)
         else:
             with recording(find_model(model)) as chosen:
-                output = self._outputs(model, batch, packed)
+                output = self._outputs(model, micro, packed)
             self._recorded.append(to_jagged_routes(packed.unpack(chosen())))
-        return output, partial(postprocess_micro_batch_func, data=batch)
+        return output, partial(postprocess_micro_batch_func, data=micro.data)
 
-    def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
+    def _outputs(self, model: Any, micro: MicroRows, packed: PackedForest) -> Any:
         raise NotImplementedError
 
 
@@ -195,30 +188,22 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
 class PackedMegatronActorEngine(_MegatronEngine):
     """Actor and reference: log-probabilities and entropies."""
 
-    def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
+    def _outputs(self, model: Any, micro: MicroRows, packed: PackedForest) -> Any:
         """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response; on stages
         before the last the hidden states."""
         scores = tree_logprobs(
             model,
             packed,
-            temperature=tu.get(batch, "temperature"),
-            loss_mask=scored_tokens(batch),
-            return_entropy=tu.get_non_tensor_data(batch, "calculate_entropy", False),
+            **score_options(*micro),
         )
-        if isinstance(scores, torch.Tensor):
-            return scores
-        input_ids = batch["input_ids"]
-        outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
-        if scores.entropy is not None:
-            outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
-        return outputs
+        return scores if isinstance(scores, torch.Tensor) else scores_in_layout(scores, micro)
 
 
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)
 class PackedMegatronCriticEngine(_MegatronEngine, MegatronEngineWithValueHead):
     """Critic: a value at every token."""
 
-    def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
+    def _outputs(self, model: Any, micro: MicroRows, packed: PackedForest) -> Any:
         """values, jagged [B, n], which `prepare_model_outputs` names; or the hidden states."""
         output = tree_outputs(model, packed)
         if not find_model(model).post_process:
@@ -228,4 +213,4 @@ class PackedMegatronCriticEngine(_MegatronEngine, MegatronEngineWithValueHead):
                 f"the critic returned {list(output.shape)}, expected one value per token, "
                 f"{[1, packed.num_tokens, 1]}"
             )
-        return to_jagged(packed.unpack(output[0, :, 0]), batch["input_ids"])
+        return values_in_layout(packed.unpack(output[0]), micro)["values"]

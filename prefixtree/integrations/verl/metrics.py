@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,66 +20,23 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.flops_counter import FlopsCounter
 
 from prefixtree.integrations.common import announce
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.integrations.core.work import Work
 from prefixtree.planning.micro_batch import MicroBatch
-from prefixtree.sharing.near_misses import tokens_to_win
 
 
-@dataclass
-class Work:
-    """The work of one rank in one call, summed over its micro-batches.
-
-    Attributes:
-        replicated: tokens of all sequences. packed: distinct ones, padding left out.
-        squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens.
-        to_win: tokens that run again behind forks that the policy did not sample; None where
-            nobody looked.
-    """
-
-    replicated: int = 0
-    packed: int = 0
-    squares: int = 0
-    to_win: int | None = None
-
-    def plus(self, other: Work) -> Work:
-        """The work of both."""
-        return Work(
-            self.replicated + other.replicated,
-            self.packed + other.packed,
-            self.squares + other.squares,
-            None if other.to_win is None else (self.to_win or 0) + other.to_win,
-        )
-
-    @classmethod
-    def of(
-        cls, batches: Iterable[MicroBatch], sampled: Sequence[torch.Tensor] | None = None
-    ) -> Work:
-        """The work of micro-batches.
-
-        Args:
-            sampled: bool [n] per sequence of the batch, true where the policy sampled the token.
-                Default: nobody looks for what runs again.
-        """
-        work = cls(to_win=None if sampled is None else 0)
-        parts = [(batch.forest, batch.sequence_indices.tolist()) for batch in batches]
-        if (trunks := getattr(batches, "trunks", None)) is not None:
-            # all of them compute a token once
-            parts = [(trunks.forest, list(range(trunks.forest.num_sequences)))]
-        for forest, sequences in parts:
-            position, length = forest.node_position.astype(np.int64), forest.node_length
-            work.replicated += forest.num_replicated_tokens
-            work.packed += forest.num_tokens
-            # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
-            work.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
-            if sampled is not None:
-                masks = [sampled[i].numpy() for i in sequences]
-                work.to_win = (work.to_win or 0) + tokens_to_win(forest, masks)
-        return work
+def work_of(batches: Sequence[MicroBatch], masks: Sequence[np.ndarray] | None = None) -> Work:
+    """The work of micro-batches; with masks, bool [n] per sequence of the batch, true where the
+    policy sampled the token, also what runs again."""
+    if (trunks := getattr(batches, "trunks", None)) is not None:
+        # all of them compute a token once
+        return Work.of(trunks.forest, masks)
+    found = (Work.of(b.forest, None if masks is None else b.take(masks)) for b in batches)
+    return sum(found, Work())
 
 
 def warn_if_nothing_is_shared(work: Work) -> None:
     """Warns of a mini-batch that packing did not make smaller, on the first rank."""
-    if dist.get_rank() == 0 and work.replicated < 1.005 * work.packed:
+    if dist.get_rank() == 0 and work.shares_nothing:
         warnings.warn(
             f"the first mini-batch shared nothing: rank 0 had {work.replicated} tokens, of which "
             f"{work.packed} are distinct, so packing saves nothing. Keep the samples of a prompt "
@@ -93,25 +49,15 @@ def warn_if_nothing_is_shared(work: Work) -> None:
 def work_metrics(
     work: Work, counter: FlopsCounter, seconds: float, forward_only: bool
 ) -> dict[str, list[float]]:
-    """verl's metrics of one call on one rank: lists of one number, which verl averages.
-
-    Args:
-        work: what was computed. counter: verl's, for the model.
-        seconds: how long it took. forward_only: without a backward, a third of the FLOPs.
-    """
-    metrics = {
-        "prefixtree/replicated_over_packed": [work.replicated / work.packed],
-        "prefixtree/packed_tokens_per_second": [work.packed / seconds],
-        "prefixtree/tokens_computed": [float(work.packed)],
-        "prefixtree/tokens_saved": [float(work.replicated - work.packed)],
-    }
-    if work.to_win is not None:
-        metrics["prefixtree/tokens_to_win"] = [float(work.to_win)]
+    """verl's metrics of one call on one rank: lists of one number, which verl averages."""
+    metrics = {name: [x] for name, x in work.metrics("replicated_over_packed").items()}
+    metrics["prefixtree/packed_tokens_per_second"] = [work.packed / seconds]
     formula = _formula(counter)
     if formula is not None:
         a, b, promised = formula
         flops = a * work.packed + b * work.squares
         mfu = flops / seconds / promised
+        # without a backward, a third of the FLOPs
         metrics["prefixtree/mfu"] = [mfu / 3 if forward_only else mfu]
     return metrics
 

@@ -18,7 +18,8 @@ from verl.workers.engine.fsdp import transformer_impl
 from prefixtree.errors import UnsupportedError
 from prefixtree.images.pictures import Pictures
 from prefixtree.images.vision import positions_alone, tower_of
-from prefixtree.integrations.verl.batches import largest, sequences_of, shown_of
+from prefixtree.integrations.core.batch import Batch
+from prefixtree.integrations.verl.batches import largest, shown_of
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
 
@@ -27,16 +28,8 @@ _PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
 _LEFT_OUT = ("images_seqlens", "mm_token_type_ids")
 
 
-def pictures_of(data: TensorDict, config: Any, group: Any) -> Pictures | None:
-    """The pictures of a batch; None where no rank of the group has any.
-
-    Args:
-        data: verl's batch. config: of the model. group: the data-parallel ranks, which all call.
-
-    Raises:
-        UnsupportedError: arguments of other processors than Qwen's.
-        ForestError, ValueError: see `Pictures.from_batch`.
-    """
+def pictures_of(data: TensorDict, batch: Batch, config: Any, group: Any) -> Pictures | None:
+    """The pictures of a batch; None where no rank of the group has any. All ranks call it."""
     rows = shown_of(data)
     taken = {_PIXELS, _GRIDS, *_LEFT_OUT}
     if unknown := sorted({name for row in rows for name in row} - taken):
@@ -49,7 +42,7 @@ def pictures_of(data: TensorDict, config: Any, group: Any) -> Pictures | None:
     known = {id(row[_PIXELS]): _apart(row) for row in held}
     pixels = [picture for row in held for picture in known[id(row[_PIXELS])]]
     grids = torch.cat([row[_GRIDS] for row in held]) if held else None
-    pictures = Pictures.from_batch(sequences_of(data), pixels or None, grids, config)
+    pictures = Pictures.from_batch(batch.tokens, pixels or None, grids, config)
     (shown,) = largest([len(pictures)], group)
     return pictures if shown else None
 
@@ -67,26 +60,20 @@ def _apart(row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     return row[_PIXELS].split(counts)
 
 
-def check_positions(data: TensorDict, pictures: Pictures | None, module: nn.Module) -> None:
+def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
     """Refuses a batch whose positions are not those that the model computes for each sequence.
 
-    Args:
-        data: its position_ids are jagged, [B, n] or [B, 4, n]: positions in the text, then those of
-            3-D RoPE.
-        pictures: of the batch, None for text alone. module: the model, wrapped or not.
-
-    Raises:
-        UnsupportedError: with the first sequence whose positions differ.
+    They are jagged, [B, n] or [B, 4, n]: positions in the text, then those of 3-D RoPE.
     """
     transformer = transformer_of(module)
     values = data["position_ids"].values().cpu()
     if values.ndim == 1:
         # the model takes these for all rows
         values = values.expand(4, -1)
-    sequences = sequences_of(data)
-    numbers = [[]] * len(sequences) if pictures is None else pictures.of_sequences
+    pictures, sequences = batch.pictures, batch.tokens
+    numbers: list[list[int]] = [[]] * len(sequences)
     if pictures is not None:
-        sequences = pictures.sequences
+        sequences, numbers = pictures.sequences, pictures.of_sequences
     start = 0
     for i, (tokens, held) in enumerate(zip(sequences, numbers, strict=True)):
         count = torch.arange(len(tokens))
@@ -129,11 +116,7 @@ def without_patches() -> Iterator[None]:
 
 
 def check_unpatched(module: nn.Module) -> None:
-    """Refuses a model whose classes verl has patched for one of its own engines.
-
-    Raises:
-        UnsupportedError: with the class and what is patched.
-    """
+    """Refuses a model whose classes verl has patched for one of its own engines."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     for kind in (k for k in kinds if k.__module__.startswith("transformers.")):
         for name, value in vars(kind).items():

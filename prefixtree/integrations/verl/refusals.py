@@ -20,6 +20,7 @@ from prefixtree.recompute.layers import MODES
 
 # of override_config: as in `sequence_logprobs`, and whether `compile_layers` compiles the layers
 RECOMPUTE, COMPILE = "prefixtree_recompute", "prefixtree_compile"
+SETTINGS: dict[str, tuple[Any, ...]] = {RECOMPUTE: ("auto", *MODES), COMPILE: (True, False)}
 
 # whose pictures verl's batches have shown here
 _SEEING = [name for name in GRIDS if name.startswith("qwen")]
@@ -366,15 +367,7 @@ LOSSES = (
 
 
 def check_settings(model_config: Any, engine_config: Any, model_output: str) -> None:
-    """Refuses configurations, as an engine is made.
-
-    Args:
-        model_config: verl's HFModelConfig. engine_config: its FSDPEngineConfig.
-        model_output: what the model gives per token, "log_probs" or "values".
-
-    Raises:
-        UnsupportedError: with the setting to change.
-    """
+    """Refuses configurations, as an engine is made."""
     asked = Asked(model_config, engine_config, model_output)
     refuse((*EVERY_ENGINE, *FSDP), asked, _PREFIX)
     hf_config, training = model_config.hf_config, not engine_config.forward_only
@@ -384,114 +377,44 @@ def check_settings(model_config: Any, engine_config: Any, model_output: str) -> 
 
 
 def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
-    """`check_settings` for the Megatron backend; the model itself is checked as it runs.
-
-    Args:
-        model_config: verl's HFModelConfig. engine_config: its McoreEngineConfig.
-
-    Raises:
-        UnsupportedError: with the setting to change.
-    """
+    """`check_settings` for the Megatron backend; the model itself is checked as it runs."""
     refuse((*EVERY_ENGINE, *MEGATRON), Asked(model_config, engine_config), _PREFIX)
 
 
-def check_recompute(
-    recompute: Any,
-    is_served: bool,
-    instead: str = "enable_gradient_checkpointing",
-) -> None:
-    """Refuses a setting of override_config that nothing would follow.
-
-    Args:
-        recompute: its value, None where it is not set.
-        is_served: whether the engine packs.
-        instead: the setting that is followed where this one is not.
-
-    Raises:
-        UnsupportedError: without attn_implementation="prefixtree".
-        ValueError: an unknown value.
-    """
-    if recompute is None:
-        return
-    refuse(OVERRIDES, Override(RECOMPUTE, recompute, is_served, instead))
-    if recompute not in (values := ("auto", *MODES)):
-        setting = f"override_config.{RECOMPUTE}={recompute!r}"
-        raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
-
-
-def check_compile(compiles: Any, is_served: bool, strategy: str) -> bool:
-    """Whether the layers are to be compiled, or an error where they would not be.
-
-    Args:
-        compiles: the value of the setting, None where it is not set.
-        is_served: whether the engine is a packed actor's or reference's.
-        strategy: of the engine, "fsdp" or "fsdp2".
-
-    Raises:
-        UnsupportedError: for a critic, without attn_implementation="prefixtree", or under FSDP1.
-        ValueError: neither True nor False.
-    """
-    if compiles not in (None, True, False):
-        raise ValueError(f"override_config.{COMPILE}={compiles!r}: expected True or False")
-    if compiles:
-        refuse(OVERRIDES, Override(COMPILE, compiles, is_served, strategy=strategy))
-    return bool(compiles)
+def check_override(
+    name: str, value: Any, is_served: bool, instead: str = "", strategy: str = ""
+) -> Any:
+    """The value of a setting of override_config, None where it is not set; refuses one that nothing
+    would follow. Arguments as `Override` has them."""
+    if value is None:
+        return None
+    if value not in SETTINGS[name]:
+        values = ", ".join(map(repr, SETTINGS[name]))
+        raise ValueError(f"override_config.{name}={value!r}: expected one of {values}")
+    if value:
+        refuse(OVERRIDES, Override(name, value, is_served, instead, strategy))
+    return value
 
 
 def check_pictures(engine_config: Any) -> None:
-    """Refuses settings of an engine whose batches have pictures.
-
-    Args:
-        engine_config: verl's FSDPEngineConfig.
-
-    Raises:
-        UnsupportedError: with the setting to change.
-    """
+    """Refuses settings of an engine whose batches have pictures."""
     refuse(PICTURES, engine_config, _PREFIX)
 
 
-def check_batch(
-    data: TensorDict, sees: bool = False, serves_topk: bool = False, replays: bool = False
-) -> None:
-    """Refuses batches, before they are split.
-
-    Args:
-        data: verl's batch; input_ids and position_ids jagged [B, n], or position_ids [B, 4, n].
-        sees: whether the model takes pictures. Then the engine checks the other rows of positions.
-        serves_topk: whether the engine computes losses of the teacher's top k.
-        replays: whether the engine runs recorded experts.
-
-    Raises:
-        UnsupportedError: with the setting to change.
-    """
-    refuse(BATCHES, Batch(data, sees, serves_topk, replays), _PREFIX)
+def check_batch(data: TensorDict, **takes: bool) -> None:
+    """Refuses batches, before they are split; `takes` as `Batch` has it."""
+    refuse(BATCHES, Batch(data, **takes), _PREFIX)
 
 
-def check_step(
-    data: TensorDict,
-    loss_function: Any,
-    forward_only: bool,
-    sees: bool = False,
-    serves_topk: bool = False,
-    replays: bool = False,
-) -> None:
+def check_step(data: TensorDict, loss_function: Any, forward_only: bool, **takes: bool) -> None:
     """`check_batch`, and for a step with a backward `check_loss`."""
-    check_batch(data, sees, serves_topk, replays)
+    check_batch(data, **takes)
     if not forward_only:
         dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
         check_loss(loss_function, dynamic)
 
 
 def check_loss(loss_function: Any, dynamic: bool) -> None:
-    """Refuses losses of verl whose gradients depend on the cut into micro-batches.
-
-    Args:
-        loss_function: as an engine is given it, a partial of verl's with config=. Of others nothing
-            is known.
-        dynamic: micro-batches differ in size (use_dynamic_bsz=True).
-
-    Raises:
-        UnsupportedError: with the setting to change.
-    """
+    """Refuses losses of verl whose gradients depend on the cut into micro-batches."""
     config = getattr(loss_function, "keywords", {}).get("config")
     refuse(LOSSES, Loss(config, dynamic), _PREFIX)

@@ -41,14 +41,7 @@ def is_recorded(data: TensorDict, mode: str, forward_only: bool) -> bool:
 
 
 def check_stages(config: Any) -> None:
-    """Before a forward that records.
-
-    Args:
-        config: of the model, the same on all stages, so that all refuse it.
-
-    Raises:
-        UnsupportedError: pipeline stages of which one may have no layer of experts.
-    """
+    """Before a forward that records."""
     dense = _has_experts(config).count(False)
     if config.pipeline_model_parallel_size > 1 and dense:
         raise UnsupportedError(
@@ -63,16 +56,7 @@ def _has_experts(config: Any) -> list[bool]:
 
 
 def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
-    """The experts of every sequence, integers [n or n - 1, L, k], as `PrefixForest` takes them.
-
-    Args:
-        data: verl's batch.
-        mode: "R2" or "R3".
-        config: of the model.
-
-    Raises:
-        UnsupportedError: a batch without them.
-    """
+    """The experts of every sequence, integers [n or n - 1, L, k], as `PrefixForest` takes them."""
     routed = data.get("routed_experts", None)
     if routed is None or not routed.is_nested:
         raise UnsupportedError(
@@ -104,13 +88,7 @@ def routes_of_batch(
     recorded: list[torch.Tensor], batches: Sequence[MicroBatch], config: Any
 ) -> torch.Tensor:
     """The routes that forwards of all stages recorded, jagged [B, n, L, k] in the order of the
-    batch. All stages must call it.
-
-    Args:
-        recorded: of this rank, as `to_jagged_routes` gives it, micro-batch by micro-batch.
-        batches: the micro-batches.
-        config: of the model.
-    """
+    batch. All stages must call it."""
     whole: torch.Tensor = pp_gather(merge_nested_router_maps(recorded), config)
     indices = [batch.sequence_indices.tolist() for batch in batches]
     restored: torch.Tensor = restore_dynamic_batch(whole, indices)

@@ -13,12 +13,7 @@ VERIFIED = ("0.9.1",)
 
 
 def check_version() -> None:
-    """Refuses a verl whose engines may differ from those that were compared.
-
-    Raises:
-        UnsupportedError: with the versions that do.
-        ModuleNotFoundError: verl is not installed.
-    """
+    """Refuses a verl whose engines may differ from those that were compared."""
     try:
         installed = importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:

@@ -62,7 +62,8 @@ class Case:
         tied: whether the output layer has the embedding's weight.
         model: "gpt" or "hybrid".
         dtype: of parameters and activations.
-        way: "scored edges", "measure" (the same by a measure) or "pack_batches".
+        way: "scored edges", "measure" (the same by a measure), "pack_batches" or "scored batches"
+            (the same with a temperature).
         positions: Megatron's position_embedding_type.
         backend: of tree attention. Default: "auto", as always with `pack_batches`.
     """
@@ -361,14 +362,20 @@ def run_forest(
 ) -> Result:
     """The packed forest, through scored edges or `pack_batches`."""
     ddp = wrapped(model)
-    if case.way == "pack_batches":
-        pack_batches(ddp)
+    if case.way in ("pack_batches", "scored batches"):
+        scored = case.way == "scored batches"
+        pack_batches(ddp, TEMPERATURE if scored else None)
         inputs = thd(sequences, gap)
         output = ddp(**inputs)
-        logits = logits_of(output, inputs, len(sequences))
+        rows = logits_of(output, inputs, len(sequences))
         # what is behind sequences is no copy of a token
         assert not gap or not torch.stack([output[0, s] for s in gaps(inputs)]).any()
-        both = [columns(x, s) for x, s in zip(logits, sequences, strict=True)]
+        if scored:
+            assert output.shape == (*inputs["input_ids"].shape, 2)
+            both = [x[:-1].unbind(1) for x in rows]
+            assert not torch.stack([x[-1] for x in rows]).any()
+        else:
+            both = [columns(x, s) for x, s in zip(rows, sequences, strict=True)]
         logprobs, entropy = [b[0] for b in both], [b[1] for b in both]
     elif case.way == "measure":
         multiple = padded_to() if model.config.sequence_parallel else None

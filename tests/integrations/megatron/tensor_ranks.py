@@ -32,6 +32,8 @@ TENSOR = {
     "TP + SP, tied": Case(SP, tied=True),
     "TP + SP, pack_batches": Case(SP, way="pack_batches"),
     "TP + SP, pack_batches, tied": Case(SP, way="pack_batches", tied=True),
+    "TP, scored batches": Case(way="scored batches"),
+    "TP + SP, scored batches, tied, recompute": Case(SP | FULL, way="scored batches", tied=True),
     "TP + SP, recompute": Case(SP | FULL),
     "TP + SP, recompute core attention": Case(SP | SELECTIVE),
     "TP + SP, hybrid": Case(SP, model="hybrid"),

@@ -14,6 +14,9 @@ CASES = {
     "tied": Case(tied=True),
     "pack_batches": Case(way="pack_batches"),
     "share, tied": Case(way="pack_batches", tied=True),
+    "scored batches": Case(way="scored batches"),
+    "scored batches, tied": Case(way="scored batches", tied=True),
+    "hybrid, scored batches": Case(model="hybrid", way="scored batches"),
     "measure, tied": Case(way="measure", tied=True),
     "hybrid": Case(model="hybrid"),
     "hybrid, pack_batches": Case(model="hybrid", way="pack_batches"),
@@ -69,6 +72,7 @@ def test_equals_sequences_where_megatron_rounds(name: str) -> None:
     assert max(found.logprobs, found.entropy) < 1e-6 and found.gradients < 1e-6, found
 
 
-def test_share_with_padding_between_sequences() -> None:
-    found = compared(Case(way="pack_batches"), gap=3)
+@pytest.mark.parametrize("way", ["pack_batches", "scored batches"])
+def test_share_with_padding_between_sequences(way: str) -> None:
+    found = compared(Case(way=way), gap=3)
     assert found.worst < 1e-13, found

@@ -12,13 +12,15 @@ from transformers import AutoModelForImageTextToText
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 import prefixtree as pt
+from prefixtree.integrations.core import batch as core
+from prefixtree.integrations.core import trunks
 from prefixtree.integrations.trl import (
     PrefixTreeDPOTrainer,
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
     kept_windows,
 )
-from prefixtree.integrations.trl import grpo as adapter
+from prefixtree.integrations.trl.images import RowImages
 from prefixtree.integrations.trl.refusals import check_images
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute.forward import tower_memory_of
@@ -74,13 +76,13 @@ def start(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_is_trls_own(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro-batch a generation. The tower and deepstack's mergers learn too."""
     seen: list[pt.Pictures] = []
-    score = adapter.sequence_logprobs
+    score = core.sequence_logprobs
 
     def scored(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs["pictures"])
         return score(*args, **kwargs)
 
-    monkeypatch.setattr(adapter, "sequence_logprobs", scored)
+    monkeypatch.setattr(core, "sequence_logprobs", scored)
     arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     ours = trained(PrefixTreeGRPOTrainer, vision, **arguments)
     assert ours._is_vlm
@@ -142,13 +144,13 @@ def test_trunks_of_a_step_keep_their_images(
 def test_what_towers_hold_counts_for_trunks(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the graph of a trunk, and of an own token."""
     asked: list[tuple[BorrowCost, pt.PrefixForest]] = []
-    plan = kept_windows.plan_trunks
+    plan = trunks.plan_trunks
 
     def planned(forest: pt.PrefixForest, budget: int, cost: BorrowCost, *rest: Any) -> Any:
         asked.append((cost, forest))
         return plan(forest, budget, cost, *rest)
 
-    monkeypatch.setattr(kept_windows, "plan_trunks", planned)
+    monkeypatch.setattr(trunks, "plan_trunks", planned)
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
     ours = trained(PrefixTreeGRPOTrainer, vision, **cut, gradient_checkpointing=False)
     (cost, forest), model = asked[-1], ours.model
@@ -175,8 +177,8 @@ def test_a_window_that_does_not_fit_is_not_opened(
 
     def reduced(self: Any, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
         found = reduce(self, tensor, *rest, **options)
-        # TRL's own are numbers with a fraction
-        if tensor.ndim or tensor.is_floating_point():
+        # TRL's own are numbers with a fraction; two decide whether a plan is followed
+        if tensor.numel() > 1 or tensor.is_floating_point():
             return found
         asked.append(int(found))
         return found + (whose == "another")
@@ -187,7 +189,7 @@ def test_a_window_that_does_not_fit_is_not_opened(
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
     # windows without gradients plan nothing
-    assert (1 in asked) == (whose == "own") and asked and ours._window is None
+    assert (1 in asked) == (whose == "own") and asked and ours._trunks.window is None
     monkeypatch.undo()
     assert_equal_runs(ours, trained(SameOrder, vision, **cut))
 
@@ -207,7 +209,7 @@ def test_images_that_change_within_a_step_are_refused(vision: Path) -> None:
 
 def test_images_of_other_rows_are_seen(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison turns red where rows get one another's images."""
-    of = adapter.RowImages.of
+    of = RowImages.of
 
     def turned(self: Any, *rows: int) -> Any:
         pixels, grids = of(self, *rows)
@@ -215,7 +217,7 @@ def test_images_of_other_rows_are_seen(vision: Path, monkeypatch: pytest.MonkeyP
 
     arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     theirs = trained(GRPOTrainer, vision, **arguments)
-    monkeypatch.setattr(adapter.RowImages, "of", turned)
+    monkeypatch.setattr(RowImages, "of", turned)
     ours = trained(PrefixTreeGRPOTrainer, vision, **arguments)
     with pytest.raises(AssertionError):
         assert_equal_runs(ours, theirs, tolerance=1e-3)

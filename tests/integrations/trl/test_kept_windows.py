@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.core import trunks
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.scoring import in_steps as scoring
@@ -52,11 +53,9 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     opened: list[tuple[bool, int]] = []
     real = kept_windows.KeptWindow.__init__
 
-    def init(
-        self: Any, accelerator: Any, model: Any, plan: Any, *args: Any, **options: Any
-    ) -> None:
-        real(self, accelerator, model, plan, *args, **options)
-        opened.append((torch.is_grad_enabled(), len(plan.rows)))
+    def init(self: Any, accelerator: Any, model: Any, plan: Any, options: Any) -> None:
+        real(self, accelerator, model, plan, options)
+        opened.append((torch.is_grad_enabled(), len(plan.batches)))
 
     monkeypatch.setattr(kept_windows.KeptWindow, "__init__", init)
     return opened
@@ -103,7 +102,7 @@ def test_runs_are_trls_own_on_the_same_micro_batches(
     theirs = train(SameOrder, folder, **given)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
-    assert ours._window is None and ours._done == 0
+    assert ours._trunks.window is None and ours._trunks._done == 0
 
 
 @pytest.mark.usefixtures("unprobed")
@@ -271,7 +270,7 @@ def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
 
 def test_switched_off(folder: Path, windows: Any) -> None:
     given = {**CUT, "max_steps": 1, "options": {**CUT["options"], "keep_trunks": False}}
-    assert train(PrefixTreeGRPOTrainer, folder, **given)._keeps is False
+    assert train(PrefixTreeGRPOTrainer, folder, **given)._trunks.keeps is False
     assert not windows
 
 
@@ -280,11 +279,9 @@ def test_no_window_where_it_would_hold_more_or_compute_more(
 ) -> None:
     """Each then runs by itself, with the same result."""
     # nothing of a trunk fits beside a micro-batch
-    monkeypatch.setattr(
-        kept_windows, "borrow_cost", lambda *_: BorrowCost(token_bytes=1.0, on_host=True)
-    )
+    monkeypatch.setattr(trunks, "borrow_cost", lambda *_: BorrowCost(token_bytes=1.0, on_host=True))
     ours = train(PrefixTreeGRPOTrainer, folder, **{**CUT, "max_steps": 1})
-    assert not windows and ours._keeps
+    assert not windows and ours._trunks.keeps
     assert_equal_runs(ours, train(SameOrder, folder, **{**CUT, "max_steps": 1}))
 
 
@@ -310,6 +307,6 @@ def test_rows_that_change_within_a_step_are_refused(folder: Path) -> None:
     trainer = make(ChangesRows, folder, **CUT)
     with pytest.raises(UnsupportedError, match="asks for other rows than the trainer buffered"):
         trainer.train()
-    assert trainer._window is None
+    assert trainer._trunks.window is None
     given = {**CUT["options"], "keep_trunks": False}
     train(ChangesRows, folder, **{**CUT, "max_steps": 1, "options": given})

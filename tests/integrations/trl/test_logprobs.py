@@ -14,8 +14,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, micro_batches
-from prefixtree.integrations.trl import grpo as adapter
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows, micro_batches
 from tests.integrations.trl.runs import VOCABULARY, make, parameters, rollouts, save_model
 
 P, C = 9, 7
@@ -188,10 +187,10 @@ def test_each_distinct_token_is_computed_once(folder: Path) -> None:
 
     with torch.no_grad():
         for batch_size in (None, 3):
-            ours._keeps = False
+            ours._trunks.keeps = False
             ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=batch_size)
         several = len(rows)
-        ours._keeps = True
+        ours._trunks.keeps = True
         ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=3)
     for handle in handles:
         handle.remove()
@@ -324,15 +323,14 @@ def test_the_ratio_of_a_policy_that_has_not_moved_is_one(
         differences.append(float((scores[-1] - inputs["old_per_token_logps"]).abs().max()))
         return loss
 
-    def open_window(*args: Any, **options: Any) -> Any:
-        if (window := opens(*args, **options)) is not None:
-            opened.append(window)
-        return window
+    def init(self: Any, *args: Any) -> None:
+        real(self, *args)
+        opened.append(self)
 
     over = cut == "over two steps"
     of_step = 2 if over or not cut else 4
-    opened, opens = [], adapter.open_window
-    monkeypatch.setattr(adapter, "open_window", open_window)
+    opened, real = [], kept_windows.KeptWindow.__init__
+    monkeypatch.setattr(kept_windows.KeptWindow, "__init__", init)
     monkeypatch.setattr(PrefixTreeGRPOTrainer, "_get_per_token_logps_and_entropies", keep)
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", compare)
     make(

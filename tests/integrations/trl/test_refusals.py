@@ -27,7 +27,7 @@ from prefixtree.integrations.trl import (
     refusals,
     tree_rollouts,
 )
-from prefixtree.integrations.trl.contract import IMAGE_PARAMETERS, check_grpo
+from prefixtree.integrations.trl.contract import IMAGE_PARAMETERS, check_trainer
 from prefixtree.integrations.trl.distillation import (
     PrefixTreeDistillationTrainer,
     PrefixTreeGKDTrainer,
@@ -441,7 +441,7 @@ def test_another_signature(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def changed(self: Any, model: Any, input_ids: Any, attention_mask: Any, news: Any) -> None: ...
 
-    check_grpo(GRPOTrainer)
+    check_trainer(GRPOTrainer)
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", changed)
     refused(
         folder,

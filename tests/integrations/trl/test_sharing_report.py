@@ -26,7 +26,7 @@ FIRST = "the first optimiser step"
 def saw(report: SharingReport, sequences: list[list[int]]) -> None:
     """A batch of which the policy sampled nothing."""
     masks = [np.zeros(len(sequence), bool) for sequence in sequences]
-    report.begins(PrefixForest.from_sequences(sequences), masks)
+    report.saw(PrefixForest.from_sequences(sequences), masks)
 
 
 def warned(kind: type[GRPOTrainer], folder: Path, **arguments: Any) -> list[str]:

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 from verl.models.transformers import monkey_patch
 
-from prefixtree import PrefixForest, plan_micro_batches
+from prefixtree import plan_micro_batches
 from prefixtree.integrations.verl import engine
-from prefixtree.integrations.verl.batches import sequences_of, split
+from prefixtree.integrations.verl.batches import rows_of, split
 from prefixtree.parallel.states import LayerStates
 from prefixtree.parallel.transport import Transport
 from tests.integrations.verl.cases import (
@@ -42,8 +42,8 @@ def steps(rank: int) -> dict[str, Any]:
     # the first rank needs few for its forest, the second, which shares nothing, many
     rows = rollouts(10, groups=4, size=4, shared=rank == 0)
     data = batch_of(rows, max_token_len_per_gpu=60)
-    together = split(data, None)
-    forest = PrefixForest.from_sequences(sequences_of(data))
+    together = split(data, rows_of(data), None)
+    forest = rows_of(data).forest
     found: dict[str, Any] = {
         "alone": len(plan_micro_batches(forest, 60)[0]),
         "together": len(together),
@@ -56,7 +56,7 @@ def steps(rank: int) -> dict[str, Any]:
         ("too long", batch_of(short if rank == 0 else rows, max_token_len_per_gpu=10)),
     ):
         try:
-            found[name] = split(data, None)
+            found[name] = split(data, rows_of(data), None)
         except ValueError as error:
             found[name] = str(error)
     return found

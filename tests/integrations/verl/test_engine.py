@@ -24,9 +24,10 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import prefixtree as pt
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.core.work import Work
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine, metrics
 from prefixtree.integrations.verl import engine as engine_module
-from prefixtree.integrations.verl.metrics import Work, work_metrics
+from prefixtree.integrations.verl.metrics import work_metrics
 from prefixtree.models.compiled import compile_layers
 from prefixtree.planning.micro_batch import micro_batch_of
 from prefixtree.recompute import trace as recompute_trace
@@ -393,7 +394,7 @@ def test_settings_that_nothing_would_follow(models: Path) -> None:
         make("value_model", **packs, prefixtree_compile=True)
     with pytest.raises(pt.UnsupportedError, match="is verified with strategy=fsdp2"):
         make("language_model", {"strategy": "fsdp"}, **packs, prefixtree_compile=True)
-    with pytest.raises(ValueError, match="prefixtree_compile='yes': expected True or False"):
+    with pytest.raises(ValueError, match="prefixtree_compile='yes': expected one of True, False"):
         make("language_model", **packs, prefixtree_compile="yes")
 
 
@@ -421,12 +422,12 @@ def test_what_packs_nothing_says_so_once(models: Path) -> None:
 # ---- metrics -----------------------------------------------------------------------------------
 
 
-def work_of(*batches: list[list[int]], sampled: list[torch.Tensor] | None = None) -> Work:
+def work_of(*batches: list[list[int]], sampled: list[np.ndarray] | None = None) -> Work:
     """Of micro-batches whose sequences stand one after the other in the batch."""
     whole = pt.PrefixForest.from_sequences([sequence for batch in batches for sequence in batch])
     starts = np.cumsum([0, *map(len, batches)])
     found = [micro_batch_of(whole, np.arange(a, b)) for a, b in itertools.pairwise(starts)]
-    return Work.of(found, sampled)
+    return metrics.work_of(found, sampled)
 
 
 def test_work_counts_tokens_and_squares() -> None:
@@ -443,7 +444,7 @@ def test_what_the_policy_did_not_sample_could_be_shared() -> None:
     """Two batches with one timestamp each; in the second the policy wrote it."""
     same = list(range(10, 60))
     batch = [[1, 2, *same], [1, 3, *same]]
-    given, wrote = torch.zeros(52, dtype=torch.bool), torch.arange(52) >= 1
+    given, wrote = np.zeros(52, bool), np.arange(52) >= 1
     assert work_of(batch, batch, sampled=[given, given, wrote, wrote]).to_win == 50
     assert work_of(batch, sampled=[given, given]).to_win == 50
 
@@ -458,7 +459,7 @@ def test_mfu_is_verls_for_sequences_that_share_nothing(models: Path) -> None:
     alone = work_metrics(work, counter, 2.0, forward_only=False)
     assert alone["prefixtree/mfu"] == [pytest.approx(flops / promised)]
     assert "prefixtree/tokens_to_win" not in alone
-    doubled = work_of(sequences * 2, sampled=[torch.ones(n, dtype=torch.bool) for n in lengths * 2])
+    doubled = work_of(sequences * 2, sampled=[np.ones(n, bool) for n in lengths * 2])
     trained = work_metrics(doubled, counter, 2.0, forward_only=False)
     inferred = work_metrics(doubled, counter, 2.0, forward_only=True)
     assert trained["prefixtree/mfu"] == alone["prefixtree/mfu"]

@@ -18,10 +18,10 @@ from verl.utils import tensordict_utils as tu
 
 import prefixtree as pt
 from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.integrations.core import trunks
 from prefixtree.integrations.verl import batches as batches_module
-from prefixtree.integrations.verl import engine as engine_module
-from prefixtree.integrations.verl.batches import split
-from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.batches import rows_of, split
+from prefixtree.integrations.verl.metrics import work_of
 from prefixtree.planning.costs import BorrowCost
 from tests.integrations.verl.cases import CASES, TRUNK_CASES
 from tests.integrations.verl.compare import check_same, difference
@@ -72,6 +72,10 @@ def update(
     return [metrics["grad_norm"], *parameters(worker).values()], metrics, sum(seen)
 
 
+def cut(data: Any, **options: Any) -> Any:
+    return split(data, rows_of(data), None, **options)
+
+
 def distinct_tokens(rows: dict[str, list[Any]]) -> int:
     sequences = [torch.cat(p) for p in zip(rows["prompts"], rows["responses"], strict=True)]
     return pt.PrefixForest.from_sequences(sequences).num_tokens
@@ -81,7 +85,7 @@ def distinct_tokens(rows: dict[str, list[Any]]) -> int:
 def cut_trees() -> Iterator[None]:
     """As if kept trunks were not served."""
     refusal = UnsupportedError("not here")
-    with patch.object(engine_module, "check_kept", side_effect=refusal):
+    with patch.object(trunks, "check_kept", side_effect=refusal):
         yield
 
 
@@ -178,12 +182,12 @@ def test_auto_recomputes_what_does_not_fit(
 def test_trunks_are_kept_where_that_computes_less() -> None:
     rows = rollouts(3, groups=4, size=4)
     data = batch_of(rows, max_token_len_per_gpu=60)
-    kept = split(data, None, borrow_cost=LIGHT)
+    kept = cut(data, borrow_cost=LIGHT)
     assert kept.trunks is not None
     forest = kept.trunks.forest
-    work, cut = Work.of(kept), Work.of(split(data, None))
-    assert work.packed == forest.num_tokens < cut.packed
-    assert work.replicated == cut.replicated
+    work, alone = work_of(kept), work_of(cut(data))
+    assert work.packed == forest.num_tokens < alone.packed
+    assert work.replicated == alone.replicated
     assert sorted(i for b in kept for i in b.sequence_indices.tolist()) == list(range(16))
     # a batch that fits, and a batch that shares nothing, have no trunks to keep
     for other in (
@@ -191,26 +195,26 @@ def test_trunks_are_kept_where_that_computes_less() -> None:
         batch_of(rollouts(3, groups=4, size=4, shared=False), max_token_len_per_gpu=60),
         batch_of(rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=4),
     ):
-        assert not hasattr(split(other, None, borrow_cost=LIGHT), "trunks")
+        assert not hasattr(cut(other, borrow_cost=LIGHT), "trunks")
     # small trunks leave a GPU idle, and a second forward of trunks may cost more than cut trees
     with patch.object(*place("budget of a small trunk"), 10.0):
-        assert not hasattr(split(data, None, borrow_cost=LIGHT), "trunks")
+        assert not hasattr(cut(data, borrow_cost=LIGHT), "trunks")
     heavy = replace(LIGHT, graph_bytes=1e10)
-    assert split(data, None, borrow_cost=heavy, has_backward=False).trunks.stats.again
+    assert cut(data, borrow_cost=heavy, has_backward=False).trunks.stats.again
 
 
 def test_sequences_that_fit_no_trunks_either() -> None:
     data = batch_of(rollouts(3, groups=4, size=4), max_token_len_per_gpu=10)
-    assert split(data, None, borrow_cost=LIGHT).trunks.stats.peak <= 10
+    assert cut(data, borrow_cost=LIGHT).trunks.stats.peak <= 10
     heavy = BorrowCost(token_bytes=1.0)
     with pytest.raises(ValueError, match="more than max_token_len_per_gpu=10; raise"):
-        split(data, None, borrow_cost=heavy)
+        cut(data, borrow_cost=heavy)
 
 
 def test_a_rank_that_cannot_keep_its_trunks_cuts_trees_with_all() -> None:
     data = batch_of(rollouts(3, groups=4, size=4), max_token_len_per_gpu=60)
-    with patch.object(batches_module, "plan_trunks", side_effect=ForestError("no")):
-        batches = split(data, None, borrow_cost=LIGHT)
+    with patch.object(trunks, "plan_trunks", side_effect=ForestError("no")):
+        batches = cut(data, borrow_cost=LIGHT)
     assert not hasattr(batches, "trunks")
 
 
@@ -225,10 +229,10 @@ def test_ranks_get_as_many_micro_batches(count: int) -> None:
         return [max(count, found[0]), *found[1:]] if len(numbers) == 2 else found
 
     with patch.object(batches_module, "largest", another):
-        batches = split(data, None, borrow_cost=LIGHT)
+        batches = cut(data, borrow_cost=LIGHT)
     assert len(batches) == count and batches.trunks is not None
     assert all(len(batch.sequence_indices) for batch in batches)
-    assert Work.of(batches).packed == batches.trunks.forest.num_tokens
+    assert work_of(batches).packed == batches.trunks.forest.num_tokens
 
 
 @pytest.mark.parametrize(

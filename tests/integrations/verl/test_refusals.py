@@ -19,7 +19,7 @@ from verl.workers.config import McoreEngineConfig, MtpConfig, QATEngineConfig
 from verl.workers.engine.fsdp import transformer_impl
 
 from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.integrations.verl import refusals
+from prefixtree.integrations.verl import batches, refusals
 from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.integrations.verl.pictures import pictures_of
 from prefixtree.integrations.verl.version import check_version
@@ -89,6 +89,10 @@ def of_loss(dynamic: bool = True, **config: Any) -> Case:
     return lambda models: refusals.check_loss(loss, dynamic)
 
 
+def overridden(name: str, value: Any, is_served: bool = False, strategy: str = "fsdp2") -> None:
+    refusals.check_override(name, value, is_served, strategy=strategy)
+
+
 IMAGES = {"hf_config.vision_config": object()}
 NORMALISES = {
     "loss_type": "reinforce",
@@ -129,10 +133,10 @@ CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
     "PROVIDER: calculate_per_token_loss": (
         lambda models: refuse(refusals.PROVIDER, SimpleNamespace(calculate_per_token_loss=True)),
     ),
-    "OVERRIDES: prefixtree_recompute": (lambda models: refusals.check_recompute("auto", False),),
-    "OVERRIDES: prefixtree_compile": (lambda models: refusals.check_compile(True, False, "fsdp2"),),
+    "OVERRIDES: prefixtree_recompute": (lambda models: overridden(refusals.RECOMPUTE, "auto"),),
+    "OVERRIDES: prefixtree_compile": (lambda models: overridden(refusals.COMPILE, True),),
     "OVERRIDES: prefixtree_compile under FSDP1": (
-        lambda models: refusals.check_compile(True, True, "fsdp"),
+        lambda models: overridden(refusals.COMPILE, True, True, strategy="fsdp"),
     ),
     "PICTURES: strategy": (
         lambda models: refusals.check_pictures(SimpleNamespace(strategy="fsdp")),
@@ -316,7 +320,7 @@ def test_what_follows_from_tokens_and_grids_is_left_out(sees: Path, seeing: Any)
         row["pixel_values"] = copies[0]["pixel_values"]
     data["multi_modal_inputs"] = tu.get_tensordict({"x": copies})["x"]
     assert torch.equal(seeing.infer_batch(data)["log_probs"].values(), expected)
-    pictures = pictures_of(data, seeing.model_config.hf_config, None)
+    pictures = pictures_of(data, batches.rows_of(data), seeing.model_config.hf_config, None)
     assert len(pictures) == 3
     assert pictures.num_given == 14
 

@@ -1,0 +1,153 @@
+"""A trainer's batch, made once: its tokens and masks on the host, by one copy from the device, and
+the way of scores back into the trainer's layout.
+
+Legend: B rows, L columns, n tokens of a row, R tokens of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
+from prefixtree.images.pictures import Pictures
+from prefixtree.packing.batch_layout import BatchLayout
+from prefixtree.packing.copies import move
+from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.scoring.edges import SequenceScores
+from prefixtree.scoring.logprobs import sequence_logprobs
+
+#: pixel_values and image_grid_thw of a batch's rows.
+Images = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def on_host(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
+    """Integer tensors, copied from their device at once; int64."""
+    given = [x.detach().long() for x in tensors]
+    whole = torch.cat([x.reshape(-1) for x in given]).cpu().numpy()
+    parts = np.split(whole, np.cumsum([x.numel() for x in given])[:-1])
+    return [part.reshape(x.shape) for part, x in zip(parts, given, strict=True)]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows of tokens, and where their scores stand in a trainer's layout.
+
+    Attributes:
+        layout: the entry of the trainer's layout for the score of each token, row by row.
+        tokens: int64 [n] per row.
+        masks: bool [n] per row, the scored tokens. None: all.
+        device: of the trainer's tensors.
+        images: of the rows.
+        config: of a model whose rows may have images; None for text alone.
+        routes: of each row, as `PrefixForest.from_sequences` takes them.
+    """
+
+    layout: BatchLayout
+    tokens: list[np.ndarray]
+    masks: list[np.ndarray] | None
+    device: torch.device
+    images: Images = (None, None)
+    config: Any = field(default=None, repr=False)
+    routes: Sequence[np.ndarray] | None = None
+
+    @classmethod
+    def padded(
+        cls,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        scored: np.ndarray,
+        device: torch.device,
+        **more: Any,
+    ) -> Batch:
+        """Rows [B, L], padded on either side; a score stands where its token stands.
+
+        Raises:
+            ForestError: a row without tokens, or with a hole.
+        """
+        layout = BatchLayout.of(ids.shape, mask)
+        for bad in np.flatnonzero(~mask.any(1))[:1]:
+            raise ForestError(f"row {bad} of attention_mask has no token; drop the row")
+        tokens, masks = layout.sequences("input_ids", ids), layout.sequences("loss_mask", scored)
+        return cls(layout, tokens, masks, device, **more)
+
+    @classmethod
+    def jagged(
+        cls, tokens: list[np.ndarray], masks: list[np.ndarray] | None, device: torch.device
+    ) -> Batch:
+        """Rows one after another; the score of a token stands at the token before it."""
+        lengths = np.array([len(row) for row in tokens])
+        size = int(lengths.sum())
+        layout = BatchLayout((1, size), np.arange(size) - 1, lengths)
+        return cls(layout, tokens, masks, device)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Some rows of a jagged batch of text, as one."""
+        masks = None if self.masks is None else [self.masks[i] for i in rows]
+        return Batch.jagged([self.tokens[i] for i in rows], masks, self.device)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, start: int, end: int, images: Images = (None, None)) -> Batch:
+        """Rows start to end - 1 of a padded batch, with their images."""
+        columns, first = self.layout.shape[1], np.append(self.layout.first, len(self.layout.place))
+        tokens = self.tokens[start:end]
+        place = self.layout.place[first[start] : first[start + len(tokens)]] - start * columns
+        lengths = self.layout.lengths[start:end]
+        layout = BatchLayout((len(tokens), columns), place, lengths)
+        masks = None if self.masks is None else self.masks[start:end]
+        return Batch(layout, tokens, masks, self.device, images, self.config)
+
+    def equals(self, other: Batch) -> bool:
+        """Whether tokens, their places and images are the same."""
+        return (
+            np.array_equal(self.layout.place, other.layout.place)
+            and np.array_equal(self.layout.lengths, other.layout.lengths)
+            and all(map(np.array_equal, self.tokens, other.tokens))
+            and all(
+                a is b or (a is not None and b is not None and torch.equal(a, b))
+                for a, b in zip(self.images, other.images, strict=True)
+            )
+        )
+
+    @cached_property
+    def pictures(self) -> Pictures | None:
+        """The pictures of the rows; None for text alone."""
+        if self.config is None:
+            return None
+        return Pictures.from_batch(self.tokens, *self.images, self.config)
+
+    @cached_property
+    def forest(self) -> PrefixForest:
+        """The forest of the rows."""
+        tokens = self.tokens if self.pictures is None else self.pictures.sequences
+        return PrefixForest.from_sequences(tokens, routes=self.routes)
+
+    @cached_property
+    def packed(self) -> PackedForest:
+        """The packed forest, on the device."""
+        return pack(self.forest).to(self.device)
+
+    def score(self, model: nn.Module, **options: Any) -> SequenceScores:
+        """`sequence_logprobs` of the rows."""
+        options |= {"loss_mask": self.masks, "pictures": self.pictures}
+        return sequence_logprobs(model, self.packed, **options)
+
+    def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[n - 1, ...] of each row's tokens but the first -> the trainer's layout, 0 elsewhere."""
+        flat = torch.cat(list(values))
+        rows, columns = self.layout.shape
+        out = flat.new_zeros(rows * columns, *flat.shape[1:])
+        return out.index_copy(0, self._places, flat).unflatten(0, (rows, columns))
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        return move(torch.from_numpy(self.layout.predicted), self.device)

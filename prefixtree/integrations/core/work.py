@@ -1,0 +1,83 @@
+"""Metrics of packing: the tokens of a batch, those that are computed, and what could still be
+shared. The logs of every trainer are filled from `Work`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.sharing.near_misses import tokens_to_win
+
+
+@dataclass
+class Work:
+    """The work of a rank, summed over its micro-batches.
+
+    Attributes:
+        replicated: tokens of all sequences. packed: computed ones, padding left out.
+        squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens.
+        to_win: tokens that run again behind forks that the policy did not sample; None where
+            nobody looked.
+    """
+
+    replicated: int = 0
+    packed: int = 0
+    squares: int = 0
+    to_win: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        forest: PrefixForest,
+        masks: Sequence[np.ndarray] | None = None,
+        packed: int | None = None,
+    ) -> Work:
+        """The work of a forest.
+
+        Args:
+            masks: bool [n] per sequence, true where the policy sampled the token. Default: nobody
+                looks for what runs again.
+            packed: the tokens that run for it. Default: the forest's.
+        """
+        position, length = forest.node_position.astype(np.int64), forest.node_length
+        return cls(
+            forest.num_replicated_tokens,
+            forest.num_tokens if packed is None else packed,
+            # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
+            2 * visible_pairs(position, length, None) - forest.num_tokens,
+            None if masks is None else tokens_to_win(forest, masks),
+        )
+
+    def __add__(self, other: Work) -> Work:
+        to_win = [x for x in (self.to_win, other.to_win) if x is not None]
+        return Work(
+            self.replicated + other.replicated,
+            self.packed + other.packed,
+            self.squares + other.squares,
+            sum(to_win) if to_win else None,
+        )
+
+    @property
+    def ratio(self) -> float:
+        """Tokens of all sequences over computed ones."""
+        return self.replicated / self.packed
+
+    @property
+    def shares_nothing(self) -> bool:
+        """Whether packing saves less than half a per cent."""
+        return self.replicated < 1.005 * self.packed
+
+    def metrics(self, ratio: str) -> dict[str, float]:
+        """By their names in a trainer's log, in which the ratio has a name of its own."""
+        found = {
+            ratio: self.ratio,
+            "tokens_computed": float(self.packed),
+            "tokens_saved": float(self.replicated - self.packed),
+        }
+        if self.to_win is not None:
+            found["tokens_to_win"] = float(self.to_win)
+        return {f"prefixtree/{name}": value for name, value in found.items()}
