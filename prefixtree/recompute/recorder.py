@@ -115,7 +115,7 @@ class Recorder:
         count: int | None = None,
     ) -> None:
         self._layers, norm = layers_of(causal_lm)[:count], norm_of(causal_lm)
-        self._modules = [*self._layers, *([] if norm is None else [norm])]
+        self._places = [*self._layers, *([] if norm is None else [norm])]
         self._meter, self._done = meter, done
         self._start = self._base = 0.0
         self._after: dict[int, float] = {}
@@ -130,7 +130,7 @@ class Recorder:
     def open(self) -> Iterator[None]:
         """While open, a forward is recorded; its backward may come later."""
         with changing(self._layers[0]) as changes:
-            for place, module in enumerate(self._modules):
+            for place, module in enumerate(self._places):
                 if (compiled := vars(module).get("_compiled_call_impl")) is not None:
                     # hooks would become part of its graph
                     of_place = partial(self._around, place, compiled)
@@ -155,7 +155,7 @@ class Recorder:
 
     def run(self, tokens: np.ndarray, modes: Sequence[Mode]) -> Run | None:
         """What was recorded; None where a layer did not run."""
-        places = range(len(self._modules))
+        places = range(len(self._places))
         if any(place not in self._after or place not in self._working for place in places):
             return None
         after = np.array([self._start, *(self._after[place] for place in places)])
