@@ -16,7 +16,7 @@ import prefixtree as pt
 from prefixtree.models import tower
 from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
-from prefixtree.recompute import forward as recompute
+from prefixtree.recompute import picture_runs
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
@@ -89,7 +89,7 @@ def test_float64_is_exact(model_type, kind):
 @contextmanager
 def _small_runs(patches: int = 40) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recompute, "RUN", patches)
+        patched.setattr(picture_runs, "RUN", patches)
         yield
 
 

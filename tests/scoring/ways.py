@@ -162,6 +162,7 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     ("no parameter", "reentrant checkpointing"): Absent("it asks embeddings for a gradient"),
 }
 
+
 def cell(first: str, second: str) -> Refused | Absent | None:
     """What a pair of levels is; None where it is held."""
     return CELLS.get((first, second)) or CELLS.get((second, first))

@@ -20,7 +20,7 @@ import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.vision import tower_of
 from prefixtree.packing.copies import gather
-from prefixtree.recompute import forward as recompute
+from prefixtree.recompute import picture_runs
 from prefixtree.scoring import in_groups
 from prefixtree.scoring.edges import find_edges
 from tests.support.distributed_ranks import whole
@@ -206,7 +206,7 @@ def run(case: Case) -> dict[str, Any]:
             stack.enter_context(Float64())
             logprobs = _logprobs_in_float64(model, packed, pictures, case)
         else:
-            stack.enter_context(patch.object(recompute, "RUN", 1))
+            stack.enter_context(patch.object(picture_runs, "RUN", 1))
             logprobs = pt.sequence_logprobs(
                 wrapped,
                 packed,

@@ -11,8 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import prefixtree as pt
-from prefixtree.recompute import forward as recompute
-from prefixtree.recompute import picture_work
+from prefixtree.recompute import picture_runs, picture_work
 from prefixtree.scoring import kept_runs
 from tests.support.group_bad_calls import message_of
 from tests.support.models import counted
@@ -98,7 +97,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     if kind == "steps":
         options |= {"max_tokens": 30, "borrow_cost": LIGHT}
     with (
-        mock.patch.object(recompute, "RUN", 1),
+        mock.patch.object(picture_runs, "RUN", 1),
         mock.patch.object(kept_runs, "RUN", 1),
         mock.patch.object(picture_work, "RUN", 1),
         counted([tower]) as towers,
