@@ -180,14 +180,14 @@ class Recorder:
 
     def _begin(self, given: Any) -> None:
         # a layer that is recomputed begins again
-        if self._turn is None and not self._over:
+        if self._turn is None:
             storages = [x.untyped_storage() for x in _tensors(given) if x.is_floating_point()]
             self.before = sum({id(x): x.nbytes() for x in storages}.values())
             self._start = self._meter.bytes
             self._restart()
 
     def _end(self, place: int, output: Any) -> None:
-        if self._turn is not None or self._over:
+        if self._turn is not None:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         self._after[place] = self._meter.bytes
@@ -198,8 +198,6 @@ class Recorder:
 
     def _begin_turn(self, place: int, gradient: torch.Tensor) -> None:
         """The backward of this layer begins, that of the next one is over."""
-        if self._over:
-            return
         if self._turn is None and self._done is not None:
             Variable._execution_engine.queue_callback(self.finish)
         self._end_turn()
