@@ -129,7 +129,7 @@ def _errors(
         case ast.Call(func=ast.Name(id="Refusal"), args=[name, _, message, *_]):
             row = text_of(name, known)
             yield owner, row, _filled(text_of(message, known), row)
-        case ast.Call(func=ast.Name(id="UnsupportedError"), args=[message]):
+        case ast.Call(func=ast.Name(id="UnsupportedError" | "NotMeasuredError"), args=[message]):
             yield owner, "", text_of(message, known)
     for child in ast.iter_child_nodes(node):
         yield from _errors(child, owner, known)

@@ -115,7 +115,7 @@ class Recorder:
         count: int | None = None,
     ) -> None:
         self._layers, norm = layers_of(causal_lm)[:count], norm_of(causal_lm)
-        self._modules = [*self._layers, *([] if norm is None else [norm])]
+        self._places = [*self._layers, *([] if norm is None else [norm])]
         self._meter, self._done = meter, done
         self._start = self._base = 0.0
         self._after: dict[int, float] = {}
@@ -130,7 +130,7 @@ class Recorder:
     def open(self) -> Iterator[None]:
         """While open, a forward is recorded; its backward may come later."""
         with changing(self._layers[0]) as changes:
-            for place, module in enumerate(self._modules):
+            for place, module in enumerate(self._places):
                 if (compiled := vars(module).get("_compiled_call_impl")) is not None:
                     # hooks would become part of its graph
                     of_place = partial(self._around, place, compiled)
@@ -155,7 +155,7 @@ class Recorder:
 
     def run(self, tokens: np.ndarray, modes: Sequence[Mode]) -> Run | None:
         """What was recorded; None where a layer did not run."""
-        places = range(len(self._modules))
+        places = range(len(self._places))
         if any(place not in self._after or place not in self._working for place in places):
             return None
         after = np.array([self._start, *(self._after[place] for place in places)])
@@ -180,14 +180,14 @@ class Recorder:
 
     def _begin(self, given: Any) -> None:
         # a layer that is recomputed begins again
-        if self._turn is None and not self._over:
+        if self._turn is None:
             storages = [x.untyped_storage() for x in _tensors(given) if x.is_floating_point()]
             self.before = sum({id(x): x.nbytes() for x in storages}.values())
             self._start = self._meter.bytes
             self._restart()
 
     def _end(self, place: int, output: Any) -> None:
-        if self._turn is not None or self._over:
+        if self._turn is not None:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         self._after[place] = self._meter.bytes
@@ -198,8 +198,6 @@ class Recorder:
 
     def _begin_turn(self, place: int, gradient: torch.Tensor) -> None:
         """The backward of this layer begins, that of the next one is over."""
-        if self._over:
-            return
         if self._turn is None and self._done is not None:
             Variable._execution_engine.queue_callback(self.finish)
         self._end_turn()

@@ -72,7 +72,7 @@ def borrow_cost(
         The bytes of an own token, of a borrowed one and of a kept trunk's.
 
     Raises:
-        UnsupportedError: a family whose memory cannot be traced.
+        UnsupportedError: layers whose memory is not known and cannot be probed (FSDP1).
         ValueError: a model without a layer of softmax attention, or on the meta device.
     """
     transformer = transformer_of(model)
@@ -91,7 +91,7 @@ def step_cost_of(
     """The memory of a borrowed token beside that of an own one, as the model trains now.
 
     Raises:
-        UnsupportedError: a family whose memory cannot be traced.
+        UnsupportedError: layers whose memory is not known and cannot be probed (FSDP1).
     """
     try:
         of_trunks = modes = _modes(model, causal_lm, recompute)

@@ -152,7 +152,7 @@ def test_an_update_takes_what_was_planned(case, plans, left):
             print(f"{case}: {plan.modes} planned {plan.peak_bytes:,}, counted {live.most:,}")
             # a mode that nothing is known of counts as the most it may take
             slack = 1.25 if isinstance(plan, MeasuredPlan) else 1.08
-            assert live.most < 1.01 * plan.peak_bytes
+            assert live.most <= plan.peak_bytes * (1.01 if case == "FSDP2" else 1)
             assert plan.peak_bytes < slack * live.most and plan.peak_bytes <= room + 1
         assert set(plan.modes) != {"nothing"}
         measured, other = known_of(model), make()
@@ -220,6 +220,12 @@ def test_a_peak_above_the_plan_is_noticed(plans, left, monkeypatch):
     update(model, packed)
     kept.clear()
     assert plans[-1].peak_bytes <= planned - margin and set(plans[-1].modes) != {"nothing"}
+
+    learnt.margin = planned // 2
+    update(model, packed)
+    kept.clear()
+    assert plans[-1].peak_bytes <= planned - planned // 2
+    learnt.margin = margin
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -316,3 +316,22 @@ def test_text_beside_pictures_needs_no_tower():
     both = (pt.plan_recomputation(model, text, 1 << 40, pictures=p) for p in (None, pictures))
     assert len(set(both)) == 1
     assert np.unique(pictures.sequences[8]).max() < 60
+
+
+def test_layers_are_measured_beside_pictures():
+    """The first micro-batch and the next one: the same numbers, and what was planned is taken."""
+    model = _with_gradients(build("qwen3_vl"))
+    pictures = pictures_of(model, screenshots(4))
+    packed, masks = _packed(pictures), [np.arange(n) >= n - 4 for n in map(len, pictures.sequences)]
+    known, found = [*(p.pixels for p in pictures.distinct), *_known(model)], []
+    for _ in range(2):
+        live = LiveBytes(known)
+        with live:
+            options = {"pictures": pictures, "loss_mask": masks, "recompute": "auto"}
+            scores = pt.sequence_logprobs(model, packed, **options)
+            torch.cat(scores.logprobs).sum().backward()
+        found.append(torch.cat(scores.logprobs).detach())
+        del scores
+    assert torch.equal(*found)
+    learnt = forward.learnt_so_far(model, _CPU)
+    assert learnt.knows(("all",)) and learnt.margin == 0

@@ -162,16 +162,6 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     ("no parameter", "reentrant checkpointing"): Absent("it asks embeddings for a gradient"),
 }
 
-# three levels that are refused together, though each two of them are held: in float64 experts are
-# called one by one
-THREE: dict[tuple[str, str, str], Refused] = {
-    (layers, "auto", "float64"): Refused("it looks at numbers")
-    for layers in (
-        *("sinks", "latent attention", "experts"),
-        *("indexers", "blocks that choose", "compressed keys", "Mamba-2"),
-    )
-}
-
 
 def cell(first: str, second: str) -> Refused | Absent | None:
     """What a pair of levels is; None where it is held."""
@@ -179,11 +169,8 @@ def cell(first: str, second: str) -> Refused | Absent | None:
 
 
 def goes(case: dict[str, str]) -> bool:
-    """Whether all pairs of a case's levels are held, and no three of them are refused."""
-    levels = set(case.values())
-    return not any(levels.issuperset(three) for three in THREE) and all(
-        cell(a, b) is None for a, b in combinations(case.values(), 2)
-    )
+    """Whether all pairs of a case's levels are held."""
+    return all(cell(a, b) is None for a, b in combinations(case.values(), 2))
 
 
 # of compiled layers: levels with which each kind of layer has one graph, or few
@@ -268,9 +255,9 @@ def axis_of(level: str) -> str:
 
 
 def refused_cases() -> list[tuple[dict[str, str], Refused]]:
-    """A case of each refused pair (or three), all else plain but what these need."""
+    """A case of each refused pair, all else plain but what these need."""
     found = []
-    for pair, of in (*CELLS.items(), *THREE.items()):
+    for pair, of in CELLS.items():
         if isinstance(of, Refused):
             case = {axis: levels[0] for axis, levels in AXES.items()}
             case |= {axis_of(level): level for level in pair}
