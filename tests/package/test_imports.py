@@ -16,6 +16,8 @@ import torch
 import prefixtree
 from prefixtree import loops
 from tests.support.warm import run_warm
+from tools.rooms import ROOMS, found
+from tools.rooms import room_of as room_of_picture
 
 ROOT = Path(prefixtree.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -339,25 +341,14 @@ def test_libraries_import_no_command_line() -> None:
             assert not target.startswith("prefixtree.cli"), f"{module} imports {target}"
 
 
-# what a model may have or a call may ask for beside attention, by where it stands
-WINGS = {
-    "experts": ("experts.", "kernels.expert_products"),
-    "images": ("images.",),
-    "memory": ("recompute.",),
-    "ways of running": (
-        "parallel.",
-        *(f"planning.{name}" for name in ("division", "parts", "schedule", "split", "steps")),
-        *("planning.trunks", "scoring.group", "scoring.in_", "scoring.kept", "scoring.part_runs"),
-    ),
-    "sparse": ("sparse.", "kernels.best_keys", "kernels.indexer_kernels", "kernels.latents"),
-    "states": ("states.", "kernels.recurrence", "packing.segments", "packing.state_borders"),
-}
+WAYS = "ways of running"
 ENTRIES = ("prefixtree.scoring.logprobs", "prefixtree.models.attention")
 
 
 def wing_of(module: str) -> str | None:
-    name = f"{module.removeprefix('prefixtree.')}."
-    return next((wing for wing, begins in WINGS.items() if name.startswith(begins)), None)
+    """The room of a module that the core may not import."""
+    layer, room = room_of_picture(module)
+    return room if layer in ("wings", WAYS) else None
 
 
 def test_the_core_imports_no_wing() -> None:
@@ -376,7 +367,10 @@ def test_the_core_imports_no_wing() -> None:
     print(f"the core: {len(core)} files, {lines:,} lines")
     assert {"prefixtree.kernels.attention.sdpa", "prefixtree.wings"} < core
     assert len(core) <= 65 and lines <= 17_500
-    assert {wing_of(module) for module in MODULES} == {None, *WINGS}
+    assert {wing_of(module) for module in MODULES} == {None, *ROOMS["wings"], *ROOMS[WAYS]}
+    # nor do the rooms of the core, whoever begins there
+    arrows = found()["arrows"]
+    assert [(a, b) for a, b in arrows if a in ROOMS["core"] and b not in ROOMS["core"]] == []
 
 
 _LOADED = """
