@@ -160,7 +160,8 @@ class ForwardWing:
         return nullcontext()
 
     def rows(self, output: Any, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Reads from a model's output what parts and ranks hand on: [t, ...] each."""
+        """Reads from a model's output what parts and ranks hand on, in one wing of a call: [t, ...]
+        each."""
         return ()
 
 

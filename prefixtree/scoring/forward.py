@@ -138,11 +138,13 @@ class ModelForward:
             handed = around.enter_context(scoring_lm_head(causal_lm, edges, self.options))
             output = model(**inputs, logits_to_keep=edges.predictors)
         # what a wrapper changed in place is its fault, not the model's
-        rows = [handed.returned(output)]
+        scores = handed.returned(output)
         handed.check_treatment(causal_lm, self.options.rule)
-        for each in forwards.values():
-            rows += each.rows(output, inputs["input_ids"].shape[-1])
-        return tuple(rows)
+        tokens = inputs["input_ids"].shape[-1]
+        of_tokens = [rows for x in forwards.values() if (rows := x.rows(output, tokens))]
+        # else `CallWing.result` could not tell whose they are
+        assert len(of_tokens) < 2
+        return scores, *sum(of_tokens, ())
 
 
 def recomputed(

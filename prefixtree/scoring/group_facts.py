@@ -15,6 +15,11 @@ from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cos
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.scoring.edges import ScoredEdges
 
+#: The facts of wings, by their names.
+WINGS = {
+    "images": "the ranks of a group must pass the same pictures, of equal image_keys and video_keys",
+    "experts": "the ranks of a group must ask the same of routers",
+}
 #: What ranks must have alike -> how the message begins where they have not.
 FACTS = {
     "forest": (
@@ -23,9 +28,7 @@ FACTS = {
     ),
     "loss_mask": "the ranks of a group must score the same tokens",
     "temperature": "the ranks of a group must score the same tokens at the same temperatures",
-    "pictures": (
-        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
-    ),
+    **WINGS,
     "model": "the ranks of a group must have the same model",
     "options": "the ranks of a group must make the same call, of models in the same state",
     # it follows from all of these

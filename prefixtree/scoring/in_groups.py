@@ -35,6 +35,7 @@ from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.forward import AskedWings
 from prefixtree.scoring.group_facts import (
     FACTS,
+    WINGS,
     costs_of,
     parts_of_forest,
     parts_of_model,
@@ -354,7 +355,7 @@ def part_of_rank(
         return (inner, part), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
-            "pictures": wings["images"].facts() if "images" in wings else {},
+            **{name: wings[name].facts() if name in wings else {} for name in WINGS},
             "model": parts_of_model(inner),
             "options": {"group_mode": mode, **options, **parts_of_state(inner, packed)},
             "division": dict(zip(("starts of runs", "their owners"), runs, strict=False)),
