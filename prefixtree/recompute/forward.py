@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
     from prefixtree.images.pictures import Pictures
     from prefixtree.images.vision import EncodedPictures
-    from prefixtree.recompute.memory import ModelMemory
-    from prefixtree.recompute.tower_memory import TowerMemory
+    from prefixtree.recompute.memory import ModelMemory, TowerMemory
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None

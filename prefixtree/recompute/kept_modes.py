@@ -61,8 +61,7 @@ from prefixtree.recompute.recorder import meter_of
 
 if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Ledger
-    from prefixtree.recompute.memory import ModelMemory
-    from prefixtree.recompute.tower_memory import TowerMemory
+    from prefixtree.recompute.memory import ModelMemory, TowerMemory
 
 from prefixtree.wings import CallWing
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prefixtree.images.encodings import Encoding
     from prefixtree.images.pictures import Pictures
     from prefixtree.images.placements import Placements
-    from prefixtree.recompute.tower_memory import TowerMemory
+    from prefixtree.recompute.memory import TowerMemory
 
 # what is left for runs where a tower keeps anything
 _LEAST_RUN = 1 << 12

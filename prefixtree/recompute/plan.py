@@ -22,8 +22,7 @@ from prefixtree.recompute.picture_work import PictureWork, TowerChoice
 if TYPE_CHECKING:
     from prefixtree.planning.model_cost import ModelCost
     from prefixtree.planning.parts import Part
-    from prefixtree.recompute.memory import ModelMemory
-    from prefixtree.recompute.tower_memory import TowerMemory
+    from prefixtree.recompute.memory import ModelMemory, TowerMemory
 
 _GIB = 2**30
 # of what a tower may keep

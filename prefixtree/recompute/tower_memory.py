@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,61 +19,12 @@ from prefixtree.images.vision import grid_keyword_of, tower_of
 from prefixtree.models.families import ENCODES
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
+from prefixtree.recompute.memory import TowerMemory
 from prefixtree.recompute.probes import drop_gradients, standing_for, twin, untouched
 from prefixtree.recompute.recorder import AllocatedBytes
 
 # placeholders a side of the picture
 _SIDE = 8
-
-
-@dataclass(frozen=True)
-class TowerMemory:
-    """Bytes of a vision tower in training.
-
-    Attributes:
-        patch: of a run, per patch: the most that is alive in its backward, in which it is computed
-            again whole, beside its pixels and features.
-        fixed: of a run, whatever its patches.
-        feature: of the features of one placeholder, all that the model reads.
-        dtype: of pixels as the tower takes them.
-        gradients: of its parameters, which those of the first run wait in until the last one.
-        held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
-            what it keeps from its forward until its backward.
-        products: multiply-adds of a forward per patch, attention's left out.
-        pairs: attention's, per pair of patches of a frame.
-        may_keep: whether a plan may let it keep anything. A tower without gradients has nothing to
-            keep and computes nothing again.
-    """
-
-    patch: float
-    fixed: float
-    feature: int
-    dtype: torch.dtype
-    gradients: int
-    held: tuple[float, float] = (0.0, 0.0)
-    products: float = 0.0
-    pairs: float = 0.0
-    may_keep: bool = True
-
-    def run(self, patches: int) -> float:
-        """The bytes of a run."""
-        return self.patch * patches + self.fixed
-
-    def kept(self, patches: int) -> float:
-        """The bytes that a run keeps which is not computed again."""
-        return self.held[0] * patches + self.held[1]
-
-    def again(self, patches: int, frames: int = 1) -> float:
-        """The multiply-adds of a forward of a picture, which are those of computing it again.
-
-        Args:
-            frames: in which its patches are; towers attend within a frame. Default: an image's.
-        """
-        return self.products * patches + self.pairs * patches**2 / frames
-
-    def patches_that_fit(self, available: float) -> int:
-        """The most patches of a run of `available` bytes."""
-        return max(0, math.floor((available - self.fixed) / max(self.patch, 1e-9)))
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[Hashable, TowerMemory]] = weakref.WeakKeyDictionary()

@@ -17,7 +17,9 @@ from prefixtree.scoring.edges import ScoredEdges
 
 #: The facts of wings, by their names.
 WINGS = {
-    "images": "the ranks of a group must pass the same pictures, of equal image_keys and video_keys",
+    "images": (
+        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
+    ),
     "experts": "the ranks of a group must ask the same of routers",
 }
 #: What ranks must have alike -> how the message begins where they have not.

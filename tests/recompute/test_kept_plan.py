@@ -16,9 +16,9 @@ from prefixtree.planning.costs import borrow_cost_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.memory import TowerMemory
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import PartWork, scoring_bytes
-from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
 
 # a trunk above two others, of which one borrows from both, and their micro-batches

@@ -13,6 +13,7 @@ from benchmarks.cases.pictures import config_of
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.forward import memory_of as memory_of_model
 from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.memory import TowerMemory
 from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
     RecomputePlan,
@@ -24,7 +25,6 @@ from prefixtree.recompute.plan import (
     spare_bytes,
 )
 from prefixtree.recompute.probes import memory_of_config
-from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.support.hooks import limit
 from tests.support.models import build

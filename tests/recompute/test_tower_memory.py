@@ -20,6 +20,7 @@ from prefixtree.recompute import forward, picture_work
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import checkpoint_of_tower
+from prefixtree.recompute.memory import TowerMemory
 from prefixtree.recompute.picture_work import RUN, PictureWork
 from prefixtree.recompute.plan import (
     PartWork,
@@ -30,7 +31,6 @@ from prefixtree.recompute.plan import (
     recomputed_by,
     spare_bytes,
 )
-from prefixtree.recompute.tower_memory import TowerMemory
 from tests.recompute.test_recompute import memory_of
 from tests.support.full import mostly
 from tests.support.hooks import inner, limit

@@ -35,7 +35,7 @@ from prefixtree.parallel.ranks import arrival
 from prefixtree.parallel.states import LayerStates, part_mask
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.group_facts import FACTS, parts_of_forest, parts_of_scores
+from prefixtree.scoring.group_facts import FACTS, WINGS, parts_of_forest, parts_of_scores
 from prefixtree.scoring.group_refusals import check_backend_of_parts
 from prefixtree.scoring.in_groups import (
     edges_of,
@@ -173,7 +173,7 @@ def local_forest(
         return (split, found), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
-            "pictures": {},
+            **dict.fromkeys(WINGS, {}),
             "model": {name: getattr(config, name, None) for name in _MODEL},
             "options": {**options, **_parts_of_state(language_model, packed)},
             "division": runs,

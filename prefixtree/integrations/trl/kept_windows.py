@@ -43,7 +43,7 @@ from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.kept_trunks import kept_trunks
 
 if TYPE_CHECKING:
-    from prefixtree.recompute.tower_memory import TowerMemory
+    from prefixtree.recompute.memory import TowerMemory
 
 
 class WindowCost(NamedTuple):
