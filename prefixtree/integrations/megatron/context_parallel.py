@@ -173,7 +173,7 @@ def local_forest(
         return (split, found), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
-            **dict.fromkeys(WINGS, {}),
+            **{name: {} for name in WINGS},
             "model": {name: getattr(config, name, None) for name in _MODEL},
             "options": {**options, **_parts_of_state(language_model, packed)},
             "division": runs,
