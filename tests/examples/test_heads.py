@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
+from tests.support.full import in_turn
 from tests.support.hooks import limit
 from tests.support.models import (
     VOCABULARY,
@@ -73,8 +74,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("model_type", _TYPES)
+@pytest.mark.parametrize(("model_type", "masked"), in_turn(_TYPES, [False, True]))
 def test_distillation(model_type, masked, packed, sequences, monkeypatch):
     """KL of every scored token and the student's gradients; both models run once."""
     masks = make_objective(sequences).loss_masks if masked else None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import prefixtree as pt
+from tests.support.full import in_turn
 from tests.support.models import (
     VOCABULARY,
     Objective,
@@ -55,7 +56,9 @@ def _run(values: list[torch.Tensor], model: Any, objective: Objective) -> Run:
     return Run(flat, flat, gradients(model))
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "page"), in_turn(ALONE, ["one temperature", "temperatures"]), indirect=["page"]
+)
 def test_each_sequence_alone(name, page, objective):
     run = _run(values_of(page, name), page["model"], objective)
     assert not any(p.grad is not None for p in page["teacher"].parameters())

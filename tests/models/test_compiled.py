@@ -50,8 +50,10 @@ _IN_PARTS = {"longcat_flash", *INDEXED}
 _COMPILED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
 # sinks and windows, experts, and a recurrence
 _TRACED_EVERY_TIME = {"gpt_oss", "qwen3_5"}
-_OF_OPERATORS = ["qwen3", "gpt_oss", "kimi_linear", "qwen3_5", "nemotron_h", "lfm2"]
-_TRACED = [x for x in _COMPILED if x in _TRACED_EVERY_TIME or x not in _OF_OPERATORS]
+_OF_OPERATORS = ["qwen3", "gpt_oss", "qwen3_5"]
+# every time in the matrix of tests/scoring/test_ways.py
+_IN_WAYS = {"nemotron_h", "lfm2"}
+_TRACED = [x for x in _COMPILED if x in _TRACED_EVERY_TIME or x not in {*_OF_OPERATORS, *_IN_WAYS}]
 # dynamo's own look at .grad of its inputs
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -76,15 +78,15 @@ def graphs() -> int:
         for backend, case in (
             *(("eager", c) for c in mostly_full(_TRACED, _TRACED_EVERY_TIME)),
             # graphs of forward and backward, out of operators that families share, take three times
-            # as long; their code is torch's. So every operator of ours is in one of these: windows,
-            # sinks and experts; heads of two sizes and a rule for every channel; the other rules
+            # as long; their code is torch's, and each operator has an opcheck of its own
             *(("aot_eager", c) for c in mostly_full(_OF_OPERATORS, {"qwen3"})),
         )
     ],
 )
 def test_every_family(backend, model_type):
     if backend == "eager":
-        alike.skip_if_repeated(model_type, {*_TRACED_EVERY_TIME, *_OF_OPERATORS})
+        every_time = {*_TRACED_EVERY_TIME, *_OF_OPERATORS, *_IN_WAYS}
+        alike.skip_if_repeated(model_type, every_time)
     model = build(model_type)
     want = run_packed(model, ragged_packed(), ragged_objective())
     compile_layers(model, backend=backend)
@@ -137,9 +139,7 @@ def ends_at_attention() -> bool:
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("qwen2_5_vl", None),
-                # the towers of mixtures of experts are those of others, but for names
-                ("qwen3_5", "all_but_attention"),
+                # the towers of others are these, but for names; qwen2_5_vl's windows are below
                 ("glm4v", "auto"),
                 ("gemma4", None),
             )
@@ -168,15 +168,12 @@ def test_pictures(model_type, recompute):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model_type", "backend"), [("qwen3_vl", "eager"), ("qwen2_5_vl", "aot_eager")]
-)
-def test_a_tower_is_exact_in_float64(model_type, backend):
+def test_a_tower_is_exact_in_float64():
     """Windows of several sizes, and pictures of two."""
-    model = picture_cases.build(model_type, dtype=torch.float64)
-    made = picture_cases.batch(model_type)
+    model = picture_cases.build("qwen2_5_vl", dtype=torch.float64)
+    made = picture_cases.batch("qwen2_5_vl")
     want = picture_cases.run_forward(model, made)
-    compile_layers(model, backend=backend)
+    compile_layers(model, backend="aot_eager")
     found = picture_cases.errors(picture_cases.run_forward(model, made), want)
     assert ends_at_attention() and found.largest < 1e-12
 

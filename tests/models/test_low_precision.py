@@ -138,9 +138,13 @@ def _training(implementation: str, *trained: str, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("max_tokens", [None, 20])
 @pytest.mark.parametrize(
-    "trained", [("lm_head",), ("layers.2.", "lm_head"), ("layers.1.mlp.up_proj", "layers.2.mlp")]
+    ("trained", "max_tokens"),
+    [
+        (("lm_head",), 20),
+        (("layers.2.", "lm_head"), None),
+        (("layers.1.mlp.up_proj", "layers.2.mlp"), 20),
+    ],
 )
 def test_what_trains_behind_a_layer_without_gradients(
     trained: tuple[str, ...], max_tokens: int | None

@@ -23,6 +23,8 @@ from tests.support.models import build, mostly_full, ragged_packed, reward_model
 
 _UNKNOWN = "holds code that prefixtree does not know: "
 
+pytestmark = pytest.mark.usefixtures("probed")
+
 
 def _hooked(change: Callable[[torch.Tensor], torch.Tensor], at: str = "model.layers.1") -> Any:
     """Puts a hook on a module that changes its output."""

@@ -94,8 +94,12 @@ WORK = "prefixtree.kernels.decoding.work"
 LOOPS = "prefixtree.loops"
 # what raises and what reads numbers that callers give: every room may know them
 OF_ALL = ("prefixtree.errors", "prefixtree._numbers")
-# numba loads and compiles as these are imported, so only functions may import them
-COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
+
+
+@cache
+def compiled() -> set[str]:
+    """numba loads and compiles as these are imported, so only functions may import them."""
+    return {m for m in MODULES if ("numba", True) in _imports(m, False)}
 
 
 # each room may import those before it, and modules of its own; what is not named is at 0
@@ -196,7 +200,7 @@ def test_nothing_heavy_is_imported_until_it_is_needed() -> None:
     assert "prefixtree.errors" in new and "prefixtree.packing.layout" not in new
     heavy = sorted({name for name in new if name.split(".")[0] in LATER})
     assert heavy == []
-    assert not COMPILED & set(new)
+    assert not compiled() & set(new)
 
 
 def test_import_takes_little_longer_than_torch() -> None:
@@ -474,8 +478,8 @@ def test_attention_knows_no_recurrent_layer() -> None:
 
 def test_compiled_loops_are_imported_inside_functions() -> None:
     for module, target, at_import in every_import():
-        late = target in COMPILED or target.split(".")[0] == "numba"
-        if module not in COMPILED:
+        late = target in compiled() or target.split(".")[0] == "numba"
+        if module not in compiled():
             assert not (late and at_import), f"{module} imports {target} as it is imported"
 
 
@@ -485,13 +489,15 @@ def test_the_loops_stand_alone_behind_their_door() -> None:
             assert not target.startswith("prefixtree") or target.startswith(f"{LOOPS}."), (
                 f"{module} imports {target}"
             )
-        elif target in COMPILED:
+        elif target in compiled():
             assert not target.startswith(f"{LOOPS}."), f"{module} imports {target}, not {LOOPS}"
 
 
 def test_the_door_knows_every_compiled_module() -> None:
     wing = {f"{LOOPS}.{name}" for name in loops.__all__}
-    assert wing == {module for module in COMPILED if layer_of(module) < layer_of("prefixtree.cli")}
+    assert wing == {
+        module for module in compiled() if layer_of(module) < layer_of("prefixtree.cli")
+    }
     assert {f"{LOOPS}.trie", f"{LOOPS}.block_tables", f"{LOOPS}.tile_costs"} <= wing
     for name in loops.__all__:
         assert getattr(loops, name).__name__ == f"{LOOPS}.{name}"

@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,18 @@ def on_pages() -> dict[str, Any]:
     return found
 
 
-# every class of the package, by name: annotations are text, and some imported for types alone
-CLASSES = {
-    node.name
-    for file in ROOT.rglob("*.py")
-    for node in ast.walk(ast.parse(file.read_text()))
-    if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-}
 PUBLIC = on_pages()
+
+
+@cache
+def classes() -> set[str]:
+    """Every class of the package: annotations are text, and some imported for types alone."""
+    return {
+        node.name
+        for file in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
 
 
 def annotations(thing: Any) -> Iterator[str]:
@@ -72,7 +77,7 @@ def annotations(thing: Any) -> Iterator[str]:
 
 def named(thing: Any) -> set[str]:
     """The classes of the package that `thing` names."""
-    return {word for text in annotations(thing) for word in re.findall(r"\w+", text)} & CLASSES
+    return {word for text in annotations(thing) for word in re.findall(r"\w+", text)} & classes()
 
 
 def test_the_search_finds_types() -> None:

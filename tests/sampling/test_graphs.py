@@ -40,11 +40,11 @@ def assert_same(one: Samples, two: Samples) -> None:
         torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
 
 
-def grown(sampler: TreeSampler, seed: int, draws: Draws, stop: Any = (5, 11, 17)) -> Samples:
+def grown(sampler: TreeSampler, seed: int, draws: Draws, tokens: int = 20) -> Samples:
     """Two calls with branchings and replies between, on one of two forests."""
-    rows = sampler.start(pt.PrefixForest.from_sequences(histories(seed)))
+    rows, stop = sampler.start(pt.PrefixForest.from_sequences(histories(seed))), (5, 11, 17)
     rows.branch(3)
-    rows.generate(20, draws, stop)
+    rows.generate(tokens, draws, stop)
     rows.drop([0, 4])
     rows.append({1: [7, 8], 2: [9]})
     rows.branch({1: 2})
@@ -54,7 +54,7 @@ def grown(sampler: TreeSampler, seed: int, draws: Draws, stop: Any = (5, 11, 17)
 
 @pytest.mark.parametrize(
     "family",
-    mostly(["qwen3", "gemma2", "qwen3_5", "bamba", "qwen3_moe"], ["qwen3_5"]),
+    mostly(["gemma2", "qwen3_5", "qwen3_moe"], ["qwen3_5"]),
 )
 def test_replays_give_the_same_samples(family, recorded):
     """Windows, softcaps, states, experts; two forests, two ways to draw; more tokens than a step
@@ -64,8 +64,11 @@ def test_replays_give_the_same_samples(family, recorded):
         model.config._experts_implementation = "batched_mm"
     captured, plain = TreeSampler(model, 3000), TreeSampler(model, 3000, graphs=False)
     for seed in (5, 6):
-        for draws in (Draws(seed=seed), Draws(0.7, seed=2, top_k=20)):
-            assert_same(grown(captured, seed, draws), grown(plain, seed, draws))
+        for way, draws in enumerate((Draws(seed=seed), Draws(0.7, seed=2, top_k=20))):
+            found = grown(captured, seed, draws)
+            # each forest and each way once
+            if way == seed - 5:
+                assert_same(found, grown(plain, seed, draws))
     (graphs,) = recorded
     assert graphs.reason is None and graphs.replays > 60
     sizes = [step.size for step in captured._steps._kept.values()]
@@ -119,10 +122,10 @@ def test_updates_in_place_keep_graphs_and_others_do_not(recorded):
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
 
     def check(number: int) -> None:
-        found = grown(sampler, 5, Draws(seed=3))
+        found = grown(sampler, 5, Draws(seed=3), 5)
         assert len(recorded) == number and recorded[-1].replays > 0
         recorded[-1].replays = 0
-        assert_same(found, grown(TreeSampler(model, 2000, graphs=False), 5, Draws(seed=3)))
+        assert_same(found, grown(TreeSampler(model, 2000, graphs=False), 5, Draws(seed=3), 5))
 
     check(1)
     for parameter in model.parameters():

@@ -22,6 +22,7 @@ from tests.sampling.cases import (
 from tests.support.models import TRANSFORMERS, build, enable_checkpointing
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo
 def test_a_model_as_training_has_it():

@@ -9,16 +9,13 @@ import torch
 
 from prefixtree import tree_attention
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import mostly
 from tests.support.group_bad_calls import BAD
 from tests.support.group_cases import (
     BALANCED,
     CASES,
     HALF,
-    QUICK,
     TEMPERATURES,
     WIDE_CASES,
-    WIDE_QUICK,
     Case,
     objective_of,
     packed_of,
@@ -60,13 +57,13 @@ def wide_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_ranks("tests.support.group_ranks", tmp_path_factory.mktemp("four"), 4)
 
 
-@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks(results, name):
     check(results, name, CASES[name])
     check_exchanges(results, name, CASES[name])
 
 
-@pytest.mark.parametrize("name", mostly(WIDE_CASES, WIDE_QUICK))
+@pytest.mark.parametrize("name", WIDE_CASES)
 def test_four_ranks(wide_results, name):
     check(wide_results, name, WIDE_CASES[name])
     check_exchanges(wide_results, name, WIDE_CASES[name])

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.full import mostly
 from tests.support.spawn import run_ranks
-from tests.support.trunk_ranks import CASES, QUICK
+from tests.support.trunk_ranks import CASES
 
 Results = list[dict[str, Any]]
 
@@ -31,7 +30,7 @@ def of(results: Results, case: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_micro_batches_alone(results: Results, name: str) -> None:
     found = of(results, name)
     for each in found:
@@ -44,7 +43,7 @@ def test_gradients_are_those_of_micro_batches_alone(results: Results, name: str)
     assert found[0]["sum"] == found[1]["sum"]
 
 
-@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_of_fsdp2_run_in_lockstep_and_those_of_ddp_need_not(
     results: Results, name: str
 ) -> None:

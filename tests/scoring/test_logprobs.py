@@ -17,7 +17,7 @@ from prefixtree.loops import sequence_copies
 from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
-from tests.support.full import each_once
+from tests.support.full import each_once, in_turn
 from tests.support.models import (
     HIDDEN,
     VOCABULARY,
@@ -39,6 +39,7 @@ from tests.support.models import (
     run_replicated,
     same_bits,
 )
+from tests.support.pairs import pairwise
 
 # ---- what comes back -----------------------------------------------------------------------------
 
@@ -225,8 +226,9 @@ def _distinct(objective: Objective) -> int:
     )
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("temperature", ["one", "equal", "two", "all different"])
+@pytest.mark.parametrize(
+    ("temperature", "masked"), in_turn(["one", "equal", "two", "all different"], [False, True])
+)
 def test_each_distinct_edge_and_temperature_is_scored_once(temperature, masked, scored_rows):
     objective = ragged_objective()
     count = len(objective.sequences)
@@ -498,9 +500,10 @@ class LinearWithAdapter(nn.Linear):
         return super().forward(x) + x @ self.down.t() @ self.up.t()
 
 
-@pytest.mark.parametrize("frozen_base", [False, True])
-@pytest.mark.parametrize("adapter", [AdaptedHead, LinearWithAdapter])
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("model_type", "adapter", "frozen_base"),
+    pairwise(["qwen3", "gemma2"], [AdaptedHead, LinearWithAdapter], [False, True]),
+)
 def test_a_head_with_an_adapter(model_type, adapter, frozen_base, scored_rows):
     model = build(model_type)
     model.requires_grad_(not frozen_base)

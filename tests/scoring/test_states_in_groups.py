@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.full import mostly
 from tests.support.hybrid_cases import SERVED, Float64, in_float64, logprobs_alone, long_sequences
 from tests.support.models import (
     Run,
@@ -25,7 +24,6 @@ from tests.support.state_group_ranks import (
     CASES,
     HALF,
     MISTAKES,
-    QUICK,
     WIDE_MISTAKES,
     WITH_INDEXERS,
     Case,
@@ -84,7 +82,7 @@ def _check_exact(results: Results, name: str, case: Case) -> None:
         assert largest < 1e-11 and worst < 1e-10
 
 
-@pytest.mark.parametrize("name", mostly(CASES[2], QUICK[2]))
+@pytest.mark.parametrize("name", CASES[2])
 def test_float64_is_exact(results: Results, name: str) -> None:
     _check_exact(results, name, CASES[2][name])
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.full import mostly
 from tests.support.spawn import run_ranks
-from tests.support.step_ranks import CASES, QUICK
+from tests.support.step_ranks import CASES
 
 Results = list[dict[str, Any]]
 
@@ -31,7 +30,7 @@ def of(results: Results, case: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_forward(results: Results, name: str) -> None:
     case, found = CASES[name], of(results, name)
     for each in found:
@@ -46,7 +45,7 @@ def test_gradients_are_those_of_one_forward(results: Results, name: str) -> None
     assert found[0]["sum"] == found[1]["sum"]
 
 
-@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_every_rank_runs_the_model_as_often_as_the_one_with_most_steps(
     results: Results, name: str
 ) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import prefixtree as pt
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.alike import skip_if_repeated
-from tests.support.full import mostly
+from tests.support.full import in_turn, mostly
 from tests.support.models import (
     EVERY_TIME,
     FAMILIES,
@@ -65,8 +65,7 @@ def _same_generation(got: Any, expected: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("model_type", "padded"), in_turn(mostly_full(FAMILIES), [False, True]))
 def test_generate(model_type, padded):
     """Windows are shorter than the prompts, and softcaps and sinks take part."""
     skip_if_repeated(model_type, EVERY_TIME)
@@ -189,8 +188,7 @@ def _without_mask(packed: pt.PackedForest) -> dict[str, Any]:
     return inputs
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
-@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize(("model_type", "use_cache"), in_turn(cases(FAMILIES), [False, True]))
 def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
     """With gradients nothing without a mask runs; without, the positions give it away."""
     packed = pack_sequences(ragged_objective().sequences)

@@ -17,19 +17,19 @@ from tests.support.picture_cases import build as build_with_tower
 from tests.support.step_ranks import LIGHT
 
 
-@pytest.mark.parametrize("way", ["steps", "kept trunks"])
 @pytest.mark.parametrize(
-    ("layers", "name"),
+    ("way", "layers", "name"),
     [
         # shapes states, and is no input of the recurrence
-        pytest.param("Mamba-2", "dt_bias", marks=skips_of("nemotron_h")),
+        pytest.param("steps", "Mamba-2", "dt_bias", marks=skips_of("nemotron_h")),
         # the convolution below all that trains: what it borrows needs no gradient
-        pytest.param("Mamba-2", "conv1d.weight", marks=skips_of("nemotron_h")),
-        pytest.param("delta rule", "conv1d.weight", marks=skips_of("qwen3_5")),
+        pytest.param("kept trunks", "Mamba-2", "conv1d.weight", marks=skips_of("nemotron_h")),
+        pytest.param("steps", "delta rule", "conv1d.weight", marks=skips_of("qwen3_5")),
+        pytest.param("kept trunks", "delta rule", "conv1d.weight", marks=skips_of("qwen3_5")),
     ],
 )
 def test_a_first_recurrent_layer_of_which_one_parameter_trains(
-    layers: str, name: str, way: str
+    way: str, layers: str, name: str
 ) -> None:
     plain = {axis: levels[0] for axis, levels in AXES.items()}
     case = plain | {"way": way, "layers": layers, "trained": name}

@@ -24,7 +24,6 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_ranks
-from tests.support.full import asked_for
 from tests.support.models import (
     Objective,
     backward_of,
@@ -110,29 +109,19 @@ class Case:
 
 CASES: dict[str, Case] = {
     "ddp": Case("ddp"),
-    "ddp, checkpointing": Case("ddp", "gemma2", checkpointing=True),
-    "ddp, find unused": Case("ddp", options=(("find_unused_parameters", True),)),
     "ddp, static graph": Case("ddp", options=(("static_graph", True),)),
     "ddp, lora": Case("ddp", lora=True, measured=True),
     "ddp, experts": Case("ddp", "qwen3_moe", balance=300.0),
     "fsdp2": Case("fsdp2"),
-    "fsdp2, checkpointing": Case("fsdp2", "gemma2", checkpointing=True, measured=True),
     "fsdp2, head alone": Case("fsdp2", head_alone=True, checkpointing=True, measured=True),
-    "fsdp2, lora": Case("fsdp2", lora=True, measured=True),
-    "fsdp2, experts": Case("fsdp2", "qwen3_moe", balance=300.0),
     "fsdp2, experts, checkpointing": Case("fsdp2", "gpt_oss", True, balance=300.0),
-    "ddp, replay": Case("ddp", "gpt_oss", replays=True),
     "fsdp2, replay": Case("fsdp2", "qwen3_moe", checkpointing=True, replays=True),
-    "ddp, recompute": Case("ddp", recompute="differs"),
     "fsdp2, recompute": Case("fsdp2", recompute="differs"),
-    "fsdp2, recompute, hybrid": Case("fsdp2", "qwen3_5", recompute="differs"),
     "fsdp2, recompute, lora": Case("fsdp2", lora=True, recompute="auto", measured=True),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "fsdp2, hybrid, bfloat16": Case("fsdp2", "qwen3_5", half=True),
-    "ddp, hybrid, prepared before": Case("ddp", "nemotron_h", prepared="before"),
     "ddp, hybrid, prepared after": Case("ddp", "qwen3_5", True, prepared="after"),
     "fsdp2, hybrid, prepared before": Case("fsdp2", "qwen3_5", True, prepared="before"),
-    "fsdp2, hybrid, prepared after": Case("fsdp2", "nemotron_h", True, prepared="after"),
     "fsdp2, mixers alone, prepared before": Case(
         "fsdp2", "nemotron_h", mixers_alone=True, prepared="before"
     ),
@@ -154,15 +143,6 @@ RUNS = [
     if case in ("ddp", "fsdp2")
     or step == ("one has nothing" if case == "ddp, static graph" else "accumulation")
 ]
-# cases of which others have the wrapper with the model, or with what is set beside it
-_TOLD_BY_OTHERS = (
-    *("ddp, checkpointing", "ddp, find unused", "ddp, replay", "ddp, indexers, find unused"),
-    *("ddp, hybrid, prepared before", "fsdp2, checkpointing", "fsdp2, lora", "fsdp2, experts"),
-    *("fsdp2, hybrid, prepared after", "fsdp2, mixers alone, not prepared"),
-    *("fsdp2, recompute, hybrid", "fsdp2, hybrid, bfloat16", "fsdp2, recompute", "ddp, recompute"),
-    *("fsdp2, replay", "fsdp2, indexers", "ddp, hybrid, prepared after", "fsdp2, head alone"),
-)
-QUICK = [run for run in RUNS if run[0] not in _TOLD_BY_OTHERS]
 
 
 def wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
@@ -266,12 +246,12 @@ def whole(tensor: Any) -> torch.Tensor:
 def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     """Runs all cases on this rank."""
     results: dict[tuple[str, str], Any] = {}
-    for name, step_name in asked_for(RUNS, QUICK):
+    for name, step_name in RUNS:
         try:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:
             results[name, step_name] = traceback.format_exc()
-    for run in asked_for(picture_ranks.RUNS, picture_ranks.QUICK):
+    for run in picture_ranks.RUNS:
         name = "pictures", ", ".join(run)
         try:
             results[name] = picture_ranks.run(*run, rank)

@@ -79,20 +79,13 @@ CASES: dict[str, Case] = {
     "experts, their loss, routes": Case(
         "qwen3_moe", "ddp", recompute="all", scattered=True, balance=300.0, replays=True
     ),
-    "adapters, DDP": Case(wrapper="ddp", lora=True, measured=True),
-    "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
-    "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
-    "scattered, FSDP2": Case("gemma2", "fsdp2", "not reentrant", scattered=True),
-    "scattered, sinks": Case("gpt_oss", recompute="all", scattered=True),
     "scattered, heads": Case("gpt_oss", group_mode="heads", scattered=True),
     "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0), measured=True),
-    "FSDP2, checkpointing": Case("gemma2", "fsdp2", "not reentrant"),
     "FSDP1, checkpointing": Case("gpt_oss", "fsdp1", "not reentrant"),
     "shared keys": Case("gemma3n_text", "", "not reentrant"),
     "compiled layers": Case("gemma2", compiled="aot_eager", recompute="all"),
     "one scores nothing": Case(wrapper="ddp", forest="one scores nothing", measured=True),
     "one token": Case(wrapper="fsdp2", forest="one token", measured=True),
-    "heads, windows, checkpointing": Case("gemma2", "ddp", "not reentrant", group_mode="heads"),
     # as all heads that a rank can halve, in two turns
     "heads, sinks, FSDP2": Case(
         "gpt_oss",
@@ -120,48 +113,30 @@ CASES: dict[str, Case] = {
     ),
     "states, adapters, FSDP2": Case("olmo_hybrid", "fsdp2", lora=True, recompute="all"),
     "states, compiled layers": Case("qwen3_next", compiled="aot_eager", recompute="all"),
-    "states, FSDP1": Case("nemotron_h", "fsdp1", "not reentrant"),
-    "states, one scores nothing": Case("lfm2", "ddp", forest="one scores nothing"),
     "states, one token": Case("qwen3_next", "fsdp2", forest="one token"),
-    "states, trees apart": Case("falcon_h1", forest="trees apart"),
     # each rank computes tokens above its own again, for all heads
     "states, odd heads": Case(
         "qwen3_5", changes=(("linear_num_key_heads", 3), ("linear_num_value_heads", 3))
     ),
 }
-# without those whose parts others have
-QUICK = (
-    *("windows, softcap, checkpointing", "scattered, heads", "FSDP2, a plan", "shared keys"),
-    *("one scores nothing", "one token", "heads, sinks, FSDP2", "dynamic RoPE", "trees apart"),
-    *("states, DDP, checkpointing", "states, FSDP2, heads", "states, odd heads"),
-)
 BALANCED = Case("qwen3_moe", balance=300.0)
 HALF = Case("gemma2", "fsdp2", "not reentrant", half=True)
 # on four: one group, and two groups with forests of their own
 WIDE_CASES: dict[str, Case] = {
     "float64": Case(double=True, recompute="all"),
     "more ranks than tokens": Case(wrapper="ddp", forest="one token"),
-    "scattered, groups, FSDP2": Case("deepseek_v3", "fsdp2", forest="groups", scattered=True),
-    "scattered": Case("gpt_oss", scattered=True),
     # two kv heads: each is two ranks'
     "heads, float64": Case(double=True, recompute="all", group_mode="heads"),
-    "heads, sinks": Case("gpt_oss", group_mode="heads"),
     "heads, groups, FSDP2, experts": Case(
         "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="heads", balance=300.0
     ),
     "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups", measured=True),
-    "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups", replays=True),
     "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
-    "states, groups, FSDP2": Case("qwen3_next", "fsdp2", "not reentrant", forest="groups"),
     # two groups of heads: each is two ranks'
     "states, heads, DDP": Case(
         "nemotron_h", "ddp", recompute="all", group_mode="heads", scattered=True
     ),
 }
-WIDE_QUICK = (
-    *("float64", "more ranks than tokens", "heads, float64", "groups, FSDP2"),
-    *("heads, groups, FSDP2, experts", "states, heads, DDP"),
-)
 
 
 def _ragged(seed: int) -> Objective:

@@ -27,17 +27,14 @@ from prefixtree.planning.split import split_tokens
 from prefixtree.scoring import in_groups as shares
 from tests.support import distributed_ranks
 from tests.support.distributed_ranks import whole, wrap
-from tests.support.full import asked_for, quick_ones_run
 from tests.support.group_bad_calls import BAD, message_of, scored
 from tests.support.group_cases import (
     BALANCED,
     CASES,
     FORESTS,
     HALF,
-    QUICK,
     TEMPERATURES,
     WIDE_CASES,
-    WIDE_QUICK,
     Case,
     num_groups,
     objective_of,
@@ -314,13 +311,9 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     ranks = dist.get_world_size()
     results: dict[Any, Any] = {}
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
-    asked = asked_for(CASES, QUICK) if ranks == 2 else asked_for(WIDE_CASES, WIDE_QUICK)
-    for name in asked:
-        case = (CASES if ranks == 2 else WIDE_CASES)[name]
+    for name, case in (CASES if ranks == 2 else WIDE_CASES).items():
         group = mesh["cp"].get_group() if num_groups(case) > 1 else dist.group.WORLD
         results[name] = tried(run_case, case, group, rank)
-    if not quick_ones_run():
-        return results
     for name in ("ragged", "one token"):
         sequences = FORESTS[name](0).sequences
         for wrapper, recompute in (("ddp", None), ("fsdp2", "all")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import reduce
+from functools import reduce, wraps
 from importlib import import_module
 from typing import Any
 
@@ -133,6 +133,49 @@ def wrap(monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Any]) -
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are not probed: for tests that count forwards, or that see mistakes turn them red."""
     put(monkeypatch, "probe of layers", lambda *_: None)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is probed: for tests of the probe."""
+    probe = inner("probe of layers")
+    put(monkeypatch, "probe of layers", getattr(probe, "__wrapped__", probe))
+
+
+def probe_each_kind_once() -> None:
+    """Of models with the same classes, configuration and dtypes, one is probed: tests build
+    thousands. Those with hooks or forwards of their own, and those that ranks share, always are."""
+    owner, name = place("probe of layers")
+    probe = getattr(owner, name)
+    if hasattr(probe, "__wrapped__"):
+        return
+    # the forwards of classes, whose addresses are part of a kind, live as long
+    passed: dict[Any, list[Any]] = {}
+
+    @wraps(probe)
+    def once(model: Any, transformer: Any, device: torch.device) -> Any:
+        modules = list(transformer.modules())
+        is_plain = not any(
+            m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
+        )
+        if not is_plain or owner.is_sharded(model):
+            return probe(model, transformer, device)
+        config = transformer.config
+        kind = (
+            owner.state_of(transformer),
+            repr(config),
+            tuple(vars(c).get("_attn_implementation") for c in (config, config.get_text_config())),
+            frozenset((p.dtype, p.device) for p in transformer.parameters()),
+            torch.is_autocast_enabled(device.type),
+        )
+        if kind in passed:
+            return None
+        found = probe(model, transformer, device)
+        if found is None:
+            passed[kind] = [type(m).forward for m in modules]
+        return found
+
+    setattr(owner, name, once)
 
 
 # ---- gradients that are lost: what comparisons must notice ---------------------------------------

@@ -33,7 +33,6 @@ from tests.support.hybrid_cases import Float64
 from tests.support.models import (
     VOCABULARY,
     Objective,
-    adapted,
     build,
     make_objective,
     pack_sequences,
@@ -190,22 +189,20 @@ def compared(way: str, group: Any = None, place: int = 0) -> dict[str, Found]:
     recipe; and the same where the gradient of one copy stands for the sum.
 
     Args:
-        way: "float64", "adapters", "steps", "fused", "group" or "sharded".
+        way: "float64", "fused", "group" or "sharded".
         group: the process group of the last two.
         place: this rank's, in "sharded".
     """
     dtype = torch.float64 if way == "float64" else torch.float32
     model = build("gemma2", tie_word_embeddings=way in ("fused", "sharded")).to(dtype)
     teacher = build("llama", seed=5).to(dtype).eval()
-    if way == "adapters":
-        model = adapted(model, "q_proj", "v_proj", "down_proj", "lm_head")
     # few sequences for the interpreter
     places = range(WORLD_SIZE) if way == "sharded" else [int(way == "fused")]
     objectives = [objective_of(at) for at in places]
     with Float64() if way == "float64" else nullcontext():
         expected = _expected(model, teacher, objectives)
     options: dict[str, Any] = {}
-    if way in ("steps", "fused"):
+    if way == "fused":
         options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
     if way == "group":
         options = {"group": group}

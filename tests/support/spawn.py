@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 # seconds until ranks count as hanging; a busy machine is slow
 LIMIT = 900
-# what nearly every rank imports, and starts no thread
-_PRELOADED = ["numba", "transformers.modeling_utils", "peft", "tests.support.models"]
+# what nearly every rank imports and does first, and starts no thread
+_PRELOADED = ["numba", "transformers.modeling_utils", "peft", "tests.support.first_run"]
 
 
 def results_of(runs: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -144,6 +144,8 @@ def _main(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT // 2)
     )
     on_rank = importlib.import_module(module).on_rank
+    if not module.startswith("tests.integrations."):
+        importlib.import_module("tests.support.hooks").probe_each_kind_once()
     # what is imported stays: nothing looks through it, as in tests/conftest.py
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -28,7 +28,6 @@ from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups
 from tests.support.family_configs import INDEXED
-from tests.support.full import asked_for, quick_ones_run
 from tests.support.hooks import inner, own_gradients_alone, place
 from tests.support.hybrid_cases import (
     Float64,
@@ -103,8 +102,8 @@ CASES: dict[int, dict[str, Case]] = {
     }
     | {
         f"{family}, {mode}, {owner}": Case(family, mode, owner, _TIES.get(family, ()))
-        for family in WITH_INDEXERS
-        for mode, owner in (("parts", "single tokens"), ("heads", "chunks"))
+        for number, family in enumerate(WITH_INDEXERS)
+        for mode, owner in [(("parts", "single tokens"), ("heads", "chunks"))[number % 2]]
     }
     | {
         # heads of every kind that a rank has two turns of
@@ -114,8 +113,7 @@ CASES: dict[int, dict[str, Case]] = {
     }
     | {
         f"{family} below others, {owner}": Case(family, owner=owner, is_above=True)
-        for family in ("qwen3_5", "nemotron_h", "kimi_linear")
-        for owner in OWNERS
+        for family, owner in zip(("qwen3_5", "nemotron_h", "kimi_linear"), OWNERS, strict=True)
     },
     # heads that three ranks divide, and none; a convolution alone has none to divide
     3: {
@@ -128,24 +126,6 @@ CASES: dict[int, dict[str, Case]] = {
         "two heads of keys": Case("qwen3_5"),
         "two groups": Case("nemotron_h", "heads", "chunks"),
     },
-}
-QUICK: dict[int, tuple[str, ...]] = {
-    2: (
-        "qwen3_5, heads, runs",
-        "nemotron_h, heads, chunks",
-        "kimi_linear, parts, chunks",
-        "lfm2, parts, single tokens",
-        "olmo_hybrid, parts, chunks",
-        "nemotron_h in turns",
-        "qwen3_5 below others, runs",
-        "nemotron_h below others, single tokens",
-        "kimi_linear below others, chunks",
-        "glm_moe_dsa, parts, single tokens",
-        "deepseek_v32, heads, chunks",
-        "minimax_m3_vl_text, parts, single tokens",
-    ),
-    3: (),
-    4: (),
 }
 # in bfloat16, their gates in float32; groups that are several ranks'
 HALF: dict[int, tuple[str, ...]] = {2: ("qwen3_5",), 3: (), 4: ("nemotron_h",)}
@@ -287,22 +267,20 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     """Results, or tracebacks."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     results: dict[Any, Any] = {}
-    for name in asked_for(CASES[ranks], QUICK[ranks]):
-        results[name] = _tried(exact, CASES[ranks][name], rank, group)
+    for name, case in CASES[ranks].items():
+        results[name] = _tried(exact, case, rank, group)
     mistakes = MISTAKES if ranks == 2 else WIDE_MISTAKES if ranks == 4 else {}
-    if quick_ones_run() or ranks > 2:
-        for name, (*mistake, family) in mistakes.items():
-            most = patch.object(division, "MOST_ABOVE", 1e9 if "above" in name else -1.0)
-            with patch.object(*mistake), most:
-                results["mistake", name] = _tried(family_run, family, group, "parts")
-    if ranks == 2 and quick_ones_run() and WITH_INDEXERS:
+    for name, (*mistake, family) in mistakes.items():
+        most = patch.object(division, "MOST_ABOVE", 1e9 if "above" in name else -1.0)
+        with patch.object(*mistake), most:
+            results["mistake", name] = _tried(family_run, family, group, "parts")
+    if ranks == 2 and WITH_INDEXERS:
         with patch.object(PartMask, "index_keys", _of_own_tokens_alone):
             for mode in ("parts", "heads"):
                 results["choice", mode] = _tried(family_run, "glm_moe_dsa", group, mode)
     for family in HALF[ranks]:
-        if quick_ones_run() or ranks > 2:
-            results["half", family] = _tried(family_run, family, group, "parts", torch.bfloat16)
-    if ranks == 2 and quick_ones_run():
+        results["half", family] = _tried(family_run, family, group, "parts", torch.bfloat16)
+    if ranks == 2:
         results["frozen"] = _tried(family_run, "qwen3_5", group, "parts", changed=freeze)
     if ranks == 3:
         results["odd"] = _tried(family_run, "qwen3_5", group, "parts")

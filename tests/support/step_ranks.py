@@ -30,7 +30,6 @@ from transformers.distributed import DistributedConfig
 
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import asked_for, quick_ones_run
 from tests.support.models import (
     Objective,
     adapted,
@@ -88,34 +87,20 @@ class Case:
 
 CASES = {
     "ddp": Case("ddp", micro_batches=2),
-    "ddp, checkpointing": Case("ddp", "gemma2", checkpointing=True),
-    "ddp, find unused": Case("ddp", find_unused=True),
-    "ddp, lora": Case("ddp", lora=True, measured=True),
-    "ddp, experts": Case("ddp", "qwen3_moe"),
     "ddp, interleaved": Case("ddp", micro_batches=2, interleaved=True),
     "fsdp2": Case("fsdp2", micro_batches=2),
     "fsdp2, checkpointing": Case(
         "fsdp2", "gpt_oss", checkpointing=True, micro_batches=2, measured=True
     ),
-    "fsdp2, latent attention, experts": Case("fsdp2", "deepseek_v3"),
     "fsdp2, lora": Case("fsdp2", lora=True, checkpointing=True),
     "fsdp2, interleaved": Case("fsdp2", micro_batches=2, interleaved=True),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "fsdp1, checkpointing": Case("fsdp1", "gpt_oss", checkpointing=True, micro_batches=2),
-    "ddp, recurrent": Case("ddp", "nemotron_h", micro_batches=2),
     "fsdp2, recurrent": Case("fsdp2", "qwen3_5", checkpointing=True),
     "ddp, indexers": Case("ddp", "glm_moe_dsa", find_unused=True),
-    "fsdp2, indexers": Case("fsdp2", "deepseek_v32", checkpointing=True),
     "tensor parallel": Case("tensor parallel", "llama", checkpointing=True, measured=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
-# without those whose parts others have
-_OTHERS = (
-    *("ddp, checkpointing", "ddp, find unused", "ddp, experts", "ddp, recurrent", "ddp, indexers"),
-    *("fsdp2, latent attention, experts", "fsdp2, lora", "fsdp2, interleaved", "fsdp2, indexers"),
-    *("ddp, lora", "fsdp2, bfloat16", "tensor parallel"),
-)
-QUICK = [n for n in CASES if n not in _OTHERS]
 # for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is
 # not there before transformers 5.23; the ranks of the first share their forests
 _SPREAD: dict[str, dict[str, Any]] = {
@@ -324,9 +309,8 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     # as torchrun sets them
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
     runs: dict[str, Callable[[], Any]] = {
-        name: lambda case=CASES[name]: _run(case, rank, folder) for name in asked_for(CASES, QUICK)
+        name: lambda case=CASES[name]: _run(case, rank, folder) for name in CASES
     }
-    if quick_ones_run():
-        runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
-        runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
+    runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
+    runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
     return results_of(runs)

@@ -93,7 +93,6 @@ CASES: dict[str, Case] = {
     "head not gathered": Case(
         "llama", {"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}, "sliced", _DENSE, _EVEN
     ),
-    "recomputed": Case("llama", None, "sliced", _DENSE, _EVEN, recompute="all_but_attention"),
     "experts, TP": Case("qwen3_moe", None, "sliced", (QUERY, EXPERTS, HEAD), _EVEN, balance=300.0),
     "experts, TP and EP": Case(
         "qwen3_moe", {"tp_size": 2, "ep_size": 2}, "sliced", (QUERY, EXPERTS, HEAD), balance=300.0
@@ -105,9 +104,6 @@ CASES: dict[str, Case] = {
         (QUERY, EXPERTS),
         forests=True,
         balance=300.0,
-    ),
-    "sinks, EP": Case(
-        "gpt_oss", {"tp_size": 2, "ep_size": 2}, "sliced", (EXPERTS,), _EVEN, balance=300.0
     ),
     "sinks, EP with FSDP2": Case(
         "gpt_oss", {"fsdp_size": 2, "ep_size": 2}, "whole", (QUERY, EXPERTS), forests=True

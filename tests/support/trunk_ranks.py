@@ -27,7 +27,6 @@ from prefixtree import (
 from prefixtree.planning.costs import BorrowCost
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import plan_kept
-from tests.support.full import asked_for, quick_ones_run
 from tests.support.models import (
     build,
     counted,
@@ -46,24 +45,15 @@ MAX_TOKENS = 24
 OBJECTIVES = (make_objective(ragged_sequences(0), 0), make_objective(ragged_sequences(3)[:6], 1))
 CASES = {
     "ddp": Case("ddp"),
-    "ddp, find unused": Case("ddp", find_unused=True),
     "ddp, checkpointing, again": Case("ddp", "gemma2", checkpointing=True),
-    "ddp, lora": Case("ddp", lora=True),
     "ddp, accumulation": Case("ddp", micro_batches=2),
     "fsdp2": Case("fsdp2"),
-    "fsdp2, checkpointing": Case("fsdp2", "gpt_oss", checkpointing=True),
     "fsdp2, lora, again": Case("fsdp2", lora=True),
     "fsdp2, accumulation": Case("fsdp2", micro_batches=2),
     "fsdp2, measured, auto": Case("fsdp2", measured=True),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
-    "ddp, recurrent, again": Case("ddp", "lfm2"),
     "fsdp2, recurrent": Case("fsdp2", "nemotron_h", checkpointing=True),
-    "fsdp2, indexers, again": Case("fsdp2", "glm_moe_dsa"),
 }
-# without those whose parts others have
-QUICK = [
-    *("ddp", "fsdp2, measured, auto", "fsdp2, lora, again", "fsdp2, recurrent"),
-]
 
 
 def _plan(rank: int) -> Any:
@@ -251,15 +241,14 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     """Runs all cases on this rank."""
     warnings.simplefilter("ignore", FutureWarning)
     runs: dict[str, Callable[[], Any]] = {
-        name: lambda name=name: _run(name, rank, folder) for name in asked_for(CASES, QUICK)
+        name: lambda name=name: _run(name, rank, folder) for name in CASES
     }
-    if quick_ones_run():
-        runs["one rank cannot"] = lambda: _one_rank_cannot(rank, folder)
-        runs["values, ddp"] = lambda: _values("ddp", rank, folder)
-        runs["values, fsdp2"] = lambda: _values("fsdp2", rank, folder)
-        runs["fsdp1"] = lambda: _fsdp1(rank, folder)
-        runs["static graph"] = lambda: _static_graph(rank)
-        runs["no_sync"] = lambda: _no_sync(rank, folder)
-        runs["without gradients"] = lambda: _without_gradients(rank, folder)
-        runs["one rank is empty"] = lambda: _many_kept(rank, folder)
+    runs["one rank cannot"] = lambda: _one_rank_cannot(rank, folder)
+    runs["values, ddp"] = lambda: _values("ddp", rank, folder)
+    runs["values, fsdp2"] = lambda: _values("fsdp2", rank, folder)
+    runs["fsdp1"] = lambda: _fsdp1(rank, folder)
+    runs["static graph"] = lambda: _static_graph(rank)
+    runs["no_sync"] = lambda: _no_sync(rank, folder)
+    runs["without gradients"] = lambda: _without_gradients(rank, folder)
+    runs["one rank is empty"] = lambda: _many_kept(rank, folder)
     return results_of(runs)

@@ -29,6 +29,7 @@ from tests.support.attention_checks import (
     ours,
     run,
 )
+from tests.support.pairs import pairwise
 from tests.support.strategies import mask_of, random_forest
 from tests.support.warm import run_warm
 
@@ -42,11 +43,11 @@ def _inputs(mask: TreeMask, dtype: torch.dtype = torch.float32) -> list[torch.Te
     return [torch.randn(*s, dtype=dtype, requires_grad=True) for s in shapes]
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window, softcap", [(0, 0.0), (5, 2.0)])
-@pytest.mark.parametrize("lse_used", [False, True])
-@pytest.mark.parametrize("of_part", [False, True])
-def test_opcheck(sinks: bool, window: int, softcap: float, lse_used: bool, of_part: bool) -> None:
+@pytest.mark.parametrize(
+    "sinks, features, lse_used, of_part",
+    pairwise([False, True], [(0, 0.0), (5, 2.0)], [False, True], [False, True]),
+)
+def test_opcheck(sinks: bool, features: tuple[int, float], lse_used: bool, of_part: bool) -> None:
     mask = _mask(0)
     if of_part:
         mask = mask.for_queries([(1, 5), (8, 20)])
@@ -56,8 +57,7 @@ def test_opcheck(sinks: bool, window: int, softcap: float, lse_used: bool, of_pa
         sink,
         mask.handle,
         0.3,
-        window,
-        softcap,
+        *features,
         False,
         "sdpa",
         of_part,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.recurrence import chunked, tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.packing.segments import segments_of
-from tests.support.full import mostly
+from tests.support.full import in_turn, mostly
 from tests.support.recurrence_cases import (
     FORESTS,
     OPERATORS,
@@ -167,16 +167,21 @@ def test_a_convolution_in_packed_order_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, name",
-    [
-        (torch.float32, "long and short"),
-        (torch.bfloat16, "caterpillar"),
-        (torch.float16, "star"),
-    ],
+    "op, dtype_and_name",
+    in_turn(
+        [pytest.param(op, id=op.name) for op in OPERATORS],
+        [
+            (torch.float32, "long and short"),
+            (torch.bfloat16, "caterpillar"),
+            (torch.float16, "star"),
+        ],
+    ),
 )
-@BY_NAME
-def test_rounding_is_that_of_token_by_token(op: Operator, name: str, dtype: torch.dtype) -> None:
+def test_rounding_is_that_of_token_by_token(
+    op: Operator, dtype_and_name: tuple[torch.dtype, str]
+) -> None:
     """Worst errors against float64 at most twice those of the reference in the same dtype."""
+    dtype, name = dtype_and_name
     mask = mask_of(forest_of(name))
     leaves = op.random(mask.num_tokens, dtype=dtype)
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def errors(
 
 
 @BY_NAME
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(forest=forests(), num_parts=st.integers(1, 4), seed=st.integers(0, 99), whole=st.booleans())
 def test_any_parts_in_order_are_one_call(
     op: Operator, forest: Any, num_parts: int, seed: int, whole: bool

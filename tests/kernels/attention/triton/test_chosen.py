@@ -22,6 +22,7 @@ from tests.support.attention_checks import (
 )
 from tests.support.choices import random_choice
 from tests.support.full import mostly
+from tests.support.pairs import pairwise
 from tests.support.strategies import mask_of, random_forest
 from tests.support.triton_tiles import DEVICE, DTYPES, TILES, use
 
@@ -88,7 +89,7 @@ _FEW = itertools.product(["pointers", "descriptors", "tiles of their own"], ["pl
 @pytest.mark.parametrize(
     "tiles, feature",
     [
-        *itertools.product(TILES, ["all"]),
+        *mostly(itertools.product(TILES, ["all"]), [(tiles, "all") for tiles in [*TILES][::2]]),
         *mostly(_FEW, [("pointers", "plain"), ("tiles of their own", "window")]),
     ],
 )
@@ -120,10 +121,10 @@ def test_the_tiles_of_the_table() -> None:
     _check(forest, mask, Case.random(mask, (2, 2), (192, 128), DTYPES[0]))
 
 
-@pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("size", [(16, 16), (32, 32), (8, 64), (64, 8)])
-@pytest.mark.parametrize("is_part", [False, True])
-@pytest.mark.parametrize("forest", [FOREST, LAST_WORD], ids=["words", "last word"])
+@pytest.mark.parametrize(
+    "size, window, is_part, forest",
+    pairwise([(16, 16), (32, 32), (8, 64), (64, 8)], [0, 40], [False, True], [FOREST, LAST_WORD]),
+)
 def test_the_bits_of_tiles_are_the_choice(
     forest: PrefixForest, size: tuple[int, int], window: int, is_part: bool
 ) -> None:
