@@ -69,7 +69,7 @@ _MLA = {
     "v_head_dim": 12,
 }
 # an indexer of 24 heads, more than one needs so that no two scores are equal: ties have a test of
-# their own (tests/models/test_indexers.py). Paths are up to 40 tokens long
+# their own (tests/sparse/test_indexers.py). Paths are up to 40 tokens long
 _INDEXED = {
     **_MLA,
     **_GROUPS,

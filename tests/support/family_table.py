@@ -213,7 +213,7 @@ sequence by sequence, in float32: log-probabilities, entropies and the gradient 
 It runs without checkpointing, with reentrant and with non-reentrant checkpointing. Every figure
 must be below 1e-5, or below 5e-5 in DeepSeek V4 and families whose layers carry a state, where
 norms and sums that cancel enlarge rounding in eager runs as well.
-`tests/models/test_hybrids.py` (`test_indexers.py`) proves those in float64: log-probabilities agree
+`tests/states/test_hybrids.py` (`test_indexers.py`) proves those in float64: log-probabilities agree
 to 1e-11, gradients to 1e-10.
 
 - **log p** is the largest difference of a log-probability, over the largest magnitude of one.

@@ -19,7 +19,7 @@ from prefixtree.images.vision import PlacedPictures, tower_of
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
-from tests.models.test_vision import FAMILIES, made_of
+from tests.images.test_vision import FAMILIES, made_of
 from tests.support.full import in_turn
 from tests.support.hooks import wrap
 from tests.support.models import counted, enable_checkpointing

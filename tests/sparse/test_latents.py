@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 import prefixtree as pt
 from prefixtree.kernels.latents import definition, gathered
 from prefixtree.sparse import latents
-from tests.models.test_indexers import _alone, _packed, _with_triton, _worst
+from tests.sparse.test_indexers import _alone, _packed, _with_triton, _worst
 from tests.support.hybrid_cases import Float64, in_float64
 from tests.support.models import (
     assert_same,
