@@ -18,7 +18,7 @@ from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from prefixtree import compile_layers
-from prefixtree.experts.products import _is_swiglu, _runs_grouped, prepare_experts
+from prefixtree.experts.products import _is_swiglu, _runs_grouped, prepare_layers
 from prefixtree.kernels import expert_products
 from prefixtree.models.along_tree import AlongTree
 from tests.support.full import mostly
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_transformers(
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
     theirs = experts_of(model_type, torch.float64)
     ours = copy.deepcopy(theirs)
-    prepare_experts(ours)
+    prepare_layers(ours, None)
     given = inputs(theirs, torch.float64)
     wanted = run(theirs, given)
     # the fallback in float64 compiles in no transformers below 5.24
@@ -146,7 +146,7 @@ def test_gated_experts_by_quack(is_compiled: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
     theirs = experts_of("qwen3_moe", torch.float64)
     ours = copy.deepcopy(theirs)
-    prepare_experts(ours)
+    prepare_layers(ours, None)
     given = inputs(theirs, torch.float64)
     wanted = run(theirs, given)
     assert expert_products.refusal(given[0], *ours.parameters()) == "it runs on Hopper"
@@ -239,7 +239,7 @@ def test_gated_experts_by_quack_on_a_gpu(
     exact.config._experts_implementation = "eager"
     wide = [y.detach().float().requires_grad_() for y in (x, weights)]
     wanted = run(exact, [wide[0], chosen, wide[1]])
-    prepare_experts(ours)
+    prepare_layers(ours, None)
     if (problem := expert_products.refusal(x, *ours.parameters())) is not None:
         pytest.skip(f"QuACK: {problem}")
     found = run(torch.compile(ours) if is_compiled else ours, [x, chosen, weights])
@@ -257,7 +257,7 @@ def test_a_compiled_gradient_adds_no_row_to_another(
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: True)
     experts = experts_of("qwen3_moe", torch.bfloat16)
     if is_ours:
-        prepare_experts(experts)
+        prepare_layers(experts, None)
     adds = []
 
     def note(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -278,7 +278,7 @@ def test_a_compiled_gradient_adds_no_row_to_another(
 def test_copies_of_a_token_are_added_up_in_float32() -> None:
     theirs = experts_of("qwen3_moe", torch.bfloat16)
     ours, exact = copy.deepcopy(theirs), copy.deepcopy(theirs).float()
-    prepare_experts(ours)
+    prepare_layers(ours, None)
     x, chosen, weights = inputs(theirs, torch.bfloat16)
     wanted = run(exact, [x.detach().float().requires_grad_(), chosen, weights.float()])[1]
     errors = [(run(e, [x, chosen, weights])[1] - wanted).norm() for e in (ours, theirs)]
@@ -288,7 +288,7 @@ def test_copies_of_a_token_are_added_up_in_float32() -> None:
 def test_what_runs_otherwise_still_does() -> None:
     experts = experts_of("qwen3_moe", torch.float32)
     kind = type(experts)
-    prepare_experts(experts)
+    prepare_layers(experts, None)
     given = inputs(experts, torch.float32)
     wanted = run(experts, given)
     for implementation in ("eager", "batched_mm"):
@@ -302,6 +302,6 @@ def test_what_runs_otherwise_still_does() -> None:
     assert not _runs_grouped(experts)
     experts.num_experts += 1
     again = pickle.loads(pickle.dumps(experts))
-    prepare_experts(again)
+    prepare_layers(again, None)
     assert type(again) is type(experts)
     assert all(map(torch.equal, run(again, given), wanted))
