@@ -452,9 +452,12 @@ def _planned(
     memory = learnt.memory() if measures else None
     if measures and memory is None:
         # the first part tells of all others
-        first = first_plan(causal_lm, device, works[0])
-        least = least_plan(len(first.modes))
-        return KeptPlan((first, *[least] * (len(works) - 1)), runs_again=True)
+        largest = max(work.num_tokens for work in works)
+        first = first_plan(model, causal_lm, device, works[0], available, largest)
+        if first is not None:
+            least = least_plan(len(first.modes))
+            return KeptPlan((first, *[least] * (len(works) - 1)), runs_again=True)
+        memory = learnt.memory()
     if memory is None:
         memory = memory_of(model, causal_lm, device)
     waiting = None

@@ -84,6 +84,7 @@ class Learnt:
         frozen: layers, the first ones, that no gradient reaches.
         margin: by how many bytes a plan was exceeded.
         cost: of a token.
+        tokens: of the largest micro-batch that was measured; 0 where probes alone told.
     """
 
     def __init__(self, causal_lm: Any, element_bytes: int) -> None:
@@ -91,6 +92,7 @@ class Learnt:
         self.kinds = kinds_of(layers)
         self.frozen = 0
         self.margin = 0.0
+        self.tokens = 0
         self._element_bytes = element_bytes
         # of the configuration: weights may be quantised or sharded
         self.cost = model_cost(causal_lm.config, element_bytes)
@@ -174,6 +176,13 @@ class Learnt:
                 modes[places[-2]] = "all_but_attention"
         return tuple(modes)
 
+    def needs_at_most(self, tokens: int) -> int:
+        """A bound of the bytes that `first_modes` take, of a model of which nothing is known:
+        hidden states of all layers, and for each layer that is alive 40 times as many numbers."""
+        # layers of Qwen3-0.6B, 8B and 30B-A3B keep 31 to 37 times as many, with what is recomputed
+        alive = 1 + len(set(self.kinds))
+        return (len(self.kinds) + 40 * alive) * self.cost.hidden * self._element_bytes * tokens
+
     def more_modes(
         self, plan: Sequence[Mode], compiled: bool, fits: Callable[[Sequence[Mode]], bool]
     ) -> tuple[Mode, ...]:
@@ -254,20 +263,16 @@ class Learnt:
     # ---- forwards that run -----------------------------------------------------------------------
 
     @contextmanager
-    def measuring(
-        self, causal_lm: Any, meter: Meter, plan: MeasuredPlan, planned: float
-    ) -> Iterator[None]:
-        """As `watching`, and what layers hold is known behind the backward."""
+    def measuring(self, causal_lm: Any, meter: Meter, plan: MeasuredPlan) -> Iterator[None]:
+        """While open, a forward is measured; what it told is known behind its backward."""
         assert plan.work is not None
         tokens = np.broadcast_to(layer_tokens(self.cost, plan.work), (len(self.kinds),))
 
         def done(recorder: Recorder) -> None:
             if (run := recorder.run(tokens, plan.modes)) is not None:
                 self.add(run, plan.work)
-            if not plan.first:
-                self.margin = max(self.margin, recorder.most - start - planned)
+                self.tokens = max(self.tokens, int(tokens.max()))
 
-        start = meter.bytes
         with Recorder(causal_lm, meter, done).open():
             yield
 
@@ -367,7 +372,7 @@ def learning(
     start = meter.bytes
     try:
         with (
-            learnt.measuring(causal_lm, meter, plan, planned)
+            learnt.measuring(causal_lm, meter, plan)
             if isinstance(plan, MeasuredPlan)
             else learnt.watching(causal_lm, meter, planned)
         ):

@@ -219,7 +219,11 @@ def _run(
     fake: Any,
     autocast: AbstractContextManager[Any] | None,
 ) -> Run:
-    packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
+    # kernels differ for a chain and for branches
+    trunk, rest = np.zeros(tokens // 2, np.int64), tokens // 4
+    branches = [np.append(trunk, np.full(rest, number, np.int64)) for number in (1, 2)]
+    forest = PrefixForest.from_sequences(branches)
+    packed = pack(forest).to(device)
     inputs = forward_inputs(packed, model.config) | router_keywords(model.config, False)
     with ExitStack() as stack:
         if fake is not None:

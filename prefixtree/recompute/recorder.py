@@ -124,7 +124,6 @@ class Recorder:
         self._turn: int | None = None
         self._over = False
         self.before = 0.0
-        self.most = 0
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -163,11 +162,6 @@ class Recorder:
         working = [self._working[place] for place in places]
         return Run(tokens, modes, self.before, np.diff(after).tolist(), working, frozen)
 
-    def _restart(self) -> int:
-        peak = self._meter.restart()
-        self.most = max(self.most, peak)
-        return peak
-
     def _around(self, place: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if place == 0:
             self._begin((args, kwargs))
@@ -184,14 +178,14 @@ class Recorder:
             storages = [x.untyped_storage() for x in _tensors(given) if x.is_floating_point()]
             self.before = sum({id(x): x.nbytes() for x in storages}.values())
             self._start = self._meter.bytes
-            self._restart()
+            self._meter.restart()
 
     def _end(self, place: int, output: Any) -> None:
         if self._turn is not None:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         self._after[place] = self._meter.bytes
-        self._working[place] = self._restart() - self._after[place]
+        self._working[place] = self._meter.restart() - self._after[place]
         if hidden.requires_grad:
             self._reached.add(place)
             hidden.register_hook(partial(self._begin_turn, place))
@@ -205,7 +199,7 @@ class Recorder:
         self._base = self._meter.bytes - gradient.untyped_storage().nbytes()
 
     def _end_turn(self) -> None:
-        peak = self._restart()
+        peak = self._meter.restart()
         if self._turn is not None:
             self._working[self._turn] = peak - self._base
 

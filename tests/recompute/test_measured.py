@@ -181,6 +181,24 @@ def test_the_same_bits_while_it_is_measured(model_type):
     assert all(torch.equal(runs["all"][name], found) for name, found in runs["auto"].items())
 
 
+def test_little_memory_is_not_tried(plans, left):
+    """A probe looks first, and forests that it sizes leave something free."""
+    model = _six("qwen3")
+    memory = 200 << 20
+    tokens = pt.max_micro_batch_tokens(model, memory)
+    learnt = forward.learnt_so_far(model, _CPU)
+    need = known_of(model).peak
+    assert learnt.tokens == 0 and 0.9 * memory < need(tokens, "all") < 0.93 * memory
+    model, packed = _six("qwen3"), _packed(1200)
+    left(forward.learnt_so_far(model, _CPU).needs_at_most(packed.num_tokens) - 1)
+    update(model, packed)
+    # it is planned, and measured all the same
+    assert isinstance(plans[-1], MeasuredPlan) and not plans[-1].first
+    learnt = forward.learnt_so_far(model, _CPU)
+    assert learnt.knows(MODES) and learnt.tokens == packed.num_tokens
+    assert pt.max_micro_batch_tokens(model, memory) > 1.05 * tokens
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_first_micro_batch_that_fails_is_measured_again(where, plans):
     model, packed = _six("qwen3"), _packed(200)
