@@ -402,3 +402,20 @@ def test_what_cannot_be_measured_is_recomputed():
         pt.sequence_logprobs(sharded, packed, recompute="auto")
     update(sharded, packed)
     assert pt.plan_recomputation(sharded, packed, 1 << 40).modes == ("nothing",) * 3
+
+
+@pytest.mark.parametrize("other_knows", [True, False])
+def test_ranks_that_know_nothing_run_the_same_modes(other_knows, monkeypatch):
+    """Those that tell where no rank knows anything; where one does, every layer recomputes all."""
+    # what the other rank says: its place among plans, whether it knows nothing, whether something
+    other = torch.tensor([0, 0, not other_knows, other_knows])
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda most, *_, **__: most.copy_(torch.maximum(most, other))
+    )
+    monkeypatch.setattr(forward, "agree", lambda group, device, own, *_: own()[0])
+    first: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
+    own = MeasuredPlan(first, 0, first=True)
+    share = forward.GroupShare(None, None)
+    plan = share.agreed(_CPU, lambda: own, lambda: first)
+    assert plan.modes == (("all",) * 3 if other_knows else first)
+    assert isinstance(plan, MeasuredPlan)

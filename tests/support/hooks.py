@@ -28,6 +28,7 @@ LIMITS = {
     "latents' queries": "kernels.latents.gathered:_CHUNK",
     "logits in a measure": "kernels.lm_head.measures:_BLOCK",
     "logits in statistics": "kernels.lm_head.eager:_BLOCK",
+    "left free by probes": "recompute.forward:_OF_PROBES",
     "logits of plans": "recompute.plan:_LOGITS",
     "logits of rows": "testing.compare:_CPU_CHUNK",
     "logits": "kernels.lm_head.logprobs:_CPU_CHUNK",
