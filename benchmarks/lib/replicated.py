@@ -25,10 +25,10 @@ from transformers import AttentionInterface
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.protocol import AttentionCall
-from prefixtree.models import along_tree
 from prefixtree.models.attention import prefixtree_attention
 from prefixtree.packing.host_mask import visible_pairs
-from prefixtree.scoring import logprobs as scoring
+from prefixtree.scoring import forward as scoring
+from prefixtree.states import kept
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")
@@ -227,10 +227,8 @@ def attending(attend: Attention | None) -> Iterator[None]:
             nothing = patch.object(scoring, "every_layer_attends", lambda *_: nullcontext())
             patches.enter_context(nothing)
             if isinstance(attend, WithFla):
-                patches.enter_context(patch.object(along_tree, "tree_conv", attend.conv))
-                patches.enter_context(
-                    patch.object(along_tree, "tree_delta_rule", attend.delta_rule)
-                )
+                patches.enter_context(patch.object(kept, "tree_conv", attend.conv))
+                patches.enter_context(patch.object(kept, "tree_delta_rule", attend.delta_rule))
             yield
     finally:
         _now.attend = None

@@ -473,7 +473,7 @@ def memory_of(
 
 
 def learnt_so_far(causal_lm: Any, device: torch.device) -> Learnt:
-    """What is known of a model's layers, as it trains now."""
+    """Finds what is known of a model's layers, as it trains now."""
     dtype, autocast = _dtypes(causal_lm, device)
     facts = dtype, autocast, device.type, _is_compiled(causal_lm), _begins_with_gradient(causal_lm)
     return learnt_of(causal_lm, (autocast or dtype).itemsize, *facts)

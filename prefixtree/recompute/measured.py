@@ -1,4 +1,4 @@
-"""What is known of the layers of a model: what they hold and work with, as measured (`recorder`).
+"""The layers of a model, as far as they are known: what they hold and work with, as measured (`recorder`).
 
 Layers of one kind share what is known of them, so one micro-batch whose layers have different modes
 tells of all modes. Later ones are only watched: a peak above the plan widens the margin.
@@ -77,7 +77,7 @@ class _Line:
 
 
 class Learnt:
-    """What is known of a model's layers, as it trains.
+    """Facts about a model's layers, as it trains.
 
     Attributes:
         kinds: of each layer; equal for those that hold as much.
@@ -211,7 +211,7 @@ class Learnt:
     # ---- the memory ------------------------------------------------------------------------------
 
     def memory(self) -> ModelMemory | None:
-        """What is known, for plans; None where nothing is of a kind of layers.
+        """Gives what is known, for plans; None where nothing is of a kind of layers.
 
         A mode that was not measured counts as the most that it may take: what all recomputes has
         all activations of a layer there as its backward begins.
@@ -327,7 +327,7 @@ def _tied(causal_lm: Any) -> int:
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> tuple[Hashable, ...]:
-    """What is equal for layers that hold as much, if a gradient reaches them: their class, what the
+    """Names what is equal for layers that hold as much, if a gradient reaches them: their class, what the
     configuration calls it, and their parameters."""
     return tuple(
         (
@@ -346,7 +346,7 @@ _learnt: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Learnt]] = weakref.
 
 
 def learnt_of(causal_lm: Any, element_bytes: int, *facts: Hashable) -> Learnt:
-    """What is known of a model's layers as they are now.
+    """Finds what is known of a model's layers as they are now.
 
     Args:
         facts: what memory depends on besides: dtypes, the device, compiled layers.

@@ -28,7 +28,7 @@ from prefixtree.models.compiled import compile_alike
 from prefixtree.models.families import forward_inputs, router_keywords
 from prefixtree.models.layers import decoder_of, layers_of
 from prefixtree.models.prepared import prepare_layers
-from prefixtree.models.rope import as_default_rope
+from prefixtree.models.rope import as_default_rope, fixed_lengths
 from prefixtree.packing.layout import pack
 from prefixtree.planning.model_cost import auto_class
 from prefixtree.recompute.counted import LiveBytes
@@ -210,6 +210,19 @@ def _skip(first: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
         vars(layer)["forward"] = forward
 
 
+def _forest(tokens: int, config: Any) -> PrefixForest:
+    """A forest of so many tokens, with paths for which the model's RoPE is exact."""
+    longest = min((limit for _, limit in fixed_lengths(config)), default=tokens)
+    if tokens > longest:
+        lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        chains = [np.zeros(length, np.int64) for length in lengths]
+        return PrefixForest.from_sequences(chains, namespaces=range(len(chains)))
+    # kernels differ for a chain and for branches
+    trunk, rest = np.zeros(tokens // 2, np.int64), tokens // 4
+    branches = [np.append(trunk, np.full(rest, number, np.int64)) for number in (1, 2)]
+    return PrefixForest.from_sequences(branches)
+
+
 def _run(
     model: Any,
     count: int,
@@ -219,11 +232,7 @@ def _run(
     fake: Any,
     autocast: AbstractContextManager[Any] | None,
 ) -> Run:
-    # kernels differ for a chain and for branches
-    trunk, rest = np.zeros(tokens // 2, np.int64), tokens // 4
-    branches = [np.append(trunk, np.full(rest, number, np.int64)) for number in (1, 2)]
-    forest = PrefixForest.from_sequences(branches)
-    packed = pack(forest).to(device)
+    packed = pack(_forest(tokens, model.config.get_text_config())).to(device)
     inputs = forward_inputs(packed, model.config) | router_keywords(model.config, False)
     with ExitStack() as stack:
         if fake is not None:

@@ -48,7 +48,7 @@ class AllocatedBytes:
 
     @property
     def bytes(self) -> int:
-        """Those that are allocated."""
+        """Counts those that are allocated."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
@@ -68,7 +68,7 @@ counting: list[Meter] = []
 
 
 def meter_of(device: torch.device) -> Meter | None:
-    """What counts bytes now, also in a backward that others run; None where nothing does."""
+    """Finds what counts bytes now, also in a backward that others run; None where nothing does."""
     if device.type == "cuda":
         return AllocatedBytes(device)
     return counting[-1] if counting else None
@@ -153,7 +153,7 @@ class Recorder:
                 self._done(self)
 
     def run(self, tokens: np.ndarray, modes: Sequence[Mode]) -> Run | None:
-        """What was recorded; None where a layer did not run."""
+        """Gives what was recorded; None where a layer did not run."""
         places = range(len(self._places))
         if any(place not in self._after or place not in self._working for place in places):
             return None
@@ -205,7 +205,7 @@ class Recorder:
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    """Those in tuples, lists and dictionaries."""
+    """Finds those in tuples, lists and dictionaries."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, tuple | list | dict):

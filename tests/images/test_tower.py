@@ -337,7 +337,7 @@ def test_activations_do_not_grow_with_pictures(model_type):
             tower = tower_of(model)
             pictures = pictures_of(model, screenshots(count))
             packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-            placed = PlacedPictures(model, model, packed, pictures).of()
+            placed = PlacedPictures(model, model, packed, pictures).forward()
             runs = TowerRuns(256, checkpoint_of_tower(tower, "all"))
             if how == "at once":
                 runs = TowerRuns(None)

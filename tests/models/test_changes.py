@@ -130,6 +130,7 @@ def test_a_fork_while_another_thread_changes_a_model() -> None:
 ELSEWHERE = {
     "models/changes.py": "the one place",
     "models/checks.py": "a refusal of classifiers that are called by themselves: stays",
+    "models/prepared.py": "prepare: marks that stay",
     "models/compiled.py": "compile_layers: stays",
     "states/layers.py": "prepare: stays, and a second call completes what is missing",
     "experts/routers.py": "hooks of a replay: they stay, and the next call completes them",

@@ -141,9 +141,9 @@ def _training(implementation: str, *trained: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("trained", "max_tokens"),
     [
-        (("lm_head",), 20),
+        (("lm_head",), 24),
         (("layers.2.", "lm_head"), None),
-        (("layers.1.mlp.up_proj", "layers.2.mlp"), 20),
+        (("layers.1.mlp.up_proj", "layers.2.mlp"), 24),
     ],
 )
 def test_what_trains_behind_a_layer_without_gradients(
@@ -236,8 +236,9 @@ def test_bitsandbytes(settings: dict[str, Any]) -> None:
     if model.training:
         again = run_packed(model, ragged_packed(), ragged_objective(), recompute="all")
         assert_same(again, expected, 5e-5)
-    with pytest.raises(UnsupportedError, match=r"memory of a quantised model.*'auto'"):
-        run_packed(model.train(), ragged_packed(), ragged_objective(), recompute="auto")
+    if "load_in_4bit" in settings:
+        planned = run_packed(model.train(), ragged_packed(), ragged_objective(), recompute="auto")
+        assert_same(planned, expected, 5e-5)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -73,7 +73,7 @@ def test_a_run_takes_what_was_probed(model_type, trains):
     if not trains:
         tower.requires_grad_(False)
     pictures = pictures_of(model, screenshots(6))
-    placed = PlacedPictures(model, model, _packed(pictures), pictures).of()
+    placed = PlacedPictures(model, model, _packed(pictures), pictures).forward()
     shown, grids = placed.inputs["pixel_values"], placed.inputs["image_grid_thw"]
     live = LiveBytes([shown, *_known(model)])
     run = checkpoint_of_tower(tower, "all")

@@ -125,16 +125,15 @@ def compare(
 class Forward64:
     """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
 
-    loss = None
-
     def __init__(self, model: nn.Module, _: Any, packed: Any, *others: Any) -> None:
         self._model, self.packed = model, packed
-        self.options, _, self.placed = others
+        self.options, self.wings = others
 
     def __call__(
         self, mask: Any, inputs: dict[str, Any], edges: Any, recompute: Any, own: Any
     ) -> tuple[torch.Tensor]:
-        shown = None if self.placed is None else self.placed.of(own)
+        images = self.wings.get("images")
+        shown: Any = None if images is None else images.forward(own)
         with Float64(), nullcontext() if shown is None else shown.encoded():
             seen = {} if shown is None else shown.inputs
             logits = self._model(**inputs, **seen).logits[0]

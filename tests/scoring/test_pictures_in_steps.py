@@ -129,7 +129,7 @@ def test_what_turns_features_into_embeddings_trains_alone(model_type, part, reco
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
 def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatch):
     """The first step's are those that the backward computes last."""
-    of = vision.PlacedPictures.of
+    of = vision.PlacedPictures.forward
 
     def without(self: Any, own: Any = None) -> Any:
         found = of(self, own)
@@ -141,7 +141,7 @@ def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatc
                 )
         return found
 
-    monkeypatch.setattr(vision.PlacedPictures, "of", without)
+    monkeypatch.setattr(vision.PlacedPictures, "forward", without)
     wrong = errors(
         run_packed(build(model_type), batch(model_type), **OPTIONS), reference(model_type)
     )

@@ -349,7 +349,7 @@ def run_forward(model: Any, made: Batch, runs: TowerRuns = ALL_AT_ONCE) -> Run:
     packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
     placed = PlacedPictures(model, model, packed, pictures)
     packed = placed.packed
-    shown = placed.of()
+    shown = placed.forward()
     with shown.encoded(runs):
         inputs = forward_inputs(packed, model.config) | placed.inputs | shown.inputs
         logits = model(**inputs).logits[0]

@@ -23,6 +23,7 @@ from prefixtree.models.checks import find_causal_lm
 from prefixtree.packing.copies import gather
 from prefixtree.scoring import in_groups
 from prefixtree.scoring.edges import find_edges
+from prefixtree.scoring.forward import AskedWings
 from tests.support.distributed_ranks import whole
 from tests.support.hooks import inner, place
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
@@ -137,11 +138,11 @@ def _logprobs_in_float64(model: Any, packed: Any, pictures: Any, case: Case) -> 
     group = dist.group.WORLD
     found = find_edges(packed, 1.0, None)
     what = (lambda: (model, found)), in_groups.scores_of_rank, {"recompute": None}
-    how = {"mode": case.group_mode, "pictures": pictures}
+    how = {"mode": case.group_mode, "asked": AskedWings(pictures)}
     causal_lm, local = in_groups.part_of_rank(model, packed, group, *what, **how)
-    assert local.shown is not None
-    with local.shown.encoded():
-        logits = causal_lm(**local.inputs | local.shown.inputs).logits[0]
+    shown: Any = local.wings["images"].forward(None)
+    with shown.encoded():
+        logits = causal_lm(**local.inputs | shown.inputs).logits[0]
     edges = local.edges
     of_edges = gather(logits[edges.predictors], edges.to_predictors).log_softmax(-1)
     (scores,) = local.gathered((of_edges.gather(-1, edges.target[:, None].long()),))

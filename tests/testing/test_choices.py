@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from prefixtree.cli.checks import show_verdict
-from prefixtree.kernels import chosen as kernels
+from prefixtree.kernels import best_keys as kernels
 from prefixtree.testing.reference import Margins
 from tests.support.cli_runs import one_thread, run_json
 from tests.support.models import build
