@@ -1,4 +1,4 @@
-"""The layers of a model, as far as they are known: what they hold and work with, as measured (`recorder`).
+"""Layers as far as they are known: what they hold and work with, as measured (`recorder`).
 
 Layers of one kind share what is known of them, so one micro-batch whose layers have different modes
 tells of all modes. Later ones are only watched: a peak above the plan widens the margin.
@@ -327,8 +327,8 @@ def _tied(causal_lm: Any) -> int:
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> tuple[Hashable, ...]:
-    """Names what is equal for layers that hold as much, if a gradient reaches them: their class, what the
-    configuration calls it, and their parameters."""
+    """Names what is equal for layers that hold as much, if a gradient reaches them: their class,
+    what the configuration calls it, and their parameters."""
     return tuple(
         (
             type(layer).__name__,
