@@ -9,7 +9,6 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,8 +146,11 @@ def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = RouterLoss.of
 
-    def wrong(loss: RouterLoss, logits: Any) -> torch.Tensor:
-        return right(replace(loss, multiplicity=torch.ones_like(loss.multiplicity)), logits)
+    def wrong(loss: RouterLoss, packed: Any, logits: Any) -> torch.Tensor:
+        once = SimpleNamespace(
+            multiplicity=torch.ones_like(packed.multiplicity), forest=packed.forest
+        )
+        return right(loss, once, logits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RouterLoss, "of", wrong)
 
