@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_iter
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.images.encodings import blank_picture
-from prefixtree.images.tower import compile_blocks, features_in, has_compiled_blocks, in_few_calls
+from prefixtree.images.tower import (
+    compile_blocks,
+    features_in,
+    has_compiled_blocks,
+    in_few_calls,
+    picture_attention,
+)
 from prefixtree.images.vision import grid_keyword_of, tower_of
 from prefixtree.models.families import ENCODES
 from prefixtree.recompute.counted import LiveBytes
@@ -80,7 +86,7 @@ def _measured(config: Any, tower: Any, device: torch.device, dtype: torch.dtype)
     for count in (1, 1, 2) if device.type == "cuda" else (1, 2):
         shown = torch.cat([pixels] * count).to(device, dtype)
         keywords: dict[str, Any] = {keyword: torch.cat([grids] * count).to(device)}
-        keywords |= {ENCODES: True} if encodes else {}
+        keywords |= {ENCODES: picture_attention} if encodes else {}
 
         def run(shown: torch.Tensor, keywords: dict[str, Any] = keywords) -> dict[str, Any]:
             return features_in(tower(shown, **keywords))
