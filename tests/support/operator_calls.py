@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from prefixtree.kernels.attention import operator
+from prefixtree.recompute import probes
 
 
 def count_attentions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """A list that gets an entry per run of the operator."""
+    """A list that gets an entry per run of the operator, those of probes of memory left out."""
     ran: list[None] = []
     before = operator.note_call
 
@@ -18,5 +19,14 @@ def count_attentions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         ran.append(None)
         before(mask, of)
 
+    def probe(*given: Any, **more: Any) -> Any:
+        count = len(ran)
+        try:
+            return probed(*given, **more)
+        finally:
+            del ran[count:]
+
+    probed = probes.probe
+    monkeypatch.setattr(probes, "probe", probe)
     monkeypatch.setattr(operator, "note_call", note)
     return ran
