@@ -22,7 +22,7 @@ def count_attentions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     def probe(*given: Any, **more: Any) -> Any:
         count = len(ran)
         try:
-            return probed(*given, **more)
+            return [*probed(*given, **more)]
         finally:
             del ran[count:]
 
