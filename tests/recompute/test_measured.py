@@ -164,7 +164,7 @@ def test_an_update_takes_what_was_planned(case, plans, left):
                 assert at[0] == pytest.approx(at[1], rel=0.1, abs=20_000), (mode, part)
 
 
-@pytest.mark.parametrize("model_type", mostly(["qwen3", "qwen3_5", "gemma3"], ["qwen3_5"]))
+@pytest.mark.parametrize("model_type", mostly(["qwen3", "qwen3_5", "gemma3_text"], ["qwen3_5"]))
 def test_the_same_bits_while_it_is_measured(model_type):
     """The first, which is measured, and those after it; hooks of measurements are gone."""
     packed, runs = _packed(200), {}

@@ -13,18 +13,18 @@ from prefixtree.recompute import probes
 def count_attentions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that gets an entry per run of the operator, those of probes of memory left out."""
     ran: list[None] = []
-    before = operator.note_call
+    noted = operator.note_call
 
     def note(mask: Any, of: Any) -> None:
         ran.append(None)
-        before(mask, of)
+        noted(mask, of)
 
-    def probe(*given: Any, **more: Any) -> Any:
-        count = len(ran)
-        try:
-            return [*probed(*given, **more)]
-        finally:
-            del ran[count:]
+    def probe(*given: Any) -> Any:
+        before = len(ran)
+        runs = list(probed(*given))
+        assert len(ran) > before
+        del ran[before:]
+        return runs
 
     probed = probes.probe
     monkeypatch.setattr(probes, "probe", probe)

@@ -30,7 +30,6 @@ from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.metrics import work_metrics
 from prefixtree.models.compiled import compile_layers
 from prefixtree.planning.micro_batch import micro_batch_of
-from prefixtree.recompute import probes
 from tests.integrations.verl.cases import CASES
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
@@ -327,16 +326,6 @@ def test_layers_recompute_what_is_set(
     rows = rollouts(8, groups=2, size=4)
     ran = count_attentions(monkeypatch)
     ends, counts = [], []
-
-    def probed(*given: Any) -> Any:
-        before = len(ran)
-        runs = list(probe(*given))
-        assert len(ran) > before
-        del ran[before:]
-        return runs
-
-    probe = probes.probe
-    monkeypatch.setattr(probes, "probe", probed)
     for recompute in (None, "all", "nothing", "auto"):
         override = {"attn_implementation": "prefixtree", "prefixtree_recompute": recompute}
         if recompute is None:
