@@ -1,4 +1,4 @@
-"""Where a packed forest places the pictures of its sequences.
+"""Placements of the pictures of its sequences in a packed forest.
 
 Legend: K placements, S sequences, t own tokens of a part, n tokens of a sequence.
 """

@@ -88,7 +88,7 @@ class Family:
 
     @property
     def wings(self) -> tuple[str, ...]:
-        """Those (`prefixtree.wings`) without which its layers do not know the tree."""
+        """Names of the wings (`prefixtree.wings`) without which its layers do not know the tree."""
         return ("sparse",) * self.has_indexers + ("states",) * bool(self.rules)
 
     @property

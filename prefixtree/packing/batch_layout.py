@@ -116,8 +116,17 @@ class BatchLayout:
         """
         flat = torch.cat(list(values))
         out = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
-        at = move(torch.from_numpy(self.predicted), flat.device)
-        return out.index_copy(0, at, flat).unflatten(0, self.shape)
+        return out.index_copy(0, self._predicted_on(flat.device), flat).unflatten(0, self.shape)
+
+    def _predicted_on(self, device: torch.device) -> torch.Tensor:
+        """`predicted` on a device, moved once."""
+        if device not in self._moved:
+            self._moved[device] = move(torch.from_numpy(self.predicted), device)
+        return self._moved[device]
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
 
 def _between(cu_seqlens: Any, size: int) -> np.ndarray:

@@ -77,7 +77,7 @@ class HostMask:
         else:
             self.predictor, self.position = whole.predictor, whole.position
         self._whole = whole
-        # the mask as which calls over this one count, of a copy with which else is kept
+        # of a copy, with which something else is kept: the mask as which its calls count
         self.counts_as: HostMask | None = None
         # tokens of the shortest sequence, where the mask is that of a packed forest
         self.shortest: int | None = None
@@ -167,7 +167,7 @@ class HostMask:
         return found
 
     def with_kept(self, name: Any, value: Any) -> HostMask:
-        """The same mask, with which nothing else is kept."""
+        """Copies the mask; with the copy nothing else is kept."""
         other = copy.copy(self)
         other.counts_as, other._kept = self, {name: value}
         return other

@@ -64,8 +64,8 @@ class AskedWings(NamedTuple):
         """
         wings: dict[str, CallWing] = {}
         if self.pictures is not None:
-            wings["images"] = load("images").PlacedPictures(model, causal_lm, whole, self.pictures)
-            whole = wings["images"].packed  # type: ignore[attr-defined]
+            placed = load("images").PlacedPictures(model, causal_lm, whole, self.pictures)
+            wings["images"], whole = placed, placed.packed
         if self._has_routers(causal_lm, packed):
             asked = self.output_router_logits
             wings["experts"] = load("experts").Routers(causal_lm, packed, asked)

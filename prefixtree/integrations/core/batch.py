@@ -19,7 +19,6 @@ from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.images.pictures import Pictures
 from prefixtree.packing.batch_layout import BatchLayout
-from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.logprobs import sequence_logprobs
@@ -97,7 +96,7 @@ class Batch:
         return len(self.tokens)
 
     def rows(self, start: int, end: int, images: Images = (None, None)) -> Batch:
-        """Rows start to end - 1 of a padded batch, with their images."""
+        """Takes rows start to end - 1 of a padded batch, with their images."""
         columns, first = self.layout.shape[1], np.append(self.layout.first, len(self.layout.place))
         tokens = self.tokens[start:end]
         place = self.layout.place[first[start] : first[start + len(tokens)]] - start * columns
@@ -143,11 +142,4 @@ class Batch:
 
     def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n - 1, ...] of each row's tokens but the first -> the trainer's layout, 0 elsewhere."""
-        flat = torch.cat(list(values))
-        rows, columns = self.layout.shape
-        out = flat.new_zeros(rows * columns, *flat.shape[1:])
-        return out.index_copy(0, self._places, flat).unflatten(0, (rows, columns))
-
-    @cached_property
-    def _places(self) -> torch.Tensor:
-        return move(torch.from_numpy(self.layout.predicted), self.device)
+        return self.layout.spread(values)

@@ -299,8 +299,8 @@ class KeptWindow:
         return scores
 
     def sharing(self) -> tuple[PrefixForest, list[np.ndarray], int]:
-        """Of the micro-batch scored last: its forest, the masks of its rows, and its share, by its
-        tokens, of the tokens that run for the window."""
+        """Gives the forest of the micro-batch scored last, the masks of its rows, and its share, by
+        its tokens, of the tokens that run for the window."""
         part, forest = self._parts[self._scored - 1], self._plan.trunks.forest
         share = part.forest.num_replicated_tokens / forest.num_replicated_tokens
         return part.forest, part.take(self._masks), round(share * forest.num_tokens)

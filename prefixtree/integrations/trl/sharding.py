@@ -18,7 +18,7 @@ class PackedTrainer:
     """A trainer of TRL on packed forests. Stands first of bases."""
 
     def _start(self, recompute: Recompute, rows: Iterable[Refusal] = (), **options: Any) -> None:
-        """Behind TRL's constructor: refuses what is not verified, and prepares the models."""
+        """Refuses, after TRL's constructor, what is not verified, and prepares the models."""
         refuse(rows, self)
         prepare_trainer(self, **options)
         self._recompute = check_recompute(self, recompute)

@@ -147,10 +147,10 @@ def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RouterLoss.of
 
     def wrong(loss: RouterLoss, packed: Any, logits: Any) -> torch.Tensor:
-        once = SimpleNamespace(
+        once: Any = SimpleNamespace(
             multiplicity=torch.ones_like(packed.multiplicity), forest=packed.forest
         )
-        return right(loss, once, logits)  # type: ignore[arg-type]
+        return right(loss, once, logits)
 
     monkeypatch.setattr(RouterLoss, "of", wrong)
 
