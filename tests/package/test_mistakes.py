@@ -244,10 +244,10 @@ import importlib
 import prefixtree as pt
 from prefixtree.packing import layout, mask
 forest = pt.PrefixForest.from_sequences([[1, 2]])
-old = pt.pack(forest).mask
+old, score = pt.pack(forest).mask, pt.sequence_logprobs
 importlib.reload(mask), importlib.reload(layout)
 packed = layout.pack(forest)
-for check in (lambda: pt.sequence_logprobs(None, packed), lambda: mask.check_mask(old)):
+for check in (lambda: score(None, packed), lambda: mask.check_mask(old)):
     try:
         check()
     except TypeError as problem:
