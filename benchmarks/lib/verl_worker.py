@@ -400,9 +400,9 @@ def micro_batches(worker: Any, turns: Turns, setting: Setting) -> list[int]:
     if setting.engine == "verl":
         parts, _ = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         return [part["input_ids"].values().numel() for part in parts]
-    from prefixtree.integrations.verl.batches import split
+    from prefixtree.integrations.verl.batches import rows_of, split
 
-    return [batch.num_tokens for batch in split(data, group)]
+    return [batch.num_tokens for batch in split(data, rows_of(data), group)]
 
 
 def attention_kinds(device: str) -> dict[str, str]:

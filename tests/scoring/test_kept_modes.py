@@ -22,6 +22,7 @@ from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.kept_modes import KeptPlan
+from prefixtree.recompute.layers import MODES
 from tests.scoring.kept_cases import compare, plan_of, run
 from tests.scoring.steps_cases import run as in_steps
 from tests.support.full import mostly
@@ -69,14 +70,22 @@ class Memory:
         limit(monkeypatch, "logits of plans", 1 << 16)
 
     def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
-        """What a call counts in a share of the memory is what was planned for it."""
+        """What a call counts in a share of the memory is what was planned for it.
+
+        A plan may be above: gradients of lent rows count beside every micro-batch, as if all were
+        there when its backward begins.
+        """
         # layers are measured, and tables of the forest are made once
         counted()
         counted()
+        # a plan for less memory may want modes that were not measured
+        for _ in MODES:
+            self.left = self.share(share)
+            counted()
         self.left = self.share(share)
         measured, plan = counted(), self.plans[-1]
         print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
-        assert measured == pytest.approx(plan.peak_bytes, rel=0.07)
+        assert 0.88 < measured / plan.peak_bytes < 1.02
         assert plan.peak_bytes <= self.left
 
     def share(self, share: float) -> int:
