@@ -16,12 +16,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 
 from prefixtree import PrefixForest, TileShape, pack
 from prefixtree.demo.browser import write_rollouts
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import ChatTokenizer, Rollouts, expand_turns, read_rollouts
-from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 
 IMAGES = Path(__file__).parent / "images"
 # those of the README

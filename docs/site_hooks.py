@@ -25,7 +25,7 @@ MOVED = {
 # copied as they are, for links to them
 COPIED = "examples/"
 SOURCE = {page: file for file, page in MOVED.items()}
-# a link or a picture whose address is a path
+# a link or an image whose address is a path
 LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 

@@ -10,7 +10,7 @@ differences by rounding grow with the updates. After some 50 iterations they cha
 
     python examples/grpo.py                              # about a minute on a CPU
     python examples/grpo.py --dr-grpo --branches 16,1,1,1,1
-    python examples/grpo.py --plot docs/images/grpo.png  # both ways, in one picture; needs [plot]
+    python examples/grpo.py --plot docs/images/grpo.png  # both ways, in one image; needs [plot]
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Settings:
     replicated: bool = False
 
 
-# ---- rollouts ------------------------------------------------------------------------------------
+# ---- rollouts ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -97,7 +97,7 @@ def roll_out(model: Any, branches: Sequence[int], draws: Draws) -> list[Rollout]
     return [Rollout(*each) for each in zip(*played, strict=True)]
 
 
-# ---- the method ----------------------------------------------------------------------------------
+# ---- the method --------------------------------------------------------------------------------
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, dr_grpo: bool) -> np.ndarray:
@@ -206,7 +206,7 @@ def update(
     }
 
 
-# ---- training ------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------
 
 
 def make_model(settings: Settings) -> Any:

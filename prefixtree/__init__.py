@@ -11,7 +11,7 @@ from prefixtree.integrations.common import register_when_imported as _register
 
 if TYPE_CHECKING:
     from prefixtree.forest import PrefixForest
-    from prefixtree.images.pictures import Picture, Pictures, picture_key
+    from prefixtree.images.images import Image, Images, image_key
     from prefixtree.integrations.transformers import prepare
     from prefixtree.kernels.attention import explain, tree_attention
     from prefixtree.kernels.lm_head.measures import MeasuredEdges
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
     from prefixtree.packing.layout import Edges, PackedForest, pack
     from prefixtree.packing.mask import TreeMask
-    from prefixtree.planning.costs import BorrowCost, CostModel
+    from prefixtree.planning.costs import CostModel, ImportCost
     from prefixtree.planning.micro_batch import MicroBatch, PlanStats, ReuseStats
     from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
     from prefixtree.planning.steps import StepStats
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from prefixtree.sampling import Draws, Rows, Samples, TreeSampler
     from prefixtree.scoring.batches import BatchScores, batch_logprobs
-    from prefixtree.scoring.in_steps import borrow_cost
+    from prefixtree.scoring.in_steps import import_cost
     from prefixtree.scoring.kept_trunks import kept_trunks, kept_values
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
@@ -42,19 +42,19 @@ __version__ = "0.2.0"
 __all__ = [
     "BatchScores",
     "BlockTables",
-    "BorrowCost",
     "CostModel",
     "Draws",
     "Edges",
     "ForestError",
+    "Image",
+    "Images",
+    "ImportCost",
     "InputError",
     "MaskStats",
     "MeasuredEdges",
     "MicroBatch",
     "MicroBatchPlan",
     "PackedForest",
-    "Picture",
-    "Pictures",
     "PlanStats",
     "PrefixForest",
     "RecomputePlan",
@@ -71,14 +71,14 @@ __all__ = [
     "UnsupportedError",
     "Verdict",
     "batch_logprobs",
-    "borrow_cost",
     "compile_layers",
     "explain",
+    "image_key",
+    "import_cost",
     "kept_trunks",
     "kept_values",
     "max_micro_batch_tokens",
     "pack",
-    "picture_key",
     "plan_micro_batches",
     "plan_recomputation",
     "prepare",
@@ -92,10 +92,10 @@ __all__ = [
 # by module, imported where a name is used first
 _LATER = {
     "prefixtree.forest": ("PrefixForest",),
-    "prefixtree.images.pictures": (
-        "Picture",
-        "Pictures",
-        "picture_key",
+    "prefixtree.images.images": (
+        "Image",
+        "Images",
+        "image_key",
     ),
     "prefixtree.integrations.transformers": ("prepare",),
     "prefixtree.kernels.attention": (
@@ -116,7 +116,7 @@ _LATER = {
     ),
     "prefixtree.packing.mask": ("TreeMask",),
     "prefixtree.planning.costs": (
-        "BorrowCost",
+        "ImportCost",
         "CostModel",
     ),
     "prefixtree.planning.micro_batch": (
@@ -145,7 +145,7 @@ _LATER = {
         "BatchScores",
         "batch_logprobs",
     ),
-    "prefixtree.scoring.in_steps": ("borrow_cost",),
+    "prefixtree.scoring.in_steps": ("import_cost",),
     "prefixtree.scoring.kept_trunks": (
         "kept_trunks",
         "kept_values",

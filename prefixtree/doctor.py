@@ -130,7 +130,7 @@ WANTED = (
         "matplotlib.figure",
         ">=3.9",
         "pip install 'prefixtree-attention[plot]'",
-        "pictures",
+        "images",
     ),
     Wanted(
         "pyarrow",
@@ -143,8 +143,8 @@ WANTED = (
         "pillow",
         "PIL.Image",
         ">=10",
-        "pip install 'prefixtree-attention[pictures]'",
-        "pictures in rollouts",
+        "pip install 'prefixtree-attention[images]'",
+        "images in rollouts",
     ),
 )
 

@@ -69,7 +69,7 @@ def is_set(name: str, *fine: Any) -> Callable[[Any], bool]:
     return lambda given: bool(getattr(given, name, None))
 
 
-# ---- hints of messages ---------------------------------------------------------------------------
+# ---- hints of messages -------------------------------------------------------------------------
 
 # how Python and Jupyter load a module a second time
 _RELOADED = "importlib.reload or %autoreload"

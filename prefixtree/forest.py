@@ -95,7 +95,7 @@ class PrefixForest:
         # through the constructor, which checks and makes the arrays read-only
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
-    # ---- constructors ------------------------------------------------------------------------
+    # ---- constructors ---------------------------------------------------------------------------
 
     @classmethod
     @with_hints
@@ -337,7 +337,7 @@ class PrefixForest:
             knows. It stands for nothing: nothing is scored, its multiplicity and values are 0, and
             no parameter gets a gradient but 0.
         """
-        # the largest token may stand for pictures
+        # the largest token may stand for images
         tokens = None if self.tokens is None else self.tokens.min(keepdims=True)
         routes = None if self.routes is None else self.routes[:1]
         only = type(self).from_parents([-1], [1], tokens, routes=routes)
@@ -414,7 +414,7 @@ class PrefixForest:
         ends = new_id[sequence_node]
         return cls(above, start, node_length, position, subtree_end, ends, tokens, routes=routes)
 
-    # ---- facts -------------------------------------------------------------------------------
+    # ---- facts ----------------------------------------------------------------------------------
 
     @property
     def num_nodes(self) -> int:

@@ -78,7 +78,7 @@ FORESTS = {
 }
 
 
-# ---- reading a figure ---------------------------------------------------------------------------
+# ---- reading a figure --------------------------------------------------------------------------
 
 
 def texts_of(figure: Figure) -> list:
@@ -148,7 +148,7 @@ def tiles_expected(mask: TreeMask, shape: TileShape, window: int | None) -> np.n
     return np.repeat(by_row, t["k_tiles"][:, 1], axis=1)
 
 
-# ---- the forest ---------------------------------------------------------------------------------
+# ---- the forest --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORESTS)
@@ -271,7 +271,7 @@ def test_the_check_of_overlaps_finds_one() -> None:
         assert_readable(figure)
 
 
-# ---- the mask -----------------------------------------------------------------------------------
+# ---- the mask ----------------------------------------------------------------------------------
 
 
 @settings(max_examples=8)
@@ -373,7 +373,7 @@ def test_padding_and_subsets_are_drawn() -> None:
     assert subset.axes[0].get_ylabel() == "queries, rows of q"
 
 
-# ---- size and surroundings ----------------------------------------------------------------------
+# ---- size and surroundings ---------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -423,7 +423,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot_mask(packed.mask, window=0)
 
 
-# ---- the files of `report --plot` ---------------------------------------------------------------
+# ---- the files of `report --plot` --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", mostly(["png", "pdf", "svg"], ["png"]))
@@ -460,7 +460,7 @@ def test_report_draws_what_it_reports(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "pip install 'prefixtree-attention[plot]'" in bare.stderr
 
 
-# ---- docs/how-it-works.md -----------------------------------------------------------------------
+# ---- docs/how-it-works.md ----------------------------------------------------------------------
 
 
 def test_the_document_prints_what_it_says() -> None:

@@ -27,7 +27,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"/verl/", "veRL"),
     (r"/megatron/", "Megatron-Core"),
     (r"/sampling/", "Sampling"),
-    (r"picture|vision|/images/|:.*PICTURES", "Pictures"),
+    (r"image|vision|/images/|:.*IMAGES", "Images"),
     (r"steps|STEPS", "Steps (max_tokens=)"),
     (r"scoring/kept|:KEPT", "Kept trunks"),
     (r"in_groups|/parallel/|group_refusals|divided", "Groups of ranks (group=)"),

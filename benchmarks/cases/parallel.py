@@ -70,7 +70,7 @@ from prefixtree import (
     plan_micro_batches,
     sequence_logprobs,
 )
-from prefixtree.planning.costs import borrow_cost_of, cost_model_of
+from prefixtree.planning.costs import cost_model_of, import_cost_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.split import split_stats, split_tokens
 from prefixtree.planning.steps import plan_any_steps
@@ -163,14 +163,14 @@ class Work:
         self.trunks: Any = None
         self.divided: Callable[[], AbstractContextManager[None]] = nullcontext
         if side in GROUPED:
-            mode = "heads" if side == "heads" else "parts"
+            mode = "ulysses" if side == "heads" else "parts"
             self.options = {"group": dist.group.WORLD, "group_mode": mode}
         if side == "gather":
             self.divided = gathering
         self.recompute: Any = "auto" if side == "trunks-auto" else "all"
         if side in TRUNKS:
             cost = step_cost_of(model, model, torch.device("cpu"), "all")
-            self.trunks = plan_micro_batches(forest, max_tokens, trunks=True, borrow_cost=cost)
+            self.trunks = plan_micro_batches(forest, max_tokens, trunks=True, import_cost=cost)
         if side in STEPPED:
             recompute = "nothing" if side == "steps-kept" else "all"
             self.options = {"max_tokens": max_tokens, "recompute": recompute}
@@ -207,7 +207,7 @@ class Work:
         return sum(packed.num_tokens for packed, _ in self.batches)
 
 
-# ---- the check ----------------------------------------------------------------------------------
+# ---- the check ---------------------------------------------------------------------------------
 
 
 def gradients_of(model: Any, ranks: Ranks, averaged: bool) -> dict[str, torch.Tensor]:
@@ -242,7 +242,7 @@ def check(side: str, options: argparse.Namespace, ranks: Ranks) -> Row:
     return {"errors": dict(zip(errors, worst, strict=True)), "red": red}
 
 
-# ---- what is timed -------------------------------------------------------------------------------
+# ---- what is timed -----------------------------------------------------------------------------
 
 
 def run_side(
@@ -306,12 +306,12 @@ def run_side(
     if side == "parts":
         # divided as `sequence_logprobs` does it, and predicted with the layers recomputed
         cost, packed = model_cost(model.config), work.batches[0][0]
-        borrow_cost = borrow_cost_of(cost)
+        import_cost = import_cost_of(cost)
         split = split_tokens(
-            packed, ranks.count, cost_model_of(cost), packed.edges(), borrow_cost=borrow_cost
+            packed, ranks.count, cost_model_of(cost), packed.edges(), import_cost=import_cost
         )
         recomputed = cost_model_of(cost, gradient_checkpointing=True)
-        stats = split_stats(split, recomputed, borrow_cost=borrow_cost)
+        stats = split_stats(split, recomputed, import_cost=import_cost)
         row |= {
             "work_balance": stats.work_balance,
             "received_share": stats.received_share,
@@ -327,7 +327,7 @@ def predicted_peak(model: Any, work: Work) -> int:
     (packed, _), limit, recompute = work.batches[0], *work.options.values()
     device = torch.device("cpu")
     cost = step_cost_of(model, model, device, recompute)
-    stats = plan_any_steps(packed, limit, borrow_cost=cost).stats
+    stats = plan_any_steps(packed, limit, import_cost=cost).stats
     modes = (recompute,) * model.config.num_hidden_layers
     own = memory_of(model, model, device).peak(max(stats.own_tokens), modes)
     return own + stats.held_bytes(cost)

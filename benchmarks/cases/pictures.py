@@ -40,8 +40,8 @@ from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, ti
 from benchmarks.lib.tables import verdict_column as verdicts
 from benchmarks.lib.timing import note_profile
 from prefixtree import (
+    Images,
     PackedForest,
-    Pictures,
     PrefixForest,
     RecomputePlan,
     compile_layers,
@@ -49,8 +49,8 @@ from prefixtree import (
     plan_recomputation,
     sequence_logprobs,
 )
-from prefixtree.images.tower import in_few_calls
-from prefixtree.images.vision import alone_inputs, tower_of
+from prefixtree.images.encoder import in_few_calls
+from prefixtree.images.vision import alone_inputs, encoder_of
 
 # with what is recomputed
 COMPILED = {"compiled": "all", "compiled-auto": "auto", "compiled-auto-40": "auto-40"}
@@ -65,7 +65,7 @@ IMAGE, VIDEO, START, END = 5, 6, 7, 8
 DRIFT = 0.2
 # relative differences that a side in float32 may have from eager in float32, on the small batch
 LIMITS = {"log p": 1e-3, "text": 1e-3, "tower": 1e-3}
-TOWER = "model.visual."
+ENCODER = "model.visual."
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Batch:
     """
 
     sizes: Sizes
-    pictures: Pictures
+    images: Images
     packed: PackedForest
     masks: list[np.ndarray]
     weights: torch.Tensor
@@ -140,24 +140,24 @@ class Batch:
                 for last in range(1, sizes.turns + 1):
                     tokens = [prompt, *(tokens for tokens, _ in turns[:last])]
                     sequences.append(np.concatenate(tokens))
-                    held += [picture for _, picture in turns[:last]]
+                    held += [image for _, image in turns[:last]]
         grids = torch.tensor([[1, height, width]]).expand(len(held), 3)
-        pixels = [shown[picture] for picture in held]
-        pictures = Pictures.from_batch(sequences, pixels, grids, config, image_keys=held)
-        packed = pack(PrefixForest.from_sequences(pictures.sequences)).to(device)
+        pixels = [shown[image] for image in held]
+        images = Images.from_batch(sequences, pixels, grids, config, image_keys=held)
+        packed = pack(PrefixForest.from_sequences(images.sequences)).to(device)
         masks = [np.arange(len(s)) >= len(s) - sizes.answer for s in sequences]
         weights = rng.normal(size=len(sequences)) / (sizes.answer * len(sequences))
-        return cls(sizes, pictures, packed, masks, torch.tensor(weights, dtype=torch.float32))
+        return cls(sizes, images, packed, masks, torch.tensor(weights, dtype=torch.float32))
 
     def facts(self) -> Row:
         """How large it is."""
-        pictures, forest = self.pictures, self.packed.forest
+        images, forest = self.images, self.packed.forest
         return {
-            "samples": len(pictures.sequences),
+            "samples": len(images.sequences),
             "tokens": forest.num_replicated_tokens,
             "distinct_tokens": forest.num_tokens,
-            "screenshots": pictures.num_given,
-            "distinct_screenshots": len(pictures),
+            "screenshots": images.num_given,
+            "distinct_screenshots": len(images),
         }
 
 
@@ -223,7 +223,7 @@ def model_of(config: Any, device: str, dtype: torch.dtype, attention: str = "pre
     return model.train()
 
 
-# ---- sides --------------------------------------------------------------------------------------
+# ---- sides -------------------------------------------------------------------------------------
 
 
 def learn(side: str, model: Any, batch: Batch) -> list[torch.Tensor]:
@@ -238,12 +238,12 @@ def learn(side: str, model: Any, batch: Batch) -> list[torch.Tensor]:
     recompute: Any = None if side in CHECKPOINTED else COMPILED.get(side, side)
     if recompute == "auto-40":
         recompute = plan_within(PLANNED, model, batch)
-    with _one_tower_per_sample(model, batch) if side == "towers" else nullcontext():
+    with _one_encoder_per_sample(model, batch) if side == "towers" else nullcontext():
         scores = sequence_logprobs(
             model,
             batch.packed,
             loss_mask=batch.masks,
-            pictures=batch.pictures,
+            images=batch.images,
             recompute=recompute,
         ).logprobs
         answers = [row[-batch.sizes.answer :] for row in scores]
@@ -258,13 +258,13 @@ def plan_within(limit: int, model: Any, batch: Batch) -> RecomputePlan:
     missing = sum(p.nbytes for p in model.parameters() if p.grad is None)
     scored = batch.sizes.answer * len(batch.masks)
     memory = limit - taken - missing
-    return plan_recomputation(model, batch.packed, memory, scored, pictures=batch.pictures)
+    return plan_recomputation(model, batch.packed, memory, scored, images=batch.images)
 
 
 def _each_alone(model: Any, batch: Batch) -> list[torch.Tensor]:
     found = []
-    for i, tokens in enumerate(batch.pictures.sequences):
-        inputs = alone_inputs(batch.pictures, tokens, batch.pictures.of_sequences[i])
+    for i, tokens in enumerate(batch.images.sequences):
+        inputs = alone_inputs(batch.images, tokens, batch.images.of_sequences[i])
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         answer = batch.sizes.answer
         target = inputs["input_ids"][0, -answer:]
@@ -276,17 +276,17 @@ def _each_alone(model: Any, batch: Batch) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _one_tower_per_sample(model: Any, batch: Batch) -> Iterator[None]:
+def _one_encoder_per_sample(model: Any, batch: Batch) -> Iterator[None]:
     """The tower encodes the screenshots of each sample anew, in one checkpoint per sample; the text
     takes the mean of the copies, which are equal. So each copy gets its share of the gradient."""
-    tower: Any = tower_of(model)
-    for module in tower.modules():
+    encoder: Any = encoder_of(model)
+    for module in encoder.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
     # once more in the backward, where the tower is as it was
-    forward = in_few_calls(tower)
-    distinct = batch.pictures.distinct
-    sizes = [picture.run_tokens for picture in distinct]
+    forward = in_few_calls(encoder)
+    distinct = batch.images.distinct
+    sizes = [image.run_tokens for image in distinct]
 
     def anew(pixels: torch.Tensor, grid_thw: torch.Tensor, **keywords: Any) -> Any:
         kind: list[Any] = []
@@ -296,9 +296,9 @@ def _one_tower_per_sample(model: Any, batch: Batch) -> Iterator[None]:
             kind[:] = [type(output)]
             return [output.pooler_output, *output.deepstack_features]
 
-        of_each = pixels.split([len(picture.pixels) for picture in distinct])
+        of_each = pixels.split([len(image.pixels) for image in distinct])
         copies: list[list[list[torch.Tensor]]] = [[] for _ in distinct]
-        for numbers in batch.pictures.of_sequences:
+        for numbers in batch.images.of_sequences:
             held = torch.cat([of_each[n] for n in numbers])
             got = checkpoint(encode, held, grid_thw[list(numbers)], use_reentrant=False)
             pieces = [features.split([sizes[n] for n in numbers]) for features in got]
@@ -310,14 +310,14 @@ def _one_tower_per_sample(model: Any, batch: Batch) -> Iterator[None]:
         )
         return kind[0](pooler_output=pooled, deepstack_features=deep)
 
-    tower.forward = anew
+    encoder.forward = anew
     try:
         yield
     finally:
-        del tower.forward
+        del encoder.forward
 
 
-# ---- checks -------------------------------------------------------------------------------------
+# ---- checks ------------------------------------------------------------------------------------
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -334,7 +334,7 @@ def distances(found: Sequence[Any], expected: Sequence[Any]) -> Row:
     gap = torch.cat([(a - b).abs() for a, b in zip(found[0], expected[0], strict=True)])
     row: Row = {"log p": float(gap.mean())}
     for name in ("text", "tower"):
-        of = [n for n in expected[1] if n.startswith(TOWER) == (name == "tower")]
+        of = [n for n in expected[1] if n.startswith(ENCODER) == (name == "tower")]
         apart, whole = (
             float(torch.stack([x.float().norm() for x in values]).norm())
             for values in (
@@ -416,7 +416,7 @@ def run_side(side: str, model: Any, batch: Batch, known: Row, checked: Row, opti
     return row
 
 
-# ---- output -------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------
 
 
 def tables(*runs: Row) -> Parts:

@@ -50,7 +50,7 @@ class GatheredParts(Parts):
         pieces = np.stack([border[:-1], np.diff(border), owner], 1)
         self._pieces = np.tile(pieces, (num_parts, 1))
         self._ptr = np.arange(num_parts + 1) * len(pieces)
-        self._borrower = np.repeat(np.arange(num_parts), len(pieces))
+        self._importer = np.repeat(np.arange(num_parts), len(pieces))
 
 
 class GatherExchange:
@@ -81,7 +81,9 @@ class GatherExchange:
         size = self._most * sum(x[0].numel() for x in both)
         return both[0].new_zeros(len(self._of_ranks), size, dtype=dtype)
 
-    def borrow(self, own_key: torch.Tensor, own_value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def import_rows(
+        self, own_key: torch.Tensor, own_value: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         own = own_key, own_value
         numbers = self._room(own, own_key.dtype)
         mine = self._pieces(self._index, numbers[self._index], own)
@@ -137,7 +139,7 @@ def gathering() -> Iterator[None]:
         yield
 
 
-# ---- what travels --------------------------------------------------------------------------------
+# ---- what travels ------------------------------------------------------------------------------
 
 
 class _Done:

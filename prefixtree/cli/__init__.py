@@ -69,7 +69,7 @@ _File = Annotated[
         help="Rollouts in JSON lines or one JSON array, gzipped or not, or in parquet; - is "
         "standard input. A line, entry or row holds token_ids (or input_ids), or prompt_ids with "
         "response_ids (or completion_ids), or, with --tokenizer, a chat: messages (which may hold "
-        "pictures), TRL's prompt with completion or chosen with rejected, or ShareGPT's "
+        "images), TRL's prompt with completion or chosen with rejected, or ShareGPT's "
         "conversations; optional: loss_mask, turn_ends, id, group.",
         show_default=False,
     ),
@@ -95,7 +95,7 @@ _Tokenizer = Annotated[
         metavar="DIR|NAME",
         help="A folder with a tokenizer, or its name on the Hugging Face hub. Puts messages "
         "(OpenAI chats, with tool_calls and tools) through its chat template, and decodes the text "
-        "that a report quotes. Pictures in messages need the model's image processor in it.",
+        "that a report quotes. Images in messages need the model's image processor in it.",
         show_default=False,
     ),
 ]
@@ -159,7 +159,7 @@ def _report(
         typer.Option(
             min=1,
             help="Also predict how one forest of all sequences divides among so many GPUs: "
-            "balance, borrowed rows, bytes and efficiency, of --model or of a Qwen3-8B.",
+            "balance, imported rows, bytes and efficiency, of --model or of a Qwen3-8B.",
             show_default=False,
         ),
     ] = None,
@@ -218,10 +218,10 @@ def _report(
     if plot is not None:
         with status("pictures"):
             drawn = write_pictures(plot, forest)
-    if rollouts.pictures:
-        from prefixtree.sharing.measure import measure_pictures
+    if rollouts.images:
+        from prefixtree.sharing.measure import measure_images
 
-        facts["pictures"] = measure_pictures(forest, rollouts)
+        facts["images"] = measure_images(forest, rollouts)
     from prefixtree.sharing.measure import measure_routes
 
     with status("routes"):
@@ -265,7 +265,7 @@ def _report(
     if facts["near_misses"] is not None:
         report.show_near_misses(facts["near_misses"], console)
     if facts["estimate"] is not None:
-        report.show_estimate(facts["estimate"], console, facts.get("pictures"))
+        report.show_estimate(facts["estimate"], console, facts.get("images"))
     if facts["ranks"] is not None:
         from prefixtree.cli.report import show_ranks
 

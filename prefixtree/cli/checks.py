@@ -133,8 +133,8 @@ def show_verdict(facts: dict[str, Any], console: Console) -> None:
     table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "ratio")
     sides = facts["replicated"], facts["packed"]
     rows = [("tokens", [tokens["replicated"], tokens["distinct"]], "{:,}")]
-    if (pictures := facts.get("pictures")) is not None:
-        patches = pictures["patches"]
+    if (images := facts.get("images")) is not None:
+        patches = images["patches"]
         rows.append(("patches encoded", [patches["replicated"], patches["distinct"]], "{:,}"))
     rows.append(("seconds", [side["seconds"] for side in sides], "{:.2f}"))
     if None not in (peaks := [side["peak_bytes"] for side in sides]):

@@ -48,8 +48,8 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
         f"{attention['flop_ratio']:.2f}x",
         f"{attention['replicated_pairs']:.3g} / {attention['packed_pairs']:.3g} query-key pairs",
     )
-    if pictures := facts.get("pictures"):
-        _add_pictures(table, pictures)
+    if images := facts.get("images"):
+        _add_images(table, images)
     table.add_section()
     table.add_row("trees", f"{facts['trees']:,}", "")
     table.add_row("nodes", f"{facts['nodes']:,}", f"{facts['leaves']:,} of them leaves")
@@ -63,23 +63,22 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     console.print(table)
 
 
-def _add_pictures(table: Table, facts: dict[str, Any]) -> None:
-    pictures, tokens, patches = facts["pictures"], facts["tokens"], facts["patches"]
+def _add_images(table: Table, facts: dict[str, Any]) -> None:
+    images, tokens, patches = facts["images"], facts["tokens"], facts["patches"]
     table.add_section()
     table.add_row(
-        "pictures",
-        f"{pictures['replicated']:,}",
+        "images",
+        f"{images['replicated']:,}",
         f"{patches['replicated']:,} patches to encode without sharing",
     )
     table.add_row(
-        "distinct pictures",
-        f"{pictures['distinct']:,}",
-        f"{patches['distinct']:,} patches; they stand in {pictures['packed']:,} places of the "
-        "forest",
+        "distinct images",
+        f"{images['distinct']:,}",
+        f"{patches['distinct']:,} patches; they stand in {images['packed']:,} places of the forest",
     )
-    table.add_row("picture ratio", f"{facts['ratio']:.2f}x", "patches, without sharing / distinct")
+    table.add_row("image ratio", f"{facts['ratio']:.2f}x", "patches, without sharing / distinct")
     table.add_row(
-        "tokens of pictures",
+        "tokens of images",
         f"{tokens['replicated']:,}",
         f"of the replicated tokens, {tokens['packed']:,} of the distinct ones",
     )
@@ -151,9 +150,9 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
 
 
 def show_estimate(
-    facts: dict[str, Any], console: Console, pictures: dict[str, Any] | None = None
+    facts: dict[str, Any], console: Console, images: dict[str, Any] | None = None
 ) -> None:
-    """Prints what `estimate` found; `pictures` is what `measure_pictures` found."""
+    """Prints what `estimate` found; `images` is what `measure_images` found."""
     short = "with" if facts["gradient_checkpointing"] else "without"
     table = Table(
         "one update, estimated",
@@ -188,10 +187,10 @@ def show_estimate(
         f"estimated speed-up [bold]{facts['speedup']:.2f}x[/]; weights and gradients take "
         f"{facts['fixed_bytes'] / _GIB:,.2f} GiB on both sides"
     )
-    if pictures is not None:
+    if images is not None:
         console.print(
             "the estimate leaves out the vision encoder, whose patches get "
-            f"{pictures['ratio']:.2f}x fewer"
+            f"{images['ratio']:.2f}x fewer"
         )
     for fit in facts["fits"]:
         console.print(
@@ -249,8 +248,8 @@ def show_ranks(facts: dict[str, Any], console: Console) -> None:
         ("tokens", "own_tokens", 1, ",.0f"),
         ("TFLOP", "flops", 1e12, ",.4g"),
         ("seconds of computation", "seconds", 1, ",.4g"),
-        ("rows borrowed, per layer", "received_rows", 1, ",.0f"),
-        ("rows lent, per layer", "sent_rows", 1, ",.0f"),
+        ("rows imported, per layer", "received_rows", 1, ",.0f"),
+        ("rows exported, per layer", "sent_rows", 1, ",.0f"),
         ("MiB received and returned", "received_bytes", _MIB, ",.1f"),
     ]
     for name, key, unit, form in rows:

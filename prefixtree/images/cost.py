@@ -1,4 +1,4 @@
-"""The cost that a vision tower adds to a token."""
+"""The cost that a vision encoder adds to a token."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.images.inputs import PictureRule
+from prefixtree.images.inputs import ImageRule
 
 
-def cost_of_pictures(config: Any) -> tuple[int, int] | None:
-    """The linear weights that a picture's token meets in the tower, and the first id of pictures.
+def cost_of_images(config: Any) -> tuple[int, int] | None:
+    """The linear weights that an image's token meets in the vision encoder, and the first id of
+    images.
 
     Args:
         config: of a model of transformers.
 
     Returns:
-        None of a model that is served without pictures.
+        None of a model that is served without images.
     """
     try:
-        rule = PictureRule(config)
+        rule = ImageRule(config)
     except UnsupportedError:
         return None
-    return tower_weights(config), rule.first_id
+    return encoder_weights(config), rule.first_id
 
 
-def tower_weights(config: Any) -> int:
-    """The linear weights that the patches of one placeholder meet in a vision tower.
+def encoder_weights(config: Any) -> int:
+    """The linear weights that the patches of one placeholder meet in a vision encoder.
 
     Args:
-        config: of a model of transformers that takes pictures.
+        config: of a model of transformers that takes images.
     """
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config).model
-    tower = getattr(model, "visual", None) or model.vision_tower
+    encoder = getattr(model, "visual", None) or model.vision_tower
     vision = config.vision_config
     side = getattr(vision, "spatial_merge_size", None) or vision.pooling_kernel_size
-    skipped = {id(m.weight) for m in tower.modules() if isinstance(m, nn.Embedding)}
+    skipped = {id(m.weight) for m in encoder.modules() if isinstance(m, nn.Embedding)}
     found = 0
-    for name, weight in tower.named_parameters():
+    for name, weight in encoder.named_parameters():
         *_, owner, last = name.split(".")
         is_linear = weight.ndim > 1 and "norm" not in owner and "position" not in last
         if is_linear and id(weight) not in skipped:

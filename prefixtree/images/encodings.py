@@ -1,7 +1,7 @@
-"""Calls of a model's vision tower: the pictures of one modality, their pixels and grids, and where
+"""Calls of a model's vision encoder: the images of one modality, their pixels and grids, and where
 their features go.
 
-Legend: K placements, N distinct pictures, F features.
+Legend: K placements, N distinct images, F features.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ import numpy as np
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.images.encoder import EncoderShape, features_in
 from prefixtree.images.exchange import FeatureExchange, holders_of
-from prefixtree.images.inputs import Modality, Picture
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
+from prefixtree.images.inputs import Image, Modality
 from prefixtree.images.placements import Placements
-from prefixtree.images.tower import TowerShape, features_in
 from prefixtree.packing.copies import GatherIndex, gather, move, move_joined
 from prefixtree.planning.parts import Parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: model types whose tower has another name: the tower's attribute in the model without its lm_head,
-#: and its keyword of grids
-TOWERS = {"gemma4": ("vision_tower", "pixel_position_ids")}
+#: model types whose vision encoder has another name: the vision encoder's attribute in the model
+#: without its lm_head, and its keyword of grids
+ENCODERS = {"gemma4": ("vision_tower", "pixel_position_ids")}
 MODALITIES: tuple[Modality, ...] = ("image", "video")
 UNEXPECTED = (
-    "pictures are verified with transformers' models, which call their vision tower once for the "
+    "images are verified with transformers' models, which call their vision encoder once for the "
     "images and once for the videos of a forward; this one called it"
 )
 
 
 def pixels_of(
-    modality: Modality, model_type: str, shown: list[Picture], device: torch.device | str = "cpu"
+    modality: Modality, model_type: str, shown: list[Image], device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Pixels of some pictures of one modality, as a keyword of the model."""
-    is_padded = model_type in TOWERS
+    """Pixels of some images of one modality, as a keyword of the model."""
+    is_padded = model_type in ENCODERS
     name, _ = _NAMES[is_padded, modality]
-    each = [picture.pixels[None] if is_padded else picture.pixels for picture in shown]
+    each = [image.pixels[None] if is_padded else image.pixels for image in shown]
     return {name: move_joined(each, device)}
 
 
-def grids_of(modality: Modality, model_type: str, shown: list[Picture]) -> dict[str, Any]:
-    """Grids of some pictures of one modality, and seconds of videos, as keywords of the model."""
-    _, name = _NAMES[model_type in TOWERS, modality]
-    inputs: dict[str, Any] = {name: torch.stack([picture.grid for picture in shown])}
+def grids_of(modality: Modality, model_type: str, shown: list[Image]) -> dict[str, Any]:
+    """Grids of some images of one modality, and seconds of videos, as keywords of the model."""
+    _, name = _NAMES[model_type in ENCODERS, modality]
+    inputs: dict[str, Any] = {name: torch.stack([image.grid for image in shown])}
     if shown[0].seconds is not None:
-        inputs["second_per_grid_ts"] = [picture.seconds for picture in shown]
+        inputs["second_per_grid_ts"] = [image.seconds for image in shown]
     return inputs
 
 
@@ -63,33 +63,33 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """One call of the vision tower: the distinct pictures of one modality.
+    """One call of the vision encoder: the distinct images of one modality.
 
     Attributes:
-        tensors: the keywords of the model's forward, pixels and grids of the N distinct pictures.
+        tensors: the keywords of the model's forward, pixels and grids of the N distinct images.
         grid_name: the one of them that is the grids.
         placed: in its place, the grids of the K placements: as many features as they hold.
-        rows: from features [F, H] of the distinct pictures to those of the placements.
-        shape: how many patches and features the distinct pictures have.
+        rows: from features [F, H] of the distinct images to those of the placements.
+        shape: how many patches and features the distinct images have.
         exchange: of a rank of a group, which brings the features that `rows` reads. Default: they
-            are those that the tower gives.
+            are those that the vision encoder gives.
     """
 
     tensors: dict[str, torch.Tensor]
     grid_name: str
     placed: torch.Tensor
     rows: GatherIndex
-    shape: TowerShape
+    shape: EncoderShape
     exchange: FeatureExchange | None = None
 
     @property
     def grids(self) -> torch.Tensor:
-        """Of the distinct pictures."""
+        """Of the distinct images."""
         return self.tensors[self.grid_name]
 
     @property
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels and grids of the distinct pictures."""
+        """Pixels and grids of the distinct images."""
         pixels, grids = self.tensors.values()
         return pixels, grids
 
@@ -98,7 +98,7 @@ class Encoding:
         return self.tensors | {self.grid_name: self.placed}
 
     def repeat(self, output: Any) -> None:
-        """Repeats the features in the tower's output per placement, in packed order."""
+        """Repeats the features in the vision encoder's output per placement, in packed order."""
         found = features_in(output)
         if not found:
             raise UnsupportedError(f"{UNEXPECTED} and got {type(output).__name__}")
@@ -107,8 +107,8 @@ class Encoding:
         for features in each:
             if len(features) != self.shape.features:
                 raise UnsupportedError(
-                    f"the vision tower gave {len(features)} features for pictures of "
-                    f"{self.shape.features} placeholders: it is not the one that the pictures were "
+                    f"the vision encoder gave {len(features)} features for images of "
+                    f"{self.shape.features} placeholders: it is not the one that the images were "
                     "made for"
                 )
         if self.exchange is not None:
@@ -123,23 +123,23 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class TowerCalls:
-    """The calls that a packed forest's pictures need.
+class EncoderCalls:
+    """The calls that a packed forest's images need.
 
     Attributes:
         config: of the model.
-        pictures: those of the batch.
-        placements: of the pictures in the forest.
+        images: those of the batch.
+        placements: of the images in the forest.
         device: of the model.
     """
 
     config: Any
-    pictures: Pictures
+    images: Images
     placements: Placements
     device: torch.device
 
     def of(self, modality: Modality, is_own: np.ndarray) -> Encoding | None:
-        """The call for the pictures of one modality that own tokens show; None where none does.
+        """The call for the images of one modality that own tokens show; None where none does.
 
         Args:
             is_own: bool [T].
@@ -148,24 +148,24 @@ class TowerCalls:
         if not placed:
             return None
         distinct = sorted({n for n, _ in placed})
-        shown = [self.pictures.distinct[n] for n in distinct]
-        rows = np.concatenate(_features(placed, distinct, self.pictures)).astype(np.int32)
-        tensors, shape = _call(modality, self.pictures.model_type, shown, self.device)
+        shown = [self.images.distinct[n] for n in distinct]
+        rows = np.concatenate(_features(placed, distinct, self.images)).astype(np.int32)
+        tensors, shape = _call(modality, self.images.model_type, shown, self.device)
         return _made(tensors, self._grids(placed, shown), rows, shape, self.device)
 
     def of_rank(
         self, modality: Modality, parts: Parts, index: int, group: ProcessGroup
     ) -> Encoding | None:
-        """The same of a rank of a group, which encodes its share of the forest's pictures: a blank
-        one where it has none. None where the forest has no pictures of this modality."""
-        pictures = self.pictures
+        """The same of a rank of a group, which encodes its share of the forest's images: a blank
+        one where it has none. None where the forest has no images of this modality."""
+        images = self.images
         placed = [self._placed(modality, parts.owner == rank) for rank in range(len(parts))]
         distinct = sorted({n for of_rank in placed for n, _ in of_rank})
         if not distinct:
             return None
-        all_shown = [pictures.distinct[n] for n in distinct]
+        all_shown = [images.distinct[n] for n in distinct]
         holder = holders_of([len(p.pixels) for p in all_shown], len(parts))
-        features = [np.concatenate([_NONE, *_features(p, distinct, pictures)]) for p in placed]
+        features = [np.concatenate([_NONE, *_features(p, distinct, images)]) for p in placed]
         of_features = np.repeat(holder, [p.runs * p.run_tokens for p in all_shown])
         exchange = FeatureExchange(of_features, features, index, group, self.device)
         arrived = np.empty(len(of_features), np.int32)
@@ -174,7 +174,7 @@ class TowerCalls:
         made = empty = blank(self.config, self.device, modality)
         shown = [p for p, rank in zip(all_shown, holder, strict=True) if rank == index]
         if shown:
-            tensors, shape = _call(modality, pictures.model_type, shown, self.device)
+            tensors, shape = _call(modality, images.model_type, shown, self.device)
             made = _made(tensors, empty.placed, _NONE, shape, self.device)
         grids = empty.placed
         if placed[index]:
@@ -182,41 +182,41 @@ class TowerCalls:
         return replace(made, placed=grids, rows=rows, exchange=exchange)
 
     def _placed(self, modality: Modality, is_own: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """The runs of own placeholders of one modality, in packed order: the picture of each, and
+        """The runs of own placeholders of one modality, in packed order: the image of each, and
         which of its features they are."""
         at = self.placements
         placed: list[tuple[int, np.ndarray]] = []
         for start, n, frame in zip(at.start, at.number, at.frame, strict=True):
-            picture = self.pictures.distinct[n]
-            own = np.flatnonzero(is_own[start : start + picture.run_tokens])
-            if picture.modality == modality and len(own):
-                placed.append((int(n), frame * picture.run_tokens + own))
+            image = self.images.distinct[n]
+            own = np.flatnonzero(is_own[start : start + image.run_tokens])
+            if image.modality == modality and len(own):
+                placed.append((int(n), frame * image.run_tokens + own))
         return placed
 
-    def _grids(self, placed: list[tuple[int, np.ndarray]], shown: list[Picture]) -> torch.Tensor:
+    def _grids(self, placed: list[tuple[int, np.ndarray]], shown: list[Image]) -> torch.Tensor:
         counts = [len(rows) for _, rows in placed]
         return _grids_of(counts, self.config, len(shown[0].pixels))
 
 
 def _features(
-    placed: list[tuple[int, np.ndarray]], distinct: list[int], pictures: Pictures
+    placed: list[tuple[int, np.ndarray]], distinct: list[int], images: Images
 ) -> list[np.ndarray]:
-    """The features of each run among those of some distinct pictures, one after another."""
-    sizes = [pictures.distinct[n].runs * pictures.distinct[n].run_tokens for n in distinct]
+    """The features of each run among those of some distinct images, one after another."""
+    sizes = [images.distinct[n].runs * images.distinct[n].run_tokens for n in distinct]
     first = dict(zip(distinct, np.cumsum([0, *sizes]).tolist(), strict=False))
     return [first[n] + rows for n, rows in placed]
 
 
 def _call(
-    modality: Modality, model_type: str, shown: list[Picture], device: torch.device
-) -> tuple[dict[str, Any], TowerShape]:
-    """Pixels and grids of one call of the tower, and its sizes."""
+    modality: Modality, model_type: str, shown: list[Image], device: torch.device
+) -> tuple[dict[str, Any], EncoderShape]:
+    """Pixels and grids of one call of the vision encoder, and its sizes."""
     tensors = pixels_of(modality, model_type, shown, device)
     tensors |= grids_of(modality, model_type, shown)
     # positions are given, which alone would ask for them
     tensors.pop("second_per_grid_ts", None)
     features = sum(p.runs * p.run_tokens for p in shown)
-    return tensors, TowerShape([len(p.pixels) for p in shown], features)
+    return tensors, EncoderShape([len(p.pixels) for p in shown], features)
 
 
 def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
@@ -224,10 +224,10 @@ def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
 
     Args:
         counts: placeholders of each run. config: of the model.
-        patches: of Gemma 4, to which pictures are padded.
+        patches: of Gemma 4, to which images are padded.
     """
     vision = config.vision_config
-    if config.model_type not in TOWERS:
+    if config.model_type not in ENCODERS:
         merge = vision.spatial_merge_size
         return torch.tensor([[1, merge, merge * count] for count in counts])
     positions = torch.full((len(counts), patches, 2), -1)
@@ -237,16 +237,16 @@ def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
 
 
 def blank(config: Any, device: torch.device, modality: Modality = "image") -> Encoding:
-    """A picture of one placeholder, placed nowhere: the tower's gradients are zeros."""
-    pixels, grid = blank_picture(config)
-    values, grids = _NAMES[config.model_type in TOWERS, modality]
-    placed = torch.full_like(grid, -1) if config.model_type in TOWERS else torch.zeros_like(grid)
-    shape = TowerShape([pixels[..., 0].numel()], 1)
+    """An image of one placeholder, placed nowhere: the vision encoder's gradients are zeros."""
+    pixels, grid = blank_image(config)
+    values, grids = _NAMES[config.model_type in ENCODERS, modality]
+    placed = torch.full_like(grid, -1) if config.model_type in ENCODERS else torch.zeros_like(grid)
+    shape = EncoderShape([pixels[..., 0].numel()], 1)
     return _made({values: pixels, grids: grid}, placed, _NONE, shape, device)
 
 
-def blank_picture(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """A picture without content, as a model's processor would give it.
+def blank_image(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """An image without content, as a model's processor would give it.
 
     Args:
         config: of the model. side: its placeholders in height and in width. Default: 1.
@@ -255,7 +255,7 @@ def blank_picture(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tenso
         Its pixels and its grid: [P, D] and [1, 3], of Gemma 4 [1, P, D] and [1, P, 2].
     """
     vision = config.vision_config
-    if config.model_type in TOWERS:
+    if config.model_type in ENCODERS:
         each = torch.arange(side * vision.pooling_kernel_size)
         steps = torch.cartesian_prod(each, each)[None]
         return torch.zeros(1, len(each) ** 2, 3 * vision.patch_size**2), steps
@@ -269,7 +269,7 @@ def _made(
     tensors: dict[str, Any],
     placed: torch.Tensor,
     rows: np.ndarray,
-    shape: TowerShape,
+    shape: EncoderShape,
     device: torch.device,
 ) -> Encoding:
     moved = {name: move(tensor, device) for name, tensor in tensors.items()}

@@ -1,6 +1,6 @@
-"""Features of pictures, each of which one rank of a group encodes.
+"""Features of images, each of which one rank of a group encodes.
 
-Legend: n ranks, F features of the distinct pictures of one modality, N of these pictures, H their
+Legend: n ranks, F features of the distinct images of one modality, N of these images, H their
 columns.
 """
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def holders_of(patches: Sequence[int], num_ranks: int) -> np.ndarray:
-    """Divides pictures among ranks, largest first to the rank with the fewest patches.
+    """Divides images among ranks, largest first to the rank with the fewest patches.
 
     Args:
-        patches: of each picture. num_ranks: n.
+        patches: of each image. num_ranks: n.
 
     Returns:
-        int64 [N], the rank that encodes each picture.
+        int64 [N], the rank that encodes each image.
     """
     load = np.zeros(num_ranks, np.int64)
     holder = np.empty(len(patches), np.int64)
-    for picture in np.argsort(-np.asarray(patches, np.int64), kind="stable"):
-        holder[picture] = load.argmin()
-        load[holder[picture]] += patches[picture]
+    for image in np.argsort(-np.asarray(patches, np.int64), kind="stable"):
+        holder[image] = load.argmin()
+        load[holder[image]] += patches[image]
     return holder
 
 
@@ -73,7 +73,7 @@ class FeatureExchange:
         self.fetched = wanted(shown[index])
         self._sent = [len(features) for features in sent]
         self._received = np.bincount(holder[self.fetched], minlength=ranks).tolist()
-        # a rank that holds none has the feature of a blank picture
+        # a rank that holds none has the feature of a blank image
         count = max(1, held[index])
         rows = here[np.concatenate(sent)].astype(np.int32)
         self._rows, self._group = GatherIndex(rows, count, device), group

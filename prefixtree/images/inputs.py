@@ -1,6 +1,6 @@
-"""Pictures as processors give them: patches and grids, checked, one object per picture.
+"""Images as processors give them: patches and grids, checked, one object per image.
 
-Legend: N pictures of one modality, P patches, D values per patch.
+Legend: N images of one modality, P patches, D values per patch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prefixtree.errors import UnsupportedError
 
 Modality = Literal["image", "video"]
 
-#: model types whose processors give a grid per picture, and whether they write the frames of a
+#: model types whose processors give a grid per image, and whether they write the frames of a
 #: video apart, with their times as text between them
 GRIDS = {
     "glm46v": True,
@@ -31,11 +31,11 @@ GRIDS = {
 }
 # of these, those that write the frames of a video with the placeholder of images
 _ONE_PLACEHOLDER = ("glm46v", "glm4v")
-#: model types whose processors give a position per patch, and pad all pictures to as many patches
+#: model types whose processors give a position per patch, and pad all images to as many patches
 _POSITIONS = ("gemma4",)
 
 _BOTH_WAYS = (
-    "tokens of a picture see the later tokens of that picture, and the mask of a forest lets a "
+    "tokens of an image see the later tokens of that image, and the mask of a forest lets a "
     "token see only what is before it"
 )
 _UNSERVED = {
@@ -46,8 +46,8 @@ _UNSERVED = {
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """A distinct picture or video.
+class Image:
+    """A distinct image or video.
 
     Attributes:
         modality: "image" or "video".
@@ -71,11 +71,11 @@ class Picture:
     key: Hashable
 
 
-def picture_key(pixels: Any, grid: Any, modality: Modality = "image", seconds: Any = None) -> bytes:
-    """The hash by which pictures are compared. It is the same in every process.
+def image_key(pixels: Any, grid: Any, modality: Modality = "image", seconds: Any = None) -> bytes:
+    """The hash by which images are compared. It is the same in every process.
 
     Args:
-        pixels: [P, D], the patches of one picture, a tensor or an array.
+        pixels: [P, D], the patches of one image, a tensor or an array.
         grid: its grid [3], or the positions of its patches [P, 2].
         modality: "image" or "video".
         seconds: of a video, the seconds per grid step in time. Default: not given.
@@ -96,8 +96,8 @@ def picture_key(pixels: Any, grid: Any, modality: Modality = "image", seconds: A
     return digest.digest()
 
 
-class PictureRule:
-    """How a family's processor gives pictures, by the model's configuration.
+class ImageRule:
+    """How a family's processor gives images, by the model's configuration.
 
     Attributes:
         model_type: of the configuration.
@@ -106,10 +106,10 @@ class PictureRule:
         grid_name: the argument that says how large images are.
 
     Args:
-        config: see `Pictures.from_batch`.
+        config: see `Images.from_batch`.
 
     Raises:
-        UnsupportedError: a family whose pictures are not verified, with the reason where known.
+        UnsupportedError: a family whose images are not verified, with the reason where known.
     """
 
     def __init__(self, config: Any) -> None:
@@ -133,18 +133,18 @@ class PictureRule:
         grids: Any,
         seconds: Any = None,
         keys: Sequence[Hashable] | None = None,
-    ) -> list[Picture]:
-        """The pictures of one modality as they are given, copies and all.
+    ) -> list[Image]:
+        """The images of one modality as they are given, copies and all.
 
         Args:
             modality: of all.
-            pixels: [sum of P, D] of N pictures or a list of N tensors [P, D]; of Gemma 4
+            pixels: [sum of P, D] of N images or a list of N tensors [P, D]; of Gemma 4
                 [N, P, D].
             grids: integers [N, 3]; of Gemma 4 [N, P, 2].
             seconds, keys: N each. Default: none.
 
         Returns:
-            N pictures.
+            N images.
 
         Raises:
             UnsupportedError: videos of a family whose videos are not verified.
@@ -173,7 +173,7 @@ class PictureRule:
             read_seconds = numbers("second_per_grid_ts", seconds, "one number per video")
             if not np.isfinite(read_seconds).all():
                 raise ValueError(f"second_per_grid_ts must be finite, got {read_seconds.tolist()}")
-        found: list[Picture] = []
+        found: list[Image] = []
         known: dict[Hashable, bytes] = {}
         for i, (part, (runs, tokens)) in enumerate(zip(parts, sizes, strict=True)):
             second = None if seconds is None else seconds[i]
@@ -183,9 +183,9 @@ class PictureRule:
             else:
                 # a tensor that a list names several times is read once
                 same = id(part), steps[i].numpy().tobytes(), str(second)
-                key = known.get(same) or picture_key(part, steps[i], modality, second)
+                key = known.get(same) or image_key(part, steps[i], modality, second)
                 known[same] = key
-            found.append(Picture(modality, part, steps[i], runs, tokens, second, key))
+            found.append(Image(modality, part, steps[i], runs, tokens, second, key))
         return found
 
     def _names(self, modality: Modality) -> tuple[str, str]:
@@ -197,7 +197,7 @@ class PictureRule:
     def _by_grids(
         self, modality: Modality, pixels: Any, grids: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        """Patches per picture, and (runs, placeholders per run)."""
+        """Patches per image, and (runs, placeholders per run)."""
         pixel_name, grid_name = self._names(modality)
         merge = int(self._vision.spatial_merge_size)
         if grids.ndim != 2 or grids.shape[1] != 3:
@@ -250,7 +250,7 @@ class PictureRule:
 
 
 def check_served(model_type: str, text_config: Any) -> None:
-    """Refuses a family whose pictures are not verified.
+    """Refuses a family whose images are not verified.
 
     Raises:
         UnsupportedError: with the reason where it is known.
@@ -259,12 +259,12 @@ def check_served(model_type: str, text_config: Any) -> None:
     if both_ways or model_type in _UNSERVED:
         setting = ' with use_bidirectional_attention="vision"' if both_ways else ""
         raise UnsupportedError(
-            f"pictures of model type {model_type!r}{setting} are not served: "
+            f"images of model type {model_type!r}{setting} are not served: "
             f"{_UNSERVED.get(model_type, _BOTH_WAYS)}"
         )
     if model_type not in (*GRIDS, *_POSITIONS):
         raise UnsupportedError(
-            f"pictures are not verified in model type {model_type!r}, only in "
+            f"images are not verified in model type {model_type!r}, only in "
             f"{', '.join(sorted((*GRIDS, *_POSITIONS)))}; give the configuration of the whole "
             "model (model.config), not that of its text part"
         )
@@ -289,7 +289,7 @@ def _pixels(name: str, pixels: Any) -> torch.Tensor:
 def _parts(
     pixels: Any, patches: list[int], pixel_name: str, grid_name: str, modality: str
 ) -> list[torch.Tensor]:
-    """The patches of each picture, [P, D]."""
+    """The patches of each image, [P, D]."""
     if isinstance(pixels, (list, tuple)):
         if len(pixels) != len(patches):
             raise ValueError(
@@ -303,7 +303,7 @@ def _parts(
             if part.ndim != 2 or len(part) != count:
                 raise ValueError(
                     f"{pixel_name}[{i}] has shape {list(part.shape)}; {grid_name}[{i}] asks for "
-                    f"[{count}, values]: the picture is missing in part, or of another size than "
+                    f"[{count}, values]: the image is missing in part, or of another size than "
                     "its grid"
                 )
         return parts

@@ -1,4 +1,4 @@
-"""Placements of the pictures of its sequences in a packed forest.
+"""Placements of the images of its sequences in a packed forest.
 
 Legend: K placements, S sequences, t own tokens of a part, n tokens of a sequence.
 """
@@ -10,64 +10,64 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixtree.errors import ForestError
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.same_paths import described, find_paths
 
 
 @dataclass(frozen=True)
 class Placements:
-    """The runs of placeholders of a packed forest, in packed order: a picture that two branches
+    """The runs of placeholders of a packed forest, in packed order: an image that two branches
     hold is placed twice, and a video whose frames are apart once per frame.
 
     Attributes:
         start: int64 [K], the first packed token of each run.
-        number: int64 [K], its picture.
-        frame: int64 [K], which of the picture's runs it is.
+        number: int64 [K], its image.
+        frame: int64 [K], which of the image's runs it is.
     """
 
     start: np.ndarray
     number: np.ndarray
     frame: np.ndarray
 
-    def shown_by(self, own: np.ndarray, pictures: Pictures) -> Placements:
+    def shown_by(self, own: np.ndarray, images: Images) -> Placements:
         """Selects those with a token among some packed tokens, int64 [t], ascending."""
-        lengths = np.array([pictures.distinct[n].run_tokens for n in self.number], np.int64)
+        lengths = np.array([images.distinct[n].run_tokens for n in self.number], np.int64)
         first, last = (np.searchsorted(own, x) for x in (self.start, self.start + lengths))
         shown = first < last
         return Placements(self.start[shown], self.number[shown], self.frame[shown])
 
 
 @dataclass(frozen=True)
-class PathPictures:
-    """A sequence of a packed forest, with its pictures.
+class PathImages:
+    """A sequence of a packed forest, with its images.
 
     Attributes:
-        tokens: int64 [n], ids of `Pictures.sequences`.
-        numbers: its pictures in order, a video once.
+        tokens: int64 [n], ids of `Images.sequences`.
+        numbers: its images in order, a video once.
     """
 
     tokens: np.ndarray
     numbers: list[int]
 
 
-def place(packed: PackedForest, pictures: Pictures) -> tuple[Placements, list[PathPictures]]:
-    """Finds the pictures of a packed forest.
+def place(packed: PackedForest, images: Images) -> tuple[Placements, list[PathImages]]:
+    """Finds the images of a packed forest.
 
     Args:
-        packed: a forest of `pictures.sequences`, or of a part of them.
-        pictures: the pictures of the batch.
+        packed: a forest of `images.sequences`, or of a part of them.
+        images: the images of the batch.
 
     Returns:
         The placements, and S sequences; equal sequences are the same object.
 
     Raises:
-        ForestError: pictures of another batch, or a sequence that is cut inside a picture, or that
-            begins as none of `pictures.sequences`.
+        ForestError: images of another batch, or a sequence that is cut inside an image, or that
+            begins as none of `images.sequences`.
     """
     forest = packed.forest
     if forest.tokens is None:
-        raise ForestError("pictures need a forest with token ids: give from_parents its tokens=")
+        raise ForestError("images need a forest with token ids: give from_parents its tokens=")
     _, chosen, same = np.unique(forest.sequence_node, return_index=True, return_inverse=True)
     index, counts = packed.copy_index(chosen)
     tokens = forest.tokens.astype(np.int64)[index]
@@ -76,51 +76,51 @@ def place(packed: PackedForest, pictures: Pictures) -> tuple[Placements, list[Pa
     first[np.cumsum(counts) - counts] = True
     starts = np.flatnonzero(first | (np.diff(tokens, prepend=-1) != 0))
     lengths = np.diff(starts, append=len(tokens))
-    number = tokens[starts] - pictures.first_id
-    pictured = number >= 0
-    starts, lengths, number = starts[pictured], lengths[pictured], number[pictured]
-    if len(number) and number.max() >= len(pictures):
-        pictures.with_placeholders(tokens)
+    number = tokens[starts] - images.first_id
+    image_of = number >= 0
+    starts, lengths, number = starts[image_of], lengths[image_of], number[image_of]
+    if len(number) and number.max() >= len(images):
+        images.with_placeholders(tokens)
     sequence = np.searchsorted(np.cumsum(counts), starts, side="right")
     runs, run_tokens = (
-        np.array([getattr(p, name) for p in pictures.distinct], np.int64)[number]
+        np.array([getattr(p, name) for p in images.distinct], np.int64)[number]
         for name in ("runs", "run_tokens")
     )
     for bad in np.flatnonzero(lengths != run_tokens)[:1]:
         raise ForestError(
-            f"a sequence holds {lengths[bad]} placeholders of picture {number[bad]}, which has "
-            f"{run_tokens[bad]}: it is cut inside a picture, or of other pictures; make the forest "
-            "of pictures.sequences as they are"
+            f"a sequence holds {lengths[bad]} placeholders of image {number[bad]}, which has "
+            f"{run_tokens[bad]}: it is cut inside an image, or of other images; make the forest "
+            "of images.sequences as they are"
         )
-    _check_paths(packed, pictures)
+    _check_paths(packed, images)
     frame = _frames(sequence, number, runs)
     whole, of_whole = number[frame == 0], sequence[frame == 0]
     held = np.split(whole, np.searchsorted(of_whole, np.arange(1, len(chosen))))
     parts = np.split(tokens, np.cumsum(counts)[:-1])
-    paths = [PathPictures(part, n.tolist()) for part, n in zip(parts, held, strict=True)]
+    paths = [PathImages(part, n.tolist()) for part, n in zip(parts, held, strict=True)]
     start, at = np.unique(index[starts].astype(np.int64), return_index=True)
     return Placements(start, number[at], frame[at]), [paths[i] for i in same.tolist()]
 
 
-def _check_paths(packed: PackedForest, pictures: Pictures) -> None:
-    """Refuses numbers of pictures that other pictures gave: a forest of another batch."""
+def _check_paths(packed: PackedForest, images: Images) -> None:
+    """Refuses numbers of images that other images gave: a forest of another batch."""
     forest = packed.forest
     assert forest.tokens is not None
-    shows = np.flatnonzero(forest.tokens >= pictures.first_id)
+    shows = np.flatnonzero(forest.tokens >= images.first_id)
     if not len(shows):
         return
-    at = find_paths(forest, pictures.forest).at[shows]
+    at = find_paths(forest, images.forest).at[shows]
     for bad in shows[at < 0][:1].tolist():
         raise ForestError(
-            f"{described(forest, bad)} shows picture {forest.tokens[bad] - pictures.first_id} "
-            "behind tokens that none of pictures.sequences has: the forest is of another batch, or "
-            "in other words; make it of pictures.sequences, with these pictures"
+            f"{described(forest, bad)} shows image {forest.tokens[bad] - images.first_id} "
+            "behind tokens that none of images.sequences has: the forest is of another batch, or "
+            "in other words; make it of images.sequences, with these images"
         )
 
 
 def _frames(sequence: np.ndarray, number: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """Which run of its picture each run is: those of a picture follow one another on a path, and
-    begin anew where the picture comes again."""
+    """Which run of its image each run is: those of an image follow one another on a path, and
+    begin anew where the image comes again."""
     frame = np.zeros(len(number), np.int64)
     met: dict[tuple[int, int], int] = {}
     for i in np.flatnonzero(runs > 1).tolist():
@@ -132,6 +132,6 @@ def _frames(sequence: np.ndarray, number: np.ndarray, runs: np.ndarray) -> np.nd
         if count % frames:
             raise ForestError(
                 f"a sequence holds {count % frames} of the {frames} frames of video {n}: it is cut "
-                "inside the video; make the forest of pictures.sequences as they are"
+                "inside the video; make the forest of images.sequences as they are"
             )
     return frame

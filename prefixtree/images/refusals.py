@@ -1,4 +1,4 @@
-"""Refuses pictures that a model would not run as it runs each sequence alone."""
+"""Refuses images that a model would not run as it runs each sequence alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree.errors import ForestError, Refusal, refuse
+from prefixtree.images.images import Images
 from prefixtree.images.inputs import check_served
-from prefixtree.images.pictures import Pictures
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import check_noise
 from prefixtree.models.layers import groups_of, layers_of
@@ -18,12 +18,12 @@ from prefixtree.packing.layout import PackedForest
 
 
 class Shows(NamedTuple):
-    """A model that is called, transformers' model in it, a forest, and the pictures to show."""
+    """A model that is called, transformers' model in it, a forest, and the images to show."""
 
     model: nn.Module
     causal_lm: Any
     packed: PackedForest
-    pictures: Pictures
+    images: Images
 
 
 def runs_in_lockstep(model: nn.Module) -> bool:
@@ -42,93 +42,93 @@ def _compiles_others(shows: Shows) -> Any:
 
 
 def _waits_for_videos(shows: Shows) -> bool:
-    has_videos = any(picture.modality == "video" for picture in shows.pictures.distinct)
+    has_videos = any(image.modality == "video" for image in shows.images.distinct)
     is_sharded = any(isinstance(module, FSDPModule) for module in shows.model.modules())
     return has_videos and is_sharded and runs_in_lockstep(shows.model)
 
 
-#: What does not go with pictures.
-WITH_PICTURES = (
+#: What does not go with images.
+WITH_IMAGES = (
     Refusal(
         "routes",
         lambda shows: shows.packed.forest.routes is not None,
-        "recorded routes of experts are not verified with pictures; make the forest without routes",
+        "recorded routes of experts are not verified with images; make the forest without routes",
     ),
     Refusal(
         "DeepSpeed",
         lambda shows: runs_deepspeed(shows.model),
-        "DeepSpeed is not verified with pictures; use DDP or FSDP2",
+        "DeepSpeed is not verified with images; use DDP or FSDP2",
     ),
     Refusal(
         "FSDP1",
         lambda shows: any(isinstance(m, FullyShardedDataParallel) for m in shows.model.modules()),
-        "FSDP1 is not verified with pictures; use FSDP2 (fully_shard) or DDP",
+        "FSDP1 is not verified with images; use FSDP2 (fully_shard) or DDP",
     ),
     Refusal(
         "compiled modules",
         _compiles_others,
-        "torch.compile of {kind}, which is no decoder layer, is not verified with pictures; leave "
+        "torch.compile of {kind}, which is no decoder layer, is not verified with images; leave "
         "it out, and compile with compile_layers(model)",
     ),
     Refusal(
         "tensor or expert parallel",
         lambda shows: any(vars(m).get("_is_hooked") for m in shows.model.modules()),
-        "tensor or expert parallelism is not verified with pictures; load the model without "
+        "tensor or expert parallelism is not verified with images; load the model without "
         "tp_plan and ep_size",
     ),
     Refusal(
         "videos under FSDP2",
         _waits_for_videos,
-        "videos are not verified under FSDP2, where ranks with images alone would run the tower "
-        "less often; train on images alone, or use DDP",
+        "videos are not verified under FSDP2, where ranks with images alone would run the vision "
+        "encoder less often; train on images alone, or use DDP",
     ),
 )
 
 
-def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
-    """Refuses pictures that the model would not run as it runs each sequence alone.
+def check_images(model: nn.Module, causal_lm: Any, packed: PackedForest, images: Any) -> None:
+    """Refuses images that the model would not run as it runs each sequence alone.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
 
     Raises:
-        TypeError: no Pictures.
-        ValueError: pictures that were made for another model.
-        UnsupportedError: what is not verified with pictures, with the way to mend it.
+        TypeError: no Images.
+        ValueError: images that were made for another model.
+        UnsupportedError: what is not verified with images, with the way to mend it.
     """
-    if not isinstance(pictures, Pictures):
+    if not isinstance(images, Images):
         raise TypeError(
-            f"pictures must be a Pictures, got {type(pictures).__name__}; "
-            "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config) makes one"
+            f"images must be a Images, got {type(images).__name__}; "
+            "Images.from_batch(sequences, pixel_values, image_grid_thw, model.config) makes one"
         )
     config, text = causal_lm.config, causal_lm.config.get_text_config()
     check_served(config.model_type, text)
-    made_for = pictures.model_type, pictures.placeholders
+    made_for = images.model_type, images.placeholders
     is_for = config.model_type, {m: getattr(config, f"{m}_token_id") for m in made_for[1]}
-    if made_for != is_for or pictures.first_id < text.vocab_size:
+    if made_for != is_for or images.first_id < text.vocab_size:
         raise ValueError(
-            f"the pictures were made for {made_for[0]} with placeholders {made_for[1]} and ids "
-            f"from {pictures.first_id} on, the model is {is_for[0]} with {is_for[1]} and a "
-            f"vocabulary of {text.vocab_size}: give Pictures.from_batch this model's config"
+            f"the images were made for {made_for[0]} with placeholders {made_for[1]} and ids "
+            f"from {images.first_id} on, the model is {is_for[0]} with {is_for[1]} and a "
+            f"vocabulary of {text.vocab_size}: give Images.from_batch this model's config"
         )
     if causal_lm.training:
         check_noise(config.vision_config, "vision_config")
-    refuse(WITH_PICTURES, Shows(model, causal_lm, packed, pictures))
+    refuse(WITH_IMAGES, Shows(model, causal_lm, packed, images))
 
 
-def check_sequences(sequences: list[np.ndarray], pictures: Pictures) -> None:
-    """Refuses pictures of other sequences than those of the batch, or in another order."""
+def check_sequences(sequences: list[np.ndarray], images: Images) -> None:
+    """Refuses images of other sequences than those of the batch, or in another order."""
     mend = (
-        "pictures must be made of the sequences of this batch, in its order: make them "
-        "(Pictures.from_batch) behind whatever cuts, drops or shuffles rows"
+        "images must be made of the sequences of this batch, in its order: make them "
+        "(Images.from_batch) behind whatever cuts, drops or shuffles rows"
     )
-    lengths, expected = ([len(s) for s in rows] for rows in (pictures.sequences, sequences))
+    lengths, expected = ([len(s) for s in rows] for rows in (images.sequences, sequences))
     if lengths != expected:
         raise ForestError(f"{mend}; expected sequences of {expected} tokens, got {lengths}")
-    for i, (given, theirs) in enumerate(zip(sequences, pictures.sequences, strict=True)):
-        # the batch has the processor's placeholders, or the ids of the pictures
-        for at in np.flatnonzero((given != pictures.with_placeholders(theirs)) & (given != theirs)):
+    for i, (given, theirs) in enumerate(zip(sequences, images.sequences, strict=True)):
+        # the batch has the processor's placeholders, or the ids of the images
+        for at in np.flatnonzero((given != images.with_placeholders(theirs)) & (given != theirs)):
             raise ForestError(
                 f"{mend}; token {at} of sequence {i} is {given[at]} in input_ids and {theirs[at]} "
-                "in pictures.sequences"
+                "in images.sequences"
             )

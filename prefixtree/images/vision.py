@@ -1,13 +1,13 @@
-"""Pictures of a packed forest through a model: its inputs, and each distinct picture encoded once.
+"""Images of a packed forest through a model: its inputs, and each distinct image encoded once.
 
-The model's forward calls its vision tower with the pixels it was given, and puts the features in
-the place of the placeholders, in packed order. A picture that two branches hold is placed twice.
-So the model gets the pixels of the distinct pictures and the grids of the placements: a hook in
-front of the tower hands it the grids of the distinct pictures, and one behind it repeats the
-features per placement. The tower runs inside the model's forward, where wrappers gather its
-parameters, and autograd sums its gradients. The hooks are removed after the forward.
+The model's forward calls its vision encoder with the pixels it was given, and puts the features in
+the place of the placeholders, in packed order. An image that two branches hold is placed twice.
+So the model gets the pixels of the distinct images and the grids of the placements: a hook in
+front of the vision encoder hands it the grids of the distinct images, and one behind it repeats the
+features per placement. The vision encoder runs inside the model's forward, where wrappers gather
+its parameters, and autograd sums its gradients. The hooks are removed after the forward.
 
-Legend: T packed tokens, K placements, N distinct pictures that are placed, F features.
+Legend: T packed tokens, K placements, N distinct images that are placed, F features.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.images.encoder import (
+    ALL_AT_ONCE,
+    RUN,
+    EncoderRuns,
+    EncoderShape,
+    Run,
+    image_attention,
+    in_few_calls,
+    in_runs,
+)
 from prefixtree.images.encodings import (
+    ENCODERS,
     MODALITIES,
-    TOWERS,
     UNEXPECTED,
+    EncoderCalls,
     Encoding,
-    TowerCalls,
     blank,
     grids_of,
     pixels_of,
 )
-from prefixtree.images.inputs import Modality, Picture
-from prefixtree.images.pictures import Pictures
-from prefixtree.images.placements import PathPictures, place
+from prefixtree.images.images import Images
+from prefixtree.images.inputs import Image, Modality
+from prefixtree.images.placements import PathImages, place
 from prefixtree.images.refusals import runs_in_lockstep
-from prefixtree.images.tower import (
-    ALL_AT_ONCE,
-    RUN,
-    Run,
-    TowerRuns,
-    TowerShape,
-    in_few_calls,
-    in_runs,
-    picture_attention,
-)
 from prefixtree.models.changes import changing
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, family_of
 from prefixtree.models.layers import decoder_of, most_of_all_ranks
@@ -55,9 +55,9 @@ from prefixtree.planning.parts import Parts
 from prefixtree.recompute.layers import (
     MODES,
     Mode,
-    checkpoint_of_tower,
+    checkpoint_of_encoder,
     checkpoints_itself,
-    keeping_in_tower,
+    keeping_in_encoder,
 )
 from prefixtree.wings import CallWing, ForwardWing
 
@@ -65,47 +65,48 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # of all others
-_TOWER = ("visual", "grid_thw")
-# keywords of the text part, which outer forwards hand to towers too
+_ENCODER = ("visual", "grid_thw")
+# keywords of the text part, which outer forwards hand to vision encoders too
 _OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
 
 
-class PlacedPictures(CallWing):
-    """A packed forest with its pictures.
+class PlacedImages(CallWing):
+    """A packed forest with its images.
 
     Attributes:
         packed: the forest with the token ids that the model knows.
         inputs: keywords of the model's forward that differ from those of the packed forest alone,
-            the pictures left out.
+            the images left out.
         model: what is called.
-        placements: of the pictures in the forest.
-        pictures: those of the batch.
-        least_runs: how many runs each call of the tower makes at least. 0: ranks that shard it
-            agree in each forward.
+        placements: of the images in the forest.
+        images: those of the batch.
+        least_runs: how many runs each call of the vision encoder makes at least. 0: ranks that
+            shard it agree in each forward.
     """
 
     least_runs: int = 0
 
-    def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures):
-        self.placements, paths = place(packed, pictures)
-        self.pictures = pictures
+    def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, images: Images):
+        self.placements, paths = place(packed, images)
+        self.images = images
         assert packed.input_ids is not None
-        ids = pictures.with_placeholders(packed.input_ids.cpu().numpy())
+        ids = images.with_placeholders(packed.input_ids.cpu().numpy())
         self.packed = packed.with_input_ids(torch.from_numpy(ids))
         self.inputs: dict[str, Any] = {}
         if family_of(causal_lm.config).position_rows > 1:
-            self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
+            self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, images, paths)
         self.model, self._causal_lm = model, causal_lm
-        self._calls = TowerCalls(causal_lm.config, pictures, self.placements, packed.device)
+        self._calls = EncoderCalls(causal_lm.config, images, self.placements, packed.device)
 
-    def forward(self, own: np.ndarray | None = None) -> EncodedPictures:
-        """The pictures of one forward's tokens. A picture may be cut, and is then encoded whole."""
-        return self._encoded(self._shown(own), own is not None and self._only_pictures_train())
+    def forward(self, own: np.ndarray | None = None) -> EncodedImages:
+        """The images of one forward's tokens. An image may be cut, and is then encoded whole."""
+        return self._encoded(self._shown(own), own is not None and self._only_images_train())
 
     def in_lockstep(self, owns: Iterable[np.ndarray], modes: Iterable[Any]) -> None:
-        """A backward may meet that of any forward of another rank, and each run of a tower is
+        """A backward may meet that of any forward of another rank, and each run of a vision encoder
+        is
         exchanges: so all forwards of the block make as many."""
-        # one without pictures is one of a blank one
+        # one without images is one of a blank one
         most = [
             _most_runs(self._shown(own), getattr(mode, "patches", RUN)) or 1
             for own, mode in zip(owns, modes, strict=True)
@@ -114,10 +115,10 @@ class PlacedPictures(CallWing):
         (self.least_runs,) = most_of_all_ranks(self.model, most_here, self.packed.device)
 
     def of_rank(self, parts: Parts, rank: int, group: ProcessGroup) -> CallWing:
-        """The pictures that one rank of a group encodes, and those that its own tokens show.
+        """The images that one rank of a group encodes, and those that its own tokens show.
 
-        Each distinct picture is encoded by one rank, and features travel between the ranks. So all
-        ranks call their towers equally often.
+        Each distinct image is encoded by one rank, and features travel between the ranks. So all
+        ranks call their vision encoders equally often.
         """
         where = parts, rank, group
         found = (self._calls.of_rank(modality, *where) for modality in MODALITIES)
@@ -126,12 +127,12 @@ class PlacedPictures(CallWing):
     def facts(self) -> dict[str, Any]:
         parts: dict[str, Any] = {"whether they are passed": True}
         for n in np.unique(self.placements.number).tolist():
-            picture = self.pictures.distinct[n]
-            parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
+            image = self.images.distinct[n]
+            parts[f"the grid of image {n}"] = image.grid.tolist(), image.modality
             # a hash says nothing to readers
-            key: Any = picture.key
+            key: Any = image.key
             key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
-            parts[f"the pixels of picture {n}"] = key
+            parts[f"the pixels of image {n}"] = key
         return parts
 
     def _shown(self, own: np.ndarray | None) -> list[Encoding]:
@@ -141,34 +142,34 @@ class PlacedPictures(CallWing):
         found = (self._calls.of(modality, is_own) for modality in MODALITIES)
         return [encoding for encoding in found if encoding is not None]
 
-    def _only_pictures_train(self) -> bool:
-        """Whether hidden states below the first layer that trains need gradients by pictures."""
+    def _only_images_train(self) -> bool:
+        """Whether hidden states below the first layer that trains need gradients by images."""
         embedding = self._causal_lm.get_input_embeddings()
         has_gradients = any(p.requires_grad for p in embedding.parameters())
-        return torch.is_grad_enabled() and not has_gradients and pictures_train(self._causal_lm)
+        return torch.is_grad_enabled() and not has_gradients and images_train(self._causal_lm)
 
-    def _encoded(self, found: list[Encoding], wants_one: bool = False) -> EncodedPictures:
+    def _encoded(self, found: list[Encoding], wants_one: bool = False) -> EncodedImages:
         if not found and (wants_one or runs_in_lockstep(self.model)):
-            # ranks with pictures run the tower, and wait for those without; and a part without
-            # pictures may borrow from one with some, whose gradients must pass its layers
+            # ranks with images run the vision encoder, and wait for those without; and a part
+            # without images may import from one with some, whose gradients must pass its layers
             found = [blank(self._causal_lm.config, self.packed.device)]
-            return EncodedPictures(self, self._causal_lm, found, is_blank=True)
-        return EncodedPictures(self, self._causal_lm, found)
+            return EncodedImages(self, self._causal_lm, found, is_blank=True)
+        return EncodedImages(self, self._causal_lm, found)
 
     def read(self) -> dict[str, torch.Tensor]:
         return {
-            f"the pixels of picture {n}": self.pictures.distinct[n].pixels
+            f"the pixels of image {n}": self.images.distinct[n].pixels
             for n in np.unique(self.placements.number).tolist()
         }
 
 
 class _OfRank(CallWing):
-    """The pictures of a rank of a group, which runs one forward."""
+    """The images of a rank of a group, which runs one forward."""
 
-    def __init__(self, encoded: EncodedPictures) -> None:
+    def __init__(self, encoded: EncodedImages) -> None:
         self._encoded = encoded
 
-    def forward(self, own: np.ndarray | None) -> EncodedPictures:
+    def forward(self, own: np.ndarray | None) -> EncodedImages:
         return self._encoded
 
 
@@ -176,37 +177,37 @@ def _most_runs(encodings: list[Encoding], patches: int) -> int:
     return max((len(encoding.shape.runs(patches)[0]) for encoding in encodings), default=0)
 
 
-class EncodedPictures(ForwardWing):
-    """The pictures of one forward over a forest, or over a part of one.
+class EncodedImages(ForwardWing):
+    """The images of one forward over a forest, or over a part of one.
 
     Attributes:
         placed: those of the forest.
         inputs: keywords of the model's forward.
-        tower: the vision tower.
-        encodings: the calls of the tower.
+        vision encoder: the vision encoder.
+        encodings: the calls of the vision encoder.
     """
 
     def __init__(
         self,
-        placed: PlacedPictures,
+        placed: PlacedImages,
         causal_lm: Any,
         encodings: list[Encoding],
         is_blank: bool = False,
     ) -> None:
         self._is_blank = is_blank
-        self.placed, self.tower = placed, tower_of(causal_lm)
+        self.placed, self.encoder = placed, encoder_of(causal_lm)
         self.inputs = {k: v for encoding in encodings for k, v in encoding.inputs().items()}
         self._causal_lm, self.encodings = causal_lm, encodings
         self._grid_keyword = grid_keyword_of(causal_lm.config)
 
     def num_runs(self, patches: int, kept: int) -> list[int]:
-        """The most runs in one call of the tower: of the first pictures, and of the last."""
+        """The most runs in one call of the vision encoder: of the first images, and of the last."""
         each = [self._divided(encoding, patches, kept)[1:] for encoding in self.encodings]
         return [max((len(runs[i]) for runs in each), default=0) for i in range(2)]
 
     def _divided(
         self, encoding: Encoding, patches: int, kept: int
-    ) -> tuple[TowerShape, list[Run], list[Run]]:
+    ) -> tuple[EncoderShape, list[Run], list[Run]]:
         """The sizes of a call and its runs; the calls behind it are the first that keep."""
         for other in reversed(self.encodings):
             if other is encoding:
@@ -215,7 +216,7 @@ class EncodedPictures(ForwardWing):
         return encoding.shape, *encoding.shape.runs(patches, kept)
 
     def around(self, recompute: Any) -> AbstractContextManager[None]:
-        """The tower runs as layers are recomputed."""
+        """The vision encoder runs as layers are recomputed."""
         patches: int | None = RUN
         mode: Mode = "all"
         kept = 0
@@ -223,11 +224,11 @@ class EncodedPictures(ForwardWing):
             mode = recompute
         elif recompute is not None:
             patches, kept = recompute.patches, recompute.kept or 0
-        elif not checkpoints_itself(self.tower):
+        elif not checkpoints_itself(self.encoder):
             mode = "nothing"
         around = None
         if torch.is_grad_enabled():
-            around = checkpoint_of_tower(self.tower, mode)
+            around = checkpoint_of_encoder(self.encoder, mode)
             if around is None:
                 patches = None
         model, placed = self.placed.model, self.placed
@@ -236,31 +237,31 @@ class EncodedPictures(ForwardWing):
             # ranks agreed on runs that are computed again
             kept = 0
         elif any(isinstance(module, FSDPModule) for module in model.modules()):
-            # every run gathers the tower's parameters, those that are computed again do so twice;
-            # other ranks may have no graph, and so runs
+            # every run gathers the vision encoder's parameters, those that are computed again do so
+            # twice; other ranks may have no graph, and so runs
             runs = [0, 1] if patches is None else self.num_runs(patches, kept)
             least = most_of_all_ranks(model, runs, placed.packed.device)
             if patches is None:
                 kept = sys.maxsize
         if patches is None and sum(least) > 1:
             patches = sys.maxsize
-        keeping = None if around is None else keeping_in_tower(self.tower)
-        return self.encoded(TowerRuns(patches, around, least[0], kept, keeping, least[1]))
+        keeping = None if around is None else keeping_in_encoder(self.encoder)
+        return self.encoded(EncoderRuns(patches, around, least[0], kept, keeping, least[1]))
 
     @contextmanager
-    def encoded(self, runs: TowerRuns = ALL_AT_ONCE) -> Iterator[None]:
-        """One forward, in which the tower encodes each distinct picture once.
+    def encoded(self, runs: EncoderRuns = ALL_AT_ONCE) -> Iterator[None]:
+        """One forward, in which the vision encoder encodes each distinct image once.
 
         Args:
-            runs: how many pictures the tower takes at once. Default: all of a modality.
+            runs: how many images the vision encoder takes at once. Default: all of a modality.
 
         Raises:
-            UnsupportedError: a model that does not call its tower as transformers' does.
+            UnsupportedError: a model that does not call its vision encoder as transformers' does.
         """
         left = list(self.encodings)
         current: list[Encoding] = []
 
-        def before(tower: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        def before(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if not left or kwargs.get(self._grid_keyword) is None:
                 raise UnsupportedError(f"{UNEXPECTED} more often, or with other keywords")
             encoding = left.pop(0)
@@ -268,20 +269,20 @@ class EncodedPictures(ForwardWing):
             kwargs = {k: v for k, v in kwargs.items() if k not in _OF_THE_TEXT}
             vision = self._causal_lm.config.vision_config
             if vision._attn_implementation == "prefixtree":
-                kwargs[ENCODES] = picture_attention
+                kwargs[ENCODES] = image_attention
             return args, kwargs | {self._grid_keyword: encoding.grids}
 
-        def after(tower: nn.Module, args: Any, output: Any) -> None:
+        def after(encoder: nn.Module, args: Any, output: Any) -> None:
             current.pop().repeat(output)
 
         with changing(self._causal_lm) as changes:
-            changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
-            changes.hook(self.tower.register_forward_hook, after)
+            changes.hook(self.encoder.register_forward_pre_hook, before, with_kwargs=True)
+            changes.hook(self.encoder.register_forward_hook, after)
             base = self._causal_lm.model
             if self._is_blank and hasattr(base, "get_placeholder_mask"):
                 masks = _of_no_image(base.get_placeholder_mask, self._causal_lm.config)
                 changes.set(base, get_placeholder_mask=masks)
-            forward = in_few_calls(self.tower)
+            forward = in_few_calls(self.encoder)
             if (most := runs.patches) is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
                 forward = in_runs(
@@ -291,7 +292,7 @@ class EncodedPictures(ForwardWing):
                     lambda: self._divided(current[-1], most, runs.kept),
                     of_nothing.shown,
                 )
-            changes.set(self.tower, forward=forward)
+            changes.set(self.encoder, forward=forward)
             yield
         if left:
             raise UnsupportedError(f"{UNEXPECTED} {len(left)} times less")
@@ -299,7 +300,7 @@ class EncodedPictures(ForwardWing):
 
 def _of_no_image(masks: Callable[..., Any], config: Any) -> Callable[..., Any]:
     """A model's `get_placeholder_mask` in a forward whose placeholders of images are all text."""
-    if config.model_type in TOWERS:
+    if config.model_type in ENCODERS:
         # reads the masks for the embedding of text too
         return masks
 
@@ -309,16 +310,16 @@ def _of_no_image(masks: Callable[..., Any], config: Any) -> Callable[..., Any]:
     return of_others
 
 
-def tower_of(causal_lm: Any) -> nn.Module:
-    """The vision tower of a transformers model that takes pictures."""
-    attribute, _ = TOWERS.get(causal_lm.config.model_type, _TOWER)
-    tower: nn.Module = getattr(causal_lm.model, attribute)
-    return tower
+def encoder_of(causal_lm: Any) -> nn.Module:
+    """The vision encoder of a transformers model that takes images."""
+    attribute, _ = ENCODERS.get(causal_lm.config.model_type, _ENCODER)
+    encoder: nn.Module = getattr(causal_lm.model, attribute)
+    return encoder
 
 
-def pictures_train(causal_lm: Any) -> bool:
-    """Whether anything gets a gradient by pictures alone: of a tower, or of what turns its features
-    into embeddings."""
+def images_train(causal_lm: Any) -> bool:
+    """Whether anything gets a gradient by images alone: of a vision encoder, or of what turns its
+    features into embeddings."""
     if getattr(causal_lm.config, "vision_config", None) is None:
         return False
     parts = decoder_of(causal_lm), causal_lm.get_output_embeddings()
@@ -327,15 +328,15 @@ def pictures_train(causal_lm: Any) -> bool:
 
 
 def grid_keyword_of(config: Any) -> str:
-    """The keyword of a tower's forward that says how large pictures are."""
-    return TOWERS.get(config.model_type, _TOWER)[1]
+    """The keyword of a vision encoder's forward that says how large images are."""
+    return ENCODERS.get(config.model_type, _ENCODER)[1]
 
 
-# ---- positions -----------------------------------------------------------------------------------
+# ---- positions ---------------------------------------------------------------------------------
 
 
 def _position_ids(
-    base: Any, packed: PackedForest, pictures: Pictures, paths: list[PathPictures]
+    base: Any, packed: PackedForest, images: Images, paths: list[PathImages]
 ) -> torch.Tensor:
     """int64 [4, 1, T]: positions in the text, for masks, and those of the model's 3-D RoPE.
 
@@ -345,13 +346,13 @@ def _position_ids(
     known: dict[int, torch.Tensor] = {}
     for path in paths:
         if id(path) not in known:
-            known[id(path)] = positions_alone(base, pictures, path.tokens, path.numbers)
+            known[id(path)] = positions_alone(base, images, path.tokens, path.numbers)
     three = packed.pack_values([known[id(path)] for path in paths])
     return torch.cat([packed.position_ids[None], three.t()])[:, None]
 
 
 def positions_alone(
-    base: Any, pictures: Pictures, tokens: np.ndarray, numbers: list[int]
+    base: Any, images: Images, tokens: np.ndarray, numbers: list[int]
 ) -> torch.Tensor:
     """The positions that a model's 3-D RoPE reads for one sequence alone, on the CPU.
 
@@ -363,43 +364,43 @@ def positions_alone(
     """
     if not numbers:
         return torch.arange(len(tokens))[:, None].expand(-1, 3)
-    inputs = _alone_inputs(pictures, tokens, numbers, grids_of)
+    inputs = _alone_inputs(images, tokens, numbers, grids_of)
     positions, _ = base.get_rope_index(**inputs)
     return torch.as_tensor(positions)[:, 0].t().contiguous()
 
 
-def alone_inputs(pictures: Pictures, tokens: np.ndarray, numbers: list[int]) -> dict[str, Any]:
+def alone_inputs(images: Images, tokens: np.ndarray, numbers: list[int]) -> dict[str, Any]:
     """The inputs of transformers for one sequence alone, as its processor gives them.
 
     Args:
-        pictures: the pictures of the batch.
-        tokens: integers [n], one of `pictures.sequences`.
-        numbers: the pictures it holds, in order; `pictures.of_sequences` has them.
+        images: the images of the batch.
+        tokens: integers [n], one of `images.sequences`.
+        numbers: the images it holds, in order; `images.of_sequences` has them.
 
     Returns:
-        input_ids and mm_token_type_ids [1, n], and the pixels and grids of its pictures, on the
+        input_ids and mm_token_type_ids [1, n], and the pixels and grids of its images, on the
         CPU.
     """
 
     def both(*shown: Any) -> dict[str, Any]:
         return pixels_of(*shown) | grids_of(*shown)
 
-    return _alone_inputs(pictures, tokens, numbers, both)
+    return _alone_inputs(images, tokens, numbers, both)
 
 
 def _alone_inputs(
-    pictures: Pictures,
+    images: Images,
     tokens: np.ndarray,
     numbers: list[int],
-    inputs_of: Callable[[Modality, str, list[Picture]], dict[str, Any]],
+    inputs_of: Callable[[Modality, str, list[Image]], dict[str, Any]],
 ) -> dict[str, Any]:
-    ids = torch.from_numpy(pictures.with_placeholders(np.asarray(tokens, np.int64)))[None]
+    ids = torch.from_numpy(images.with_placeholders(np.asarray(tokens, np.int64)))[None]
     types = torch.zeros_like(ids, dtype=torch.int32)
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types}
-    held = [pictures.distinct[n] for n in numbers]
-    is_shown = torch.from_numpy(np.asarray(tokens) >= pictures.first_id)[None]
-    for value, (modality, token) in enumerate(pictures.placeholders.items(), 1):
+    held = [images.distinct[n] for n in numbers]
+    is_shown = torch.from_numpy(np.asarray(tokens) >= images.first_id)[None]
+    for value, (modality, token) in enumerate(images.placeholders.items(), 1):
         types[(ids == token) & is_shown] = value
-        if shown := [picture for picture in held if picture.modality == modality]:
-            inputs |= inputs_of(modality, pictures.model_type, shown)
+        if shown := [image for image in held if image.modality == modality]:
+            inputs |= inputs_of(modality, images.model_type, shown)
     return inputs

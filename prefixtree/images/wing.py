@@ -1,14 +1,14 @@
 """The face of the wing."""
 
-from prefixtree.images.cost import cost_of_pictures
-from prefixtree.images.refusals import check_pictures, check_sequences
-from prefixtree.images.tower import compile_blocks
-from prefixtree.images.vision import PlacedPictures
+from prefixtree.images.cost import cost_of_images
+from prefixtree.images.encoder import compile_blocks
+from prefixtree.images.refusals import check_images, check_sequences
+from prefixtree.images.vision import PlacedImages
 
 __all__ = [
-    "PlacedPictures",
-    "check_pictures",
+    "PlacedImages",
+    "check_images",
     "check_sequences",
     "compile_blocks",
-    "cost_of_pictures",
+    "cost_of_images",
 ]

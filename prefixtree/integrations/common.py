@@ -28,7 +28,7 @@ from prefixtree.kernels.attention.api import explain
 from prefixtree.kernels.runtime import installed
 from prefixtree.packing.mask import TreeMask
 
-# ---- code that runs right behind the import of a module of others --------------------------------
+# ---- code that runs right behind the import of a module of others -------------------------------
 
 _MODELS = "transformers.modeling_utils"
 _ADAPTER = "prefixtree.integrations.transformers"
@@ -96,7 +96,7 @@ def _register() -> None:
         )
 
 
-# ---- packages that are missing, or of another version --------------------------------------------
+# ---- packages that are missing, or of another version ------------------------------------------
 
 #: the transformers that models run on, as pyproject.toml has them: from the first, below the second
 TRANSFORMERS = "5.5", "6"
@@ -130,7 +130,7 @@ def missing(adapter: str, package: str, install: str) -> ModuleNotFoundError:
     )
 
 
-# ---- the line that trainers log once -------------------------------------------------------------
+# ---- the line that trainers log once -----------------------------------------------------------
 
 _log = logging.getLogger("prefixtree")
 # a prompt and four answers, as parents and lengths

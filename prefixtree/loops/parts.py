@@ -3,7 +3,7 @@
 Tokens are in packed order (preorder), and a run is a range of them. Two facts make everything here
 a walk over nodes rather than over tokens. The ancestors of the tokens of a run that stand before
 the run are those of its first token. And an ancestor that stands before the end of the run before
-it is owned or borrowed already: it lies in that run, or above that run too.
+it is owned or imported already: it lies in that run, or above that run too.
 
 Legend: N nodes, Q runs of tokens with one owner, P pieces, K rows of a part, T packed tokens.
 """
@@ -21,7 +21,7 @@ def _grown(rows):
 
 @njit(cache=True)
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
-    """The pieces of every part: its runs and the ancestors it borrows, cut where owners change.
+    """The pieces of every part: its runs and the ancestors it imports, cut where owners change.
 
     Args:
         node_parent, node_start, node_end: [N], nodes in preorder; tokens behind the last node are
@@ -132,7 +132,7 @@ def lay_out(subtree_end, starts, lengths):
 
 @njit(cache=True)
 def _room(above, max_tokens, weight):
-    """Own tokens of a step that borrows `above` tokens; below 1 for none."""
+    """Own tokens of a step that imports `above` tokens; below 1 for none."""
     return np.int64(np.floor(max_tokens - weight * above))
 
 
@@ -140,9 +140,9 @@ def _room(above, max_tokens, weight):
 def cut_steps(position, predictor, max_tokens, weight, slack):
     """Starts of steps that are runs of packed tokens, int64, and a token no step reaches, or -1.
 
-    A step that starts at token t borrows all position[t] tokens above t, and each counts `weight`.
+    A step that starts at token t imports all position[t] tokens above t, and each counts `weight`.
     It ends early at the end of a branch, within the last `slack` of its room, if this saves the
-    next step at least as many borrowed tokens as the step leaves unused. Of ends from which no
+    next step at least as many imported tokens as the step leaves unused. Of ends from which no
     further steps reach the last token none is taken: below a weight of 1 there are none, above it
     a step that starts deep in a branch may have no room to finish the branch.
     """

@@ -20,9 +20,9 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.models.families import (
     CHOICES,
+    ENCODERS,
     ENCODES,
     PACKING_KEYWORDS,
-    TOWERS,
     check_config,
     check_replayed,
     check_router_logits,
@@ -106,12 +106,12 @@ def prefixtree_attention(
         encode = kwargs.get(ENCODES)
         if encode is None:
             raise UnsupportedError(
-                f"{type(module).__name__} attends both ways, as image encoders do: pictures of a "
-                "forest are scored with sequence_logprobs(model, packed, pictures=pictures); for "
-                'other calls with pictures use model.set_attn_implementation({"": "prefixtree", '
+                f"{type(module).__name__} attends both ways, as image encoders do: images of a "
+                "forest are scored with sequence_logprobs(model, packed, images=images); for "
+                'other calls with images use model.set_attn_implementation({"": "prefixtree", '
                 '"text_config": "prefixtree", "vision_config": "sdpa"})'
             )
-        # patches of one picture see each other, and nothing of the tree
+        # patches of one image see each other, and nothing of the tree
         found: tuple[torch.Tensor, None] = encode(
             module, query, key, value, attention_mask, dropout, scaling
         )
@@ -313,7 +313,7 @@ def prefixtree_mask(
     the tree mask. A batch with padding or cached keys gets an ordinary mask, which the attention
     function refuses beside a tree mask.
     """
-    if getattr(kwargs.get("config"), "model_type", None) in TOWERS:
+    if getattr(kwargs.get("config"), "model_type", None) in ENCODERS:
         lengths = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
         return sdpa_mask(**lengths, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
     if use_vmap:

@@ -110,7 +110,7 @@ def changing(model: Any) -> Iterator[Changes]:
             changes.take_back()
 
 
-# ---- threads and processes -----------------------------------------------------------------------
+# ---- threads and processes ---------------------------------------------------------------------
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -145,7 +145,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# ---- what a model was at one moment --------------------------------------------------------------
+# ---- what a model was at one moment ------------------------------------------------------------
 
 # wrappers whose plain attributes are their machinery
 _WRAPPERS = DistributedDataParallel, FullyShardedDataParallel
@@ -289,7 +289,7 @@ def _is_other(held: _Setting) -> bool:
     return now is not held.value and (not isinstance(now, _PLAIN) or now != held.value)
 
 
-# ---- what is looked at ---------------------------------------------------------------------------
+# ---- what is looked at -------------------------------------------------------------------------
 
 
 def _tensors_of(modules: Sequence[nn.Module], with_attributes: bool) -> Iterator[_Tensor]:

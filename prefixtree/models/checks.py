@@ -39,7 +39,7 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 
 if TYPE_CHECKING:
-    from prefixtree.images.pictures import Pictures
+    from prefixtree.images.images import Images
 
 _NAME = "prefixtree"
 # whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
@@ -82,21 +82,21 @@ def check_model(
     model: nn.Module,
     causal_lm: Any,
     packed: PackedForest,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
     divided: str | None = None,
 ) -> None:
     """Refuses what would not give the scores of the replicated batch.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
-        pictures: those of the forest. Default: text alone.
+        images: those of the forest. Default: text alone.
         divided: what cuts the forest into several forwards, in words. Default: one forward.
 
     Raises:
         UnsupportedError: with the part of the model and the way to mend it.
         ValueError: tokens or a device that do not match the model.
     """
-    check_forest(model, causal_lm, packed, pictures, divided)
+    check_forest(model, causal_lm, packed, images, divided)
     _check_treatment_of_logits(causal_lm)
     device = device_of(causal_lm)
     # parameters on the CPU may be those of hooks that move them: then the forward will tell
@@ -111,26 +111,26 @@ def check_forest(
     model: nn.Module,
     transformer: Any,
     packed: PackedForest,
-    pictures: Pictures | None,
+    images: Images | None,
     divided: str | None,
     sees: bool = True,
 ) -> None:
     """Refuses a forest that a model cannot run exactly, whatever becomes of its hidden states.
 
     Args:
-        model, packed, pictures, divided: as in `check_model`. transformer: the transformers model.
-        sees: whether the caller takes pictures.
+        model, packed, images, divided: as in `check_model`. transformer: the transformers model.
+        sees: whether the caller takes images.
     """
     check_loaded(transformer)
     check_parts(model, transformer)
-    check_rope(transformer, packed.mask.host, pictures is not None, divided)
+    check_rope(transformer, packed.mask.host, images is not None, divided)
     if transformer.training and torch.is_grad_enabled():
         check_checkpointing(transformer, transformer.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
-        given = () if pictures is None else {picture.modality for picture in pictures.distinct}
+        given = () if images is None else {image.modality for image in images.distinct}
         check_tokens(transformer.config, tokens, given, sees)
-        if pictures is not None:
-            tokens = pictures.with_placeholders(tokens)
+        if images is not None:
+            tokens = images.with_placeholders(tokens)
         check_vocabulary(transformer, tokens)
     check_positions(transformer, packed.mask.host.deepest)
 
@@ -263,18 +263,18 @@ def _outermost(model: nn.Module) -> Any:
 
 
 def set_attention(transformer: Any) -> None:
-    """Gives the text part of a transformers model attn_implementation="prefixtree"; a vision tower
-    keeps its own attention, with which the model generates."""
+    """Gives the text part of a transformers model attn_implementation="prefixtree"; a vision
+    encoder keeps its own attention, with which the model generates."""
     config = transformer.config
     vision = getattr(config, "vision_config", None)
-    tower = getattr(vision, "_attn_implementation", None) or "sdpa"
-    if config.get_text_config()._attn_implementation == _NAME != tower:
+    encoder = getattr(vision, "_attn_implementation", None) or "sdpa"
+    if config.get_text_config()._attn_implementation == _NAME != encoder:
         return
     if vision is None:
         transformer.set_attn_implementation(_NAME)
         return
-    tower = "sdpa" if tower == _NAME else tower
-    transformer.set_attn_implementation({"": _NAME, "text_config": _NAME, "vision_config": tower})
+    encoder = "sdpa" if encoder == _NAME else encoder
+    transformer.set_attn_implementation({"": _NAME, "text_config": _NAME, "vision_config": encoder})
 
 
 def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
@@ -322,7 +322,7 @@ def _attention_layers(transformer: Any) -> int:
     return max(len(modules), attending)
 
 
-# ---- what becomes of logits ------------------------------------------------------------------
+# ---- what becomes of logits --------------------------------------------------------------------
 
 
 def _check_treatment_of_logits(causal_lm: Any) -> None:
@@ -382,13 +382,13 @@ def check_vocabulary(causal_lm: Any, tokens: np.ndarray) -> None:
     vocabulary = causal_lm.config.get_text_config().vocab_size
     if len(tokens) == 0 or int(tokens.max()) < vocabulary:
         return
-    or_pictures = ""
+    or_images = ""
     if getattr(causal_lm.config, "image_token_id", None) is not None:
-        or_pictures = "; ids of Pictures.sequences need sequence_logprobs(pictures=)"
+        or_images = "; ids of Images.sequences need sequence_logprobs(images=)"
     raise ValueError(
         f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocabulary}: the "
         "sequences were tokenised for another model, or tokens were added without "
-        f"model.resize_token_embeddings{or_pictures}"
+        f"model.resize_token_embeddings{or_images}"
     )
 
 
@@ -408,7 +408,7 @@ def check_positions(causal_lm: Any, longest: int, counted: str = "") -> None:
     )
 
 
-# ---- a classifier that is called over a packed forest by itself ----------------------------------
+# ---- a classifier that is called over a packed forest by itself --------------------------------
 
 
 def refuse_pooled(classifier: nn.Module) -> None:
@@ -434,7 +434,7 @@ def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any], output: An
     )
 
 
-# ---- warnings, once each, of gradients that would not be those of the loss -----------------------
+# ---- warnings, once each, of gradients that would not be those of the loss ---------------------
 
 # whose hooks mask gradients (PEFT), average them over ranks, which twice is once (transformers'
 # Trainer), or are the machinery of wrappers. Those of transformers' tensor parallelism sum `.grad`

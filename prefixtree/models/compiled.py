@@ -22,16 +22,16 @@ _OPTIONS: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKey
 
 def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compiles every decoder layer of a model with torch.compile, in place, and the blocks of its
-    vision tower.
+    vision encoder.
 
     Norms, activations and rotary embeddings become few kernels, so an update takes less time and
     less memory. Layers of one kind share a graph, and a new forest compiles nothing anew. The first
     forward and the first backward compile; so does the first use of each mode of `recompute`, which
     holds in compiled layers too. The model may be sharded (`fully_shard`) before or after.
 
-    A tower's blocks (Gemma 4's not) are compiled in parts, around attention, for calls with
-    `pictures=`. They run uncompiled where transformers recomputes each block, and under attention
-    other than "prefixtree" and "sdpa".
+    A vision encoder's blocks (Gemma 4's not) are compiled in parts, around attention, for calls
+    with `images=`. They run uncompiled where transformers recomputes each block, and under
+    attention other than "prefixtree" and "sdpa".
 
     The layers of LongCat-Flash are compiled in parts, because its experts look at numbers, and
     those with indexers without their attention, because an indexer loops over paths.

@@ -63,8 +63,8 @@ LIGER_LAYERS = (
     "smollm3",
 )
 
-# model types of vision towers, which attend both ways in a picture
-TOWERS = frozenset(
+# model types of vision encoders, which attend both ways in an image
+ENCODERS = frozenset(
     {
         "gemma4_vision",
         "glm4v_vision",
@@ -76,7 +76,8 @@ TOWERS = frozenset(
     }
 )
 
-# the keyword of the function with which a tower attends while pictures of a forest are encoded
+# the keyword of the function with which a vision encoder attends while images of a forest are
+# encoded
 ENCODES = "tree_encodes"
 
 # the keywords by which layers that choose keys say which
@@ -245,8 +246,8 @@ def check_tokens(
     reads them without pixels: a policy may have sampled them.
 
     Args:
-        given: the modalities of the pictures that were given with the tokens.
-        sees: whether the caller takes pictures.
+        given: the modalities of the images that were given with the tokens.
+        sees: whether the caller takes images.
 
     Raises:
         UnsupportedError: a placeholder of a modality that was given: equal ids may stand for
@@ -259,18 +260,18 @@ def check_tokens(
         which = f"the sequences hold {modality}_token_id {token}"
         if modality in given:
             raise UnsupportedError(
-                f"{which} beside pictures, and it would be shared whatever it shows: make the "
-                "forest of pictures.sequences, where each picture has an id"
+                f"{which} beside images, and it would be shared whatever it shows: make the "
+                "forest of images.sequences, where each image has an id"
             )
         mend = "which is not verified here: drop them"
         if sees and modality != "audio":
             mend = (
-                "make the forest of pictures.sequences and pass pictures=pictures, with pictures = "
-                "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
+                "make the forest of images.sequences and pass images=images, with images = "
+                "Images.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
             )
         warnings.warn(
             f"{which}: no {modality} was given, so it is read as text, as transformers reads it. "
-            f"That is right where a policy sampled it; where it shows a picture or sound, {mend}",
+            f"That is right where a policy sampled it; where it shows an image or sound, {mend}",
             stacklevel=2,
         )
 

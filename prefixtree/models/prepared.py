@@ -23,7 +23,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def prepare(model: _Model) -> _Model:
     """Makes a model of transformers ready for forwards over packed forests, however it was loaded.
 
-    It sets attn_implementation="prefixtree" where the model has another attention; a vision tower
+    It sets attn_implementation="prefixtree" where the model has another attention; a vision encoder
     keeps its own. Where layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others),
     recurrent layers get a class of their own, which runs the family's forward along the tree.
     Indexers, which choose the keys of a query (DeepSeek V3.2, GLM-5), get one likewise;

@@ -87,13 +87,13 @@ def check_lengths(config: Any, host: HostMask, divided: str | None = None) -> No
 
 
 def check_rope(
-    model: nn.Module, host: HostMask, has_pictures: bool = False, divided: str | None = None
+    model: nn.Module, host: HostMask, has_images: bool = False, divided: str | None = None
 ) -> None:
     """Refuses a forest that the RoPE of a model, as it stands now, would rotate otherwise.
 
     Args:
         model: of transformers. host: of the forest's mask.
-        has_pictures: whether positions count pictures otherwise than tokens.
+        has_images: whether positions count images otherwise than tokens.
         divided: as in `check_lengths`.
     """
     config: Any = model.config
@@ -101,9 +101,9 @@ def check_rope(
     fixed = fixed_lengths(config)
     if not fixed:
         return
-    if has_pictures:
+    if has_images:
         raise UnsupportedError(
-            f"{fixed[0][0]} RoPE is not verified with pictures, whose positions are not numbers of "
+            f"{fixed[0][0]} RoPE is not verified with images, whose positions are not numbers of "
             'tokens: train this model with attn_implementation="sdpa"'
         )
     check_lengths(config, host, divided)

@@ -165,7 +165,7 @@ def is_sharded(model: nn.Module) -> bool:
     ) or any(hasattr(p, "placements") or "ds_id" in vars(p) for p in model.parameters())
 
 
-# ---- words ---------------------------------------------------------------------------------------
+# ---- words -------------------------------------------------------------------------------------
 
 
 class _Difference(NamedTuple):
@@ -205,7 +205,7 @@ def _warning(transformer: Any, foreign: list[str]) -> str:
     )
 
 
-# ---- the probe -----------------------------------------------------------------------------------
+# ---- the probe ---------------------------------------------------------------------------------
 
 
 def _difference(model: nn.Module, transformer: Any, device: torch.device) -> _Difference | None:
@@ -271,7 +271,7 @@ class _Rows(NamedTuple):
 
 
 def _special_tokens(config: Any) -> set[int]:
-    """Padding, placeholders of pictures and others that models may treat apart."""
+    """Padding, placeholders of images and others that models may treat apart."""
     found = [v for n, v in vars(config).items() if n.endswith(("token_id", "token_index"))]
     return {t for v in found for t in (v if isinstance(v, list) else [v]) if isinstance(t, int)}
 

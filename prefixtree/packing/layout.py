@@ -413,7 +413,7 @@ class PackedForest:
     def __repr__(self) -> str:
         return f"PackedForest({self.forest!r}, {self.num_padding} padding, {self.device})"
 
-    # ---- what adapters build on --------------------------------------------------------------
+    # ---- what adapters build on -----------------------------------------------------------------
 
     def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
         """Checks per-sequence masks and joins them.

@@ -1,1 +1,1 @@
-"""Packed forests divided among ranks or steps: each computes a part and borrows its ancestors."""
+"""Packed forests divided among ranks or steps: each computes a part and imports its ancestors."""

@@ -1,10 +1,10 @@
-"""`part_attention`: attention of a part's own tokens to these and to the ancestors it borrows.
+"""`part_attention`: attention of a part's own tokens to these and to the ancestors it imports.
 
 Ranks of a group may exchange tokens for heads before it, and heads for tokens after it
 (`parallel.heads`). Exchange and attention are one autograd Function. Between two of them, autograd
 would cast the gradients of keys and values to the dtype of the activations before other parts' are
 added; here they stay in float32 until all are summed. Legend: t own tokens, K rows of the part (own
-and borrowed), H query heads, Hk kv heads, D and Dv head dims.
+and imported), H query heads, Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from prefixtree.wings import DividedMask
 class KeyValueExchange(Protocol):
     """Brings keys and values of one layer from the parts that own them, and gradients back.
 
-    `borrow` is called once per forward of the layer, also when a forward is recomputed;
+    `import` is called once per forward of the layer, also when a forward is recomputed;
     `give_back` once per backward, unless neither keys nor values need gradients.
     """
 
-    def borrow(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Lends own rows to other parts and joins the own rows with the borrowed ones.
+    def import_rows(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exports own rows to other parts and joins the own rows with the imported ones.
 
         Args:
             own: [t, Hk, D] and [t, Hk, Dv], keys and values; or [t, D], those of an indexer, which
@@ -47,22 +47,23 @@ class KeyValueExchange(Protocol):
         ...
 
     def give_back(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of borrowed rows to their owners, and adds up those of own rows.
+        """Returns the gradients of imported rows to their owners, and adds up those of own rows.
 
         Args:
             gradients: [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), what the
-                part's queries give. In the dtype of the keys if the part neither lends nor borrows.
+                part's queries give. In the dtype of the keys if the part neither exports nor
+                imports.
 
         Returns:
             [t, Hk, D] and [t, Hk, Dv] in the dtypes given: the gradients of the own rows, with
-            those that borrowers returned added in a fixed order.
+            those that importers returned added in a fixed order.
         """
         ...
 
 
 class PartMask(DividedMask):
     """Stands in the place of a mask among the keywords of a model's forward, whose inputs are the
-    own tokens of a part, which borrows keys and values.
+    own tokens of a part, which imports keys and values.
 
     It is not a dataclass, for the reason that `TreeMask` is none.
 
@@ -129,7 +130,7 @@ class PartMask(DividedMask):
         Returns:
             [K, D], rows in the order of `Part.tokens`.
         """
-        return self.exchange_of(indexer).borrow(own)[0]
+        return self.exchange_of(indexer).import_rows(own)[0]
 
     @uncompiled
     def of_layer(self, layer: nn.Module) -> Any:
@@ -213,11 +214,11 @@ def part_attention(
         key: [t, Hk, D], the keys of the same tokens.
         value: [t, Hk, Dv], their values.
         part: the part.
-        exchange: brings the borrowed rows, and takes their gradients back; or says how ranks
+        exchange: brings the imported rows, and takes their gradients back; or says how ranks
             exchange tokens for heads.
         scale, window, softcap, sinks, chosen, deterministic, backend: as in `tree_attention`. The
-            part's mask has the defaults of the last two. The flash backend serves parts that lend
-            or borrow where query heads share kv heads.
+            part's mask has the defaults of the last two. The flash backend serves parts that export
+            or import where query heads share kv heads.
 
     Returns:
         [t, H, Dv] in the dtype of `query`.
@@ -249,7 +250,7 @@ def part_attention(
         exchanges = [exchange]
     # whoever shares no row adds nothing to a gradient; a kv head that several ranks have gets its
     # gradient from all of them
-    wide = bool(part.num_borrowed or part.num_lent) or flight.ranks > key.shape[1]
+    wide = bool(part.num_imported or part.num_exported) or flight.ranks > key.shape[1]
     out: torch.Tensor = _PartAttention.apply(
         query, key, value, sinks, part.mask, exchanges, flight, options._replace(wide=wide), chosen
     )
@@ -281,7 +282,7 @@ class _PartAttention(torch.autograd.Function):
             for turn, (arrived, exchange) in enumerate(zip(arrivals, exchanges, strict=True)):
                 own_sinks = flight.of_rank(sinks, turn, turns)
                 asking, *own = arrived()
-                rows = asking, *exchange.borrow(*own)
+                rows = asking, *exchange.import_rows(*own)
                 out, lse = TREE_ATTENTION(*rows, own_sinks, handle, *options, False, chosen)
                 back.append(flight.start_to_tokens([out]))
                 saved += [*rows, own_sinks, out, lse]

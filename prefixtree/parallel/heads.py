@@ -2,7 +2,7 @@
 all tokens.
 
 Ranks exchange tokens for heads before an attention or a recurrence, and heads for tokens after it
-(DeepSpeed Ulysses, arXiv 2309.14509). Every query moves, where `parallel.transport` moves borrowed
+(DeepSpeed Ulysses, arXiv 2309.14509). Every query moves, where `parallel.transport` moves imported
 keys alone. The work is even whatever the forest is and whoever owns its tokens. Legend: T tokens of
 a slot in packed order, t own tokens, n ranks, H query heads, Hk kv heads, D and Dv head dims.
 """

@@ -1,21 +1,21 @@
 """The ledger of one rank: what cells of a forest hand to others, and what comes back for it.
 
 Keys and values, the keys of indexers, states of recurrent layers and the inputs of convolutions are
-rows alike. A cell lends rows of its own in its first forward, cells of later slots read them
-whenever they run, and what their backwards give waits for the lender's backward. It is summed in
+rows alike. A cell exports rows of its own in its first forward, cells of later slots read them
+whenever they run, and what their backwards give waits for the exporter's backward. It is summed in
 float32 (float64 of a model in float64), in the order of the backwards. Rows are known by the module
 and the number of its call: checkpointing runs layers again in another order. Rows wait at the rank
 that made them. What other ranks read, of earlier slots or of this one, travels in
 `parallel.transport`: with one rank nothing travels, with one slot nothing waits.
 
 When rows are read follows from the schedule. After the last run that reads them they are freed.
-What steps lend lies on one path, the one above the first token of the next step. So what they read
-is a stack: a step adds to its top, and what its successor does not see any more leaves it. Only the
-stack is on the device, and what left it waits on the host for the backward. Rows of kept trunks
-stay on the device between their readers. Where rows do not fit there at all, they wait on the host,
-and each layer fetches its own.
+What steps export lies on one path, the one above the first token of the next step. So what they
+read is a stack: a step adds to its top, and what its successor does not see any more leaves it.
+Only the stack is on the device, and what left it waits on the host for the backward. Rows of kept
+trunks stay on the device between their readers. Where rows do not fit there at all, they wait on
+the host, and each layer fetches its own.
 
-Legend: t own tokens of a cell, K rows of it (own and borrowed), Hk kv heads, D and Dv head dims.
+Legend: t own tokens of a cell, K rows of it (own and imported), Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ Key = tuple[Hashable, int]
 
 
 @dataclass(eq=False)
-class Loan:
-    """Rows that one cell lends, all of which the same slots read.
+class Export:
+    """Rows that one cell exports, all of which the same slots read.
 
     Attributes:
-        lender: the slot of the cell.
+        exporter: the slot of the cell.
         readers: the slots that read them, ascending.
         tokens: int64 [r], their packed tokens, ascending.
-        rows: [r], their places among the rows that the lender makes, ascending.
+        rows: [r], their places among the rows that the exporter makes, ascending.
         life: when they are read.
         values: by layer and call, [r, ...] each; on the host while no slot needs them.
         gradients: by layer and call, the sums of what readers returned so far.
     """
 
-    lender: int
+    exporter: int
     readers: tuple[int, ...]
     tokens: np.ndarray
     rows: RowRuns
@@ -70,38 +70,38 @@ class Loan:
     gradients: dict[Key, Rows] = field(default_factory=dict)
 
 
-class Loans:
-    """All loans of one kind of rows.
+class Exports:
+    """All exports of one kind of rows.
 
     Attributes:
-        of_lender: per slot, what its cell lends, ascending in packed order.
-        of_reader: per slot, what it reads, by lender.
-        ending: by place in the schedule, the loans that nobody reads after it.
+        of_exporter: per slot, what its cell exports, ascending in packed order.
+        of_reader: per slot, what it reads, by exporter.
+        ending: by place in the schedule, the exports that nobody reads after it.
         parking, fetching: by place, those that wait on the host from then on, or until it.
     """
 
-    def __init__(self, slots: int, loans: list[Loan]) -> None:
-        self.of_lender: list[list[Loan]] = [[] for _ in range(slots)]
-        self.of_reader: list[list[Loan]] = [[] for _ in range(slots)]
-        self.ending: dict[int, list[Loan]] = {}
-        self.parking: dict[int, list[Loan]] = {}
-        self.fetching: dict[int, list[Loan]] = {}
-        for loan in loans:
-            self.of_lender[loan.lender].append(loan)
-            for slot in loan.readers:
-                self.of_reader[slot].append(loan)
-            self.ending.setdefault(loan.life.last, []).append(loan)
-            if loan.life.pause is not None:
-                behind, until = loan.life.pause
-                self.parking.setdefault(behind, []).append(loan)
-                self.fetching.setdefault(until, []).append(loan)
+    def __init__(self, slots: int, exports: list[Export]) -> None:
+        self.of_exporter: list[list[Export]] = [[] for _ in range(slots)]
+        self.of_reader: list[list[Export]] = [[] for _ in range(slots)]
+        self.ending: dict[int, list[Export]] = {}
+        self.parking: dict[int, list[Export]] = {}
+        self.fetching: dict[int, list[Export]] = {}
+        for export in exports:
+            self.of_exporter[export.exporter].append(export)
+            for slot in export.readers:
+                self.of_reader[slot].append(export)
+            self.ending.setdefault(export.life.last, []).append(export)
+            if export.life.pause is not None:
+                behind, until = export.life.pause
+                self.parking.setdefault(behind, []).append(export)
+                self.fetching.setdefault(until, []).append(export)
 
-    def __iter__(self) -> Iterator[Loan]:
-        return (loan for loans in self.of_lender for loan in loans)
+    def __iter__(self) -> Iterator[Export]:
+        return (export for exports in self.of_exporter for export in exports)
 
 
 class Ledger:
-    """The rows that cells of a rank lend over a schedule, and the gradients that come back.
+    """The rows that cells of a rank export over a schedule, and the gradients that come back.
 
     It holds nothing until a layer asks.
 
@@ -129,7 +129,7 @@ class Ledger:
         self._lives = Lives(events, len(division))
         self._parks, self._on_host = parks and not on_host, on_host
         self._device = division.packed.device
-        self._loans: dict[int, Loans] = {}
+        self._exports: dict[int, Exports] = {}
         self._transports: dict[tuple[int, int], Transport | None] = {}
 
     @cached_property
@@ -139,30 +139,30 @@ class Ledger:
         return Ledger(*arguments)
 
     @property
-    def _by_kind(self) -> list[tuple[int, Loans]]:
-        """The loans of this ledger and, where it was used, of `of_heads`."""
-        found = [*self._loans.items()]
+    def _by_kind(self) -> list[tuple[int, Exports]]:
+        """The exports of this ledger and, where it was used, of `of_heads`."""
+        found = [*self._exports.items()]
         if "of_heads" in self.__dict__:
-            found += self.of_heads._loans.items()
+            found += self.of_heads._exports.items()
         return found
 
     @property
-    def _every(self) -> Iterator[Loan]:
-        return (loan for _, loans in self._by_kind for loan in loans)
+    def _every(self) -> Iterator[Export]:
+        return (export for _, exports in self._by_kind for export in exports)
 
-    def loans(self, kind: int) -> Loans:
-        """The loans of a kind of rows: KEYS, STATES, or a convolution's inputs by its taps."""
-        if kind not in self._loans:
+    def exports(self, kind: int) -> Exports:
+        """The exports of a kind of rows: KEYS, STATES, or a convolution's inputs by its taps."""
+        if kind not in self._exports:
             found = []
-            for slot, readers, tokens in self.division.loans(kind, self.rank):
+            for slot, readers, tokens in self.division.exports(kind, self.rank):
                 # one state of each own token that others continue; else a row of each own token
                 made = self.division.cell(slot, self.rank).own_tokens
                 if kind == STATES:
                     made = self.division.states(slot, self.rank).left
                 rows = RowRuns.of(np.searchsorted(made, tokens), self._device)
-                found.append(Loan(slot, readers, tokens, rows, self._lives.of(readers)))
-            self._loans[kind] = Loans(len(self.division), found)
-        return self._loans[kind]
+                found.append(Export(slot, readers, tokens, rows, self._lives.of(readers)))
+            self._exports[kind] = Exports(len(self.division), found)
+        return self._exports[kind]
 
     def transport(self, kind: int, slot: int) -> Transport | None:
         """How rows of a kind travel in a slot; None where none do on any rank."""
@@ -170,7 +170,7 @@ class Ledger:
         if key not in self._transports:
             self._transports[key] = None
             if self.group is not None and self.division.travels(kind, slot):
-                held = [loan.tokens for loan in self.loans(kind).of_reader[slot]]
+                held = [export.tokens for export in self.exports(kind).of_reader[slot]]
                 tokens = np.concatenate([np.empty(0, np.int64), *held])
                 where = self.division, kind, slot, self.rank
                 self._transports[key] = Transport(*where, tokens, self.group)
@@ -185,12 +185,12 @@ class Ledger:
         """
         slot = self.schedule[event].at
         if self._parks:
-            for loan in self._at("fetching", event):
-                loan.values = {key: self.fetch(rows) for key, rows in loan.values.items()}
-        # a second forward computes again what the first one lent
-        exchanges = CellExchanges(self, slot, lends=self._lives.first[slot] == event)
+            for export in self._at("fetching", event):
+                export.values = {key: self.fetch(rows) for key, rows in export.values.items()}
+        # a second forward computes again what the first one exported
+        exchanges = CellExchanges(self, slot, exports=self._lives.first[slot] == event)
         yield exchanges
-        # layers that are recomputed lend no second time
+        # layers that are recomputed export no second time
         exchanges.end()
         self._after(event)
 
@@ -204,19 +204,19 @@ class Ledger:
         self._after(event)
 
     def _after(self, event: int) -> None:
-        for loan in self._at("ending", event):
-            loan.values = {}
+        for export in self._at("ending", event):
+            export.values = {}
         if self._parks:
-            for loan in self._at("parking", event):
-                loan.values = {key: to_host(rows) for key, rows in loan.values.items()}
+            for export in self._at("parking", event):
+                export.values = {key: to_host(rows) for key, rows in export.values.items()}
 
     def close(self, slot: int) -> None:
         """Raises a RuntimeError where gradients were returned to a cell and not taken."""
         left = [
             (kind, key)
-            for kind, loans in self._by_kind
-            for loan in loans.of_lender[slot]
-            for key in loan.gradients
+            for kind, exports in self._by_kind
+            for export in exports.of_exporter[slot]
+            for key in export.gradients
         ]
         what = None
         if layers := dict.fromkeys(_module_of(layer) for kind, (layer, _) in left if kind == KEYS):
@@ -225,15 +225,15 @@ class Ledger:
             what = f"{len(calls)} calls of recurrent layers ({calls[0]}), whose states"
         if what is not None:
             raise RuntimeError(
-                f"the backward of step {slot} did not reach {what} later steps borrowed: their "
+                f"the backward of step {slot} did not reach {what} later steps imported: their "
                 "gradients are lost. A hook or a checkpoint of the model stops gradients there; "
                 "score without max_tokens, or without kept_trunks"
             )
 
     def clear(self) -> None:
-        """Lets go of everything, also where a graph knows the loans."""
-        for loan in self._every:
-            loan.values, loan.gradients = {}, {}
+        """Lets go of everything, also where a graph knows the exports."""
+        for export in self._every:
+            export.values, export.gradients = {}, {}
 
     def park(self, rows: Rows) -> Rows:
         """Puts rows where they wait for the next slot that needs them."""
@@ -251,16 +251,16 @@ class Ledger:
         found = np.zeros((len(self.division), 2), np.int64)
         if self._on_host or not backward:
             return found
-        for loan in self.loans(kind):
-            count = len(loan.tokens)
-            change[self._lives.first[loan.lender], 0] += count
-            change[loan.life.last + 1, 0] -= count
-            if self._parks and loan.life.pause is not None:
-                after, until = loan.life.pause
+        for export in self.exports(kind):
+            count = len(export.tokens)
+            change[self._lives.first[export.exporter], 0] += count
+            change[export.life.last + 1, 0] -= count
+            if self._parks and export.life.pause is not None:
+                after, until = export.life.pause
                 change[after + 1, 0] -= count
                 change[until, 0] += count
-            change[min(backward[slot] for slot in loan.readers), 1] += count
-            change[backward[loan.lender] + 1, 1] -= count
+            change[min(backward[slot] for slot in export.readers), 1] += count
+            change[backward[export.exporter] + 1, 1] -= count
         waiting = np.cumsum(change, 0)
         for place, (what, slot) in enumerate(self.schedule):
             if what in (KEEP, BACKWARD) and 0 <= slot < len(found):
@@ -270,25 +270,25 @@ class Ledger:
     @property
     def kinds(self) -> set[int]:
         """The kinds of rows that layers asked for."""
-        return set(self._loans)
+        return set(self._exports)
 
     def held_bytes(self) -> tuple[int, int]:
-        """Bytes of lent rows, and bytes of gradients, wherever they are."""
+        """Bytes of exported rows, and bytes of gradients, wherever they are."""
         every = list(self._every)
         return (
-            sum(x.nbytes for loan in every for rows in loan.values.values() for x in rows),
-            sum(x.nbytes for loan in every for rows in loan.gradients.values() for x in rows),
+            sum(x.nbytes for export in every for rows in export.values.values() for x in rows),
+            sum(x.nbytes for export in every for rows in export.gradients.values() for x in rows),
         )
 
     def order_of(self, slot: int, kind: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """How rows that a cell reads of this rank, loan after loan, and its own rows after them
+        """How rows that a cell reads of this rank, export after export, and its own rows after them
         come to stand in packed order; states have no own ones.
 
         Returns:
             int64, the place of each row in that order, and the reverse; None where the two orders
             are one, as keys of steps.
         """
-        tokens = [loan.tokens for loan in self.loans(kind).of_reader[slot]]
+        tokens = [export.tokens for export in self.exports(kind).of_reader[slot]]
         if kind != STATES:
             tokens.append(self.division.cell(slot, self.rank).own_tokens)
         joined = np.concatenate([np.empty(0, np.int64), *tokens])
@@ -298,8 +298,12 @@ class Ledger:
         both = move(torch.from_numpy(np.stack([order, np.argsort(order)])), self._device)
         return both[0], both[1]
 
-    def _at(self, what: str, event: int) -> Iterator[Loan]:
-        return (loan for _, loans in self._by_kind for loan in getattr(loans, what).get(event, []))
+    def _at(self, what: str, event: int) -> Iterator[Export]:
+        return (
+            export
+            for _, exports in self._by_kind
+            for export in getattr(exports, what).get(event, [])
+        )
 
 
 @dataclass(frozen=True)
@@ -308,7 +312,7 @@ class Divided:
 
     Attributes:
         division: of the forest among slots and ranks.
-        on_host: whether what slots borrow waits on the host.
+        on_host: whether what slots import waits on the host.
         rank: this rank's place in the group.
         group: the process group, where there are several ranks.
         by_heads: whether ranks exchange tokens for heads in attention too.
@@ -337,28 +341,28 @@ class Divided:
     def at_once(self) -> CellExchanges:
         """The exchanges of one forward over the only slot, where nothing waits."""
         ledger = self.ledger(schedule.steps(1, trains=True), parks=False)
-        return CellExchanges(ledger, 0, lends=False)
+        return CellExchanges(ledger, 0, exports=False)
 
 
 class CellExchanges:
     """The exchanges of one cell's layers: `PartMask.exchange_of`.
 
     Attributes:
-        ledger: what it reads and lends.
+        ledger: what it reads and exports.
         slot: of the cell.
         part: the cell.
-        lends: whether forwards lend rows.
+        exports: whether forwards export rows.
     """
 
-    def __init__(self, ledger: Ledger, slot: int, lends: bool) -> None:
+    def __init__(self, ledger: Ledger, slot: int, exports: bool) -> None:
         self.ledger, self.slot = ledger, slot
         self.part = ledger.division.cell(slot, ledger.rank)
-        # a cell that lends nothing may run a layer as often as it likes
-        self.lends = lends and self.part.num_lent > 0
-        self._lends_heads = lends
+        # a cell that exports nothing may run a layer as often as it likes
+        self.exports = exports and self.part.num_exported > 0
+        self._exports_heads = exports
         self._seen: set[Hashable] = set()
         self._orders: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
-        self._lent: dict[int, tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]] = {}
+        self._exported: dict[int, tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]] = {}
 
     @property
     def states(self) -> PartStates:
@@ -377,13 +381,13 @@ class CellExchanges:
     @cached_property
     def of_heads(self) -> CellExchanges:
         """The exchanges of this rank's own heads of all tokens of the slot."""
-        return CellExchanges(self.ledger.of_heads, self.slot, self._lends_heads)
+        return CellExchanges(self.ledger.of_heads, self.slot, self._exports_heads)
 
     def end(self) -> None:
-        """From now on layers lend nothing."""
-        self.lends = self._lends_heads = False
+        """From now on layers export nothing."""
+        self.exports = self._exports_heads = False
         if "of_heads" in self.__dict__:
-            self.of_heads.lends = False
+            self.of_heads.exports = False
 
     def __call__(self, layer: Hashable) -> Exchange:
         """The exchange of the keys of an attention layer, or of an indexer, known by its module.
@@ -405,31 +409,31 @@ class CellExchanges:
             self._orders[kind] = self.ledger.order_of(self.slot, kind)
         return Exchange(self, kind, key, self._orders[kind], in_place)
 
-    def lent_rows(self, kind: int) -> tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]:
+    def exported_rows(self, kind: int) -> tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]:
         """The own rows that others read, int64 [r], each once; and for the rows of each reader,
         int64, their places among these."""
-        if kind not in self._lent:
+        if kind not in self._exported:
             transport = self.ledger.transport(kind, self.slot)
-            every = [loan.rows for loan in self.ledger.loans(kind).of_lender[self.slot]]
-            every += [] if transport is None else transport.lent
+            every = [export.rows for export in self.ledger.exports(kind).of_exporter[self.slot]]
+            every += [] if transport is None else transport.exported
             of_all = np.concatenate([rows.rows for rows in every])
-            lent, place = np.unique(of_all, return_inverse=True)
-            both = np.concatenate([lent, place.reshape(-1)])
+            exported, place = np.unique(of_all, return_inverse=True)
+            both = np.concatenate([exported, place.reshape(-1)])
             on_device = move(torch.from_numpy(both), self.part.mask.device)
-            first, *places = on_device.split([len(lent), *(rows.count for rows in every)])
-            self._lent[kind] = first, dict(zip(every, places, strict=True))
-        return self._lent[kind]
+            first, *places = on_device.split([len(exported), *(rows.count for rows in every)])
+            self._exported[kind] = first, dict(zip(every, places, strict=True))
+        return self._exported[kind]
 
     def note(self, layer: Hashable, does: str, rows: str) -> None:
         """Notes that a layer runs.
 
         Raises:
-            UnsupportedError: for the second time in a forward that lends.
+            UnsupportedError: for the second time in a forward that exports.
         """
-        if self.lends and layer in self._seen:
+        if self.exports and layer in self._seen:
             raise UnsupportedError(
                 f"{type(_module_of(layer)).__name__} {does} twice in one forward: the {rows} of "
-                "both would be one, so it cannot lend them from step to step; score without "
+                "both would be one, so it cannot export them from step to step; score without "
                 "max_tokens, in micro-batches (plan_micro_batches)"
             )
         self._seen.add(layer)
@@ -442,7 +446,7 @@ class Exchange:
         ledger: that it reads and writes.
         kind: of the rows.
         key: the call.
-        lent: what the cell lends to later slots.
+        exported: what the cell exports to later slots.
         read: what its slot reads of this rank.
     """
 
@@ -454,35 +458,39 @@ class Exchange:
         order: tuple[torch.Tensor, torch.Tensor] | None,
         in_place: bool,
     ) -> None:
-        loans = of_cell.ledger.loans(kind)
-        self.lent, self.read = loans.of_lender[of_cell.slot], loans.of_reader[of_cell.slot]
+        exports = of_cell.ledger.exports(kind)
+        self.exported, self.read = (
+            exports.of_exporter[of_cell.slot],
+            exports.of_reader[of_cell.slot],
+        )
         self.ledger, self.kind, self.key = of_cell.ledger, kind, key
         self._of_cell, self._order, self._in_place = of_cell, order, in_place
         self._transport = self.ledger.transport(kind, of_cell.slot)
 
     @property
     def reads(self) -> bool:
-        """Whether `borrow` gives more than own rows, on any rank of the group."""
+        """Whether `import` gives more than own rows, on any rank of the group."""
         return bool(self.read) or self._transport is not None
 
-    def lend(self, *made: torch.Tensor) -> None:
+    def export(self, *made: torch.Tensor) -> None:
         """made [m, ...]: of all rows that the cell makes, later slots read some."""
-        if not self._of_cell.lends:
+        if not self._of_cell.exports:
             return
-        for loan in self.lent:
-            # copies of their own memory, which is free again when the loan ends
-            count = loan.rows.count
-            rows = (loan.rows.take(x.detach(), x.new_empty(count, *x.shape[1:])) for x in made)
-            loan.values[self.key] = self.ledger.park(tuple(rows))
+        for export in self.exported:
+            # copies of their own memory, which is free again when the export ends
+            count = export.rows.count
+            rows = (export.rows.take(x.detach(), x.new_empty(count, *x.shape[1:])) for x in made)
+            export.values[self.key] = self.ledger.park(tuple(rows))
 
-    def borrow(self, *own: torch.Tensor) -> Rows:
-        """[t, ...] each, which are lent -> [K, ...] each with those that the cell reads, in packed
-        order; see `KeyValueExchange`. Of states, which are lent apart, all that it reads."""
+    def import_rows(self, *own: torch.Tensor) -> Rows:
+        """[t, ...] each, which are exported -> [K, ...] each with those that the cell reads, in
+        packed order; see `KeyValueExchange`. Of states, which are exported apart, all that it
+        reads."""
         own = tuple(x.detach() for x in own)
-        self.lend(*own)
+        self.export(*own)
         if not self.reads:
             return own
-        pieces = [self.ledger.fetch(loan.values[self.key]) for loan in self.read]
+        pieces = [self.ledger.fetch(export.values[self.key]) for export in self.read]
         if self._transport is not None:
             return self._transport.there(_joined(pieces), own)
         joined = _joined([*pieces, own] if own else pieces)
@@ -491,7 +499,7 @@ class Exchange:
         return tuple(x.index_select(0, self._order[0]) for x in joined)
 
     def give_back(self, *gradients: torch.Tensor) -> Rows:
-        """gradients [K, ...] of what `borrow` gave -> those of the own rows [t, ...], with what
+        """gradients [K, ...] of what `import` gave -> those of the own rows [t, ...], with what
         others returned for them; of states nothing. Readers add up in the order of their
         backwards."""
         own, of_ranks = gradients, list[Rows]()
@@ -501,38 +509,38 @@ class Exchange:
         elif self.read:
             if self._order is not None:
                 gradients = tuple(x.index_select(0, self._order[1]) for x in gradients)
-            count = sum(loan.rows.count for loan in self.read)
+            count = sum(export.rows.count for export in self.read)
             self._return(tuple(x[:count] for x in gradients))
             own = tuple(x[count:] for x in gradients)
         if self.kind == STATES:
             return ()
-        lanes = [] if self._transport is None else self._transport.lent
+        lanes = [] if self._transport is None else self._transport.exported
         return self._added(own, [*zip(lanes, of_ranks, strict=True), *self.take()])
 
     def take(self) -> list[tuple[RowRuns, Rows]]:
-        """The gradients [r, ...] that later slots returned for rows that the cell lends, with the
+        """The gradients [r, ...] that later slots returned for rows that the cell exports, with the
         places of these among the rows that it makes, each once."""
         found = []
-        for loan in self.lent:
+        for export in self.exported:
             # none in layers whose readers need no gradients
-            if (waiting := loan.gradients.pop(self.key, None)) is not None:
-                found.append((loan.rows, self.ledger.fetch(waiting)))
+            if (waiting := export.gradients.pop(self.key, None)) is not None:
+                found.append((export.rows, self.ledger.fetch(waiting)))
         return found
 
     def _return(self, gradients: Rows) -> None:
-        """gradients [H, ...] of the rows of loans that the slot reads, loan after loan."""
+        """gradients [H, ...] of the rows of exports that the slot reads, export after export."""
         first = 0
-        for loan in self.read:
-            returned = tuple(x[first : first + loan.rows.count] for x in gradients)
-            first += loan.rows.count
-            if self.key in loan.gradients:
-                before = self.ledger.fetch(loan.gradients[self.key])
+        for export in self.read:
+            returned = tuple(x[first : first + export.rows.count] for x in gradients)
+            first += export.rows.count
+            if self.key in export.gradients:
+                before = self.ledger.fetch(export.gradients[self.key])
                 total = tuple(x.add_(y) for x, y in zip(before, returned, strict=True))
             else:
                 total = tuple(
                     x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in returned
                 )
-            loan.gradients[self.key] = self.ledger.park(total)
+            export.gradients[self.key] = self.ledger.park(total)
 
     def _added(self, own: Rows, returned: list[tuple[RowRuns, Rows]]) -> Rows:
         """Own gradients [t, ...] each, and what was returned for some of their rows, summed in
@@ -547,12 +555,12 @@ class Exchange:
                     rows.add(x, pieces[at])
                 out.append(x)
                 continue
-            lent, places = self._of_cell.lent_rows(self.kind)
-            total = x.index_select(0, lent).to(wide)
+            exported, places = self._of_cell.exported_rows(self.kind)
+            total = x.index_select(0, exported).to(wide)
             for rows, pieces in returned:
                 # each row once
                 total.index_add_(0, places[rows], pieces[at].to(wide))
-            out.append(x.index_copy(0, lent, total.to(x.dtype)))
+            out.append(x.index_copy(0, exported, total.to(x.dtype)))
         return tuple(out)
 
 

@@ -2,8 +2,8 @@
 
 What the caller gets of parts (rows of scores, values or router logits) leaves through one autograd
 node without the graphs behind it. The caller's backward brings the gradients of these rows, and
-the schedule says when each part runs backward with them. What parts lend one another on the way is
-in `parallel.ledger`.
+the schedule says when each part runs backward with them. What parts export one another on the way
+is in `parallel.ledger`.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class Run:
 
     def _is_reached(self, parts: Sequence[int]) -> bool:
         """Whether something that trains stands before the rows of a micro-batch: not where a vision
-        tower alone trains and there are no pictures. Of a trunk that runs again it is not known
-        yet; of steps the last run shows it, which may be a dummy."""
+        vision encoder alone trains and there are no images. Of a trunk that runs again it is not
+        known yet; of steps the last run shows it, which may be a dummy."""
         held = [*self._graphs.values()] if self._inline else [self._graphs.get(p) for p in parts]
         return any(not kept or any(x.requires_grad for x in kept[-1]) for kept in held)
 
@@ -195,7 +195,7 @@ class Run:
 
 
 def _backward(rows: Rows, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Also without gradients: what others borrowed from a part has some, and ranks are in step."""
+    """Also without gradients: what others imported from a part has some, and ranks are in step."""
     given = gradients or [None] * len(rows)
     reached = [
         (x, torch.zeros_like(x) if gradient is None else gradient)
@@ -214,12 +214,12 @@ def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
 
 
 _TWICE = (
-    "the backward of a call with max_tokens= ran already, and what its steps lent one another is "
-    "freed: score again for another backward (retain_graph does not keep it)"
+    "the backward of a call with max_tokens= ran already, and what its steps exported one another "
+    "is freed: score again for another backward (retain_graph does not keep it)"
 )
 _LATE = (
     "the backward of a micro-batch of kept trunks ran after the next one was asked for: the trunks "
-    "that it borrows from may have had their backward, and its gradients would be lost; call "
+    "that it imports from may have had their backward, and its gradients would be lost; call "
     "backward() on each micro-batch's loss within its turn of the loop"
 )
 

@@ -1,12 +1,12 @@
 """Recurrent layers of a forest that is divided, among steps or ranks.
 
-A cell borrows the states of tokens of earlier slots, from which its own tokens go on, and lends
+A cell imports the states of tokens of earlier slots, from which its own tokens go on, and exports
 those of its own tokens that later slots continue. States never pass between ranks. In a group they
 pass within one rank, in one of two ways that `Division.computes_above` chooses between. Where few
 tokens of others stand above a rank's own, it gets these and computes its own after them, all heads.
 Else each rank computes some heads: ranks exchange tokens for heads before a recurrence, and heads
 for tokens after it. A convolution stays with the tokens, because the layer's code splits its
-channels afterwards: a cell borrows the W - 1 tokens above each place where other tokens of its own
+channels afterwards: a cell imports the W - 1 tokens above each place where other tokens of its own
 begin (tails). States are float32, tails of the dtype of the layer's inputs. Both wait in
 `parallel.ledger`, and tails travel as keys do.
 
@@ -100,7 +100,7 @@ class LayerStates(DividedStates):
         self._counted = (exchanges.part.mask if counted is None else counted).host
         self.num_tokens = exchanges.part.num_tokens
 
-    # Dynamo is kept out: ranks talk to one another, and what is lent is kept beside the graph
+    # Dynamo is kept out: ranks talk to one another, and what is exported is kept beside the graph
     @uncompiled
     def conv(
         self,
@@ -203,33 +203,33 @@ class LayerStates(DividedStates):
         """All tokens of a cell, from the states that enter."""
         exchange = exchanges.exchange(STATES, (layer, self._calls))
         borders = exchanges.states.borders
-        if not (exchange.read or exchange.lent):
+        if not (exchange.read or exchange.exported):
             return rule(*rows, borders.mask)
         # dt_bias shapes states too
         shaped_by = *rows, *(x for x in parameters if x is not None)
-        initial = _Borrowed.apply(exchange, *shaped_by) if exchange.read else None
+        initial = _Imported.apply(exchange, *shaped_by) if exchange.read else None
         out, final = rule(*rows, borders, initial=initial)
-        exchange.lend(final)
-        return _Lent.apply(out, final, exchange) if exchange.lent else out
+        exchange.export(final)
+        return _Exported.apply(out, final, exchange) if exchange.exported else out
 
     def _joined(self, kind: int, layer: Hashable, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Own rows [t, ..] with those of others that the cell reads, and whether there are any on
         any rank."""
         exchange = self._exchanges.exchange(kind, (layer, self._calls))
-        if exchange.reads or exchange.lent:
+        if exchange.reads or exchange.exported:
             x = _Joined.apply(x, exchange)
         return x, exchange.reads
 
 
-class _Borrowed(torch.autograd.Function):
-    """Gives what a call borrows; its gradient goes back to the lenders."""
+class _Imported(torch.autograd.Function):
+    """Gives what a call imports; its gradient goes back to the exporters."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
-        """tensors: that shape what is lent. What is borrowed needs a gradient if any of them
+        """tensors: that shape what is exported. What is imported needs a gradient if any of them
         does."""
         ctx.exchange, ctx.count = exchange, len(tensors)
-        (rows,) = exchange.borrow()
+        (rows,) = exchange.import_rows()
         return rows
 
     @staticmethod
@@ -239,8 +239,8 @@ class _Borrowed(torch.autograd.Function):
         return (None,) * (1 + ctx.count)
 
 
-class _Lent(torch.autograd.Function):
-    """Hands out on; what borrowers returned is the gradient of the states that leave."""
+class _Exported(torch.autograd.Function):
+    """Hands out on; what importers returned is the gradient of the states that leave."""
 
     @staticmethod
     def forward(
@@ -267,7 +267,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        (rows,) = exchange.borrow(x)
+        (rows,) = exchange.import_rows(x)
         return rows.view_as(rows)
 
     @staticmethod

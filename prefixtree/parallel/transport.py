@@ -83,10 +83,10 @@ class Transport:
 
         # rows of the cell: its own, those it holds itself, and those of other ranks
         self._own = runs(part.own_tokens, joined)
-        held_here = division.tokens_read(kind, slot, rank, lender=rank)
+        held_here = division.tokens_read(kind, slot, rank, exporter=rank)
         self._held_here = runs(held_here, held), runs(held_here, joined)
-        lanes = {r: lane(division.tokens_read(kind, slot, r, lender=rank)) for r in others}
-        of_ranks = {r: arriving(division.tokens_read(kind, slot, rank, lender=r)) for r in others}
+        lanes = {r: lane(division.tokens_read(kind, slot, r, exporter=rank)) for r in others}
+        of_ranks = {r: arriving(division.tokens_read(kind, slot, rank, exporter=r)) for r in others}
         self._sent, self._received = (
             [of[r].count if r in of else 0 for r in range(ranks)] for of in (lanes, of_ranks)
         )
@@ -94,20 +94,20 @@ class Transport:
         self._of_ranks = [x for x in of_ranks.values() if x.count]
 
     @property
-    def lent(self) -> list[RowRuns]:
+    def exported(self) -> list[RowRuns]:
         """The own rows that go to each rank."""
         return [lane.own for lane in self._lanes if lane.own.count]
 
     def there(self, held: Rows, own: Rows) -> Rows:
         """held [H, ...], own [t, ...] each -> [K, ...] each, in packed order."""
-        lent = self._buffer(own, self._sent, own[0].dtype)
-        for lane, pieces in zip(self._lanes, _pieces(lent, own, self._sent), strict=True):
+        exported = self._buffer(own, self._sent, own[0].dtype)
+        for lane, pieces in zip(self._lanes, _pieces(exported, own, self._sent), strict=True):
             for at, piece in enumerate(pieces):
                 of_held, of_own = piece.split((lane.held.count, lane.own.count))
                 if len(of_held):
                     lane.held.take(held[at], of_held)
                 lane.own.take(own[at], of_own)
-        got, on_its_way = self._exchanged(lent, own, self._sent, self._received)
+        got, on_its_way = self._exchanged(exported, own, self._sent, self._received)
         joined = tuple(x.new_empty(self._num_rows, *x.shape[1:]) for x in own)
         for out, x in zip(joined, own, strict=True):
             self._own.put(out, x)
@@ -127,16 +127,17 @@ class Transport:
 
         Returns:
             Those of the rows held [H, ...] in float32 or wider, summed over ranks; those of the own
-            rows [t, ...] by this cell alone; and what each rank returned for the rows of `lent`.
+            rows [t, ...] by this cell alone; and what each rank returned for the rows of
+            `exported`.
         """
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         dtype = wide if in_float32 else gradients[0].dtype
-        borrowed = self._buffer(gradients, self._received, dtype)
-        of_ranks = _pieces(borrowed, gradients, self._received)
+        imported = self._buffer(gradients, self._received, dtype)
+        of_ranks = _pieces(imported, gradients, self._received)
         for rows, pieces in zip(self._of_ranks, of_ranks, strict=True):
             for x, piece in zip(gradients, pieces, strict=True):
                 rows.take(x, piece)
-        returned, on_its_way = self._exchanged(borrowed, gradients, self._received, self._sent)
+        returned, on_its_way = self._exchanged(imported, gradients, self._received, self._sent)
         own = tuple(self._own.take(x, x.new_empty(self._num_own, *x.shape[1:])) for x in gradients)
         held: Rows = ()
         if self._num_held:

@@ -81,12 +81,12 @@ def make_tree(forest: PrefixForest, model: CostModel) -> Tree:
     new_id, parent, _, length, position, _ = loops.trie.preorder(
         above, forest.node_length.astype(np.int64), np.lexsort((token, above))
     )
-    pictured = None
-    if forest.tokens is not None and model.first_picture is not None:
-        pictured = np.empty(len(start), np.int64)
-        before = np.concatenate([[0], np.cumsum(forest.tokens >= model.first_picture)])
-        pictured[new_id] = before[start + forest.node_length] - before[start]
-    cost = model.cost(position.astype(np.int64), length.astype(np.int64), pictured)
+    image_of = None
+    if forest.tokens is not None and model.first_image is not None:
+        image_of = np.empty(len(start), np.int64)
+        before = np.concatenate([[0], np.cumsum(forest.tokens >= model.first_image)])
+        image_of[new_id] = before[start + forest.node_length] - before[start]
+    cost = model.cost(position.astype(np.int64), length.astype(np.int64), image_of)
     # a millionth of a token's mean cost: 2^31 tokens stay far below 2^63
     unit_cost = float(cost.sum()) / forest.num_tokens * 1e-6
     return Tree(
@@ -125,7 +125,7 @@ def make_sets(label: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return ptr, ends[is_new]
 
 
-# ---- ranks and micro-batches ---------------------------------------------------------------------
+# ---- ranks and micro-batches -------------------------------------------------------------------
 
 
 class Deal(NamedTuple):

@@ -1,5 +1,5 @@
-"""The cost of tokens: `CostModel`, FLOPs of an update for the planner's balance, and `BorrowCost`,
-bytes and time of a token that a part borrows."""
+"""The cost of tokens: `CostModel`, FLOPs of an update for the planner's balance, and `ImportCost`,
+bytes and time of a token that a part imports."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class CostModel:
         windowed: FLOPs per visible (query, key) pair, all layers with this sliding window.
         window: the sliding window, in tokens; it counts the token itself. None where no layer has
             one.
-        picture: FLOPs per token of a picture in the vision tower, without its attention; plans of
+        image: FLOPs per token of an image in the vision encoder, without its attention; plans of
             micro-batches count it.
-        first_picture: the first token id that stands for a picture. None: there are none.
+        first_image: the first token id that stands for an image. None: there are none.
 
     Raises:
         ValueError: costs that are no numbers, negative, not finite or all 0; windows or ids that
@@ -45,16 +45,16 @@ class CostModel:
     attention: float = 2.1e6
     windowed: float | tuple[float, ...] = 0.0
     window: int | tuple[int, ...] | None = None
-    picture: float = 0.0
-    first_picture: int | None = None
+    image: float = 0.0
+    first_image: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("linear", "attention", "windowed", "picture"):
+        for name in ("linear", "attention", "windowed", "image"):
             object.__setattr__(self, name, _each(getattr(self, name), _cost, name))
         object.__setattr__(self, "window", _each(self.window, _window, "window"))
-        if self.first_picture is not None:
-            first = integer("first_picture", self.first_picture, 0, or_none=True)
-            object.__setattr__(self, "first_picture", first)
+        if self.first_image is not None:
+            first = integer("first_image", self.first_image, 0, or_none=True)
+            object.__setattr__(self, "first_image", first)
         windowed, windows = _entries(self.windowed), _entries(self.window)
         if sum((self.linear, self.attention, *windowed)) == 0:
             raise ValueError(f"costs must not all be 0, got {self}")
@@ -70,7 +70,7 @@ class CostModel:
     ) -> CostModel:
         """The coefficients of a Hugging Face model, from its config alone:
 
-            picture    3 x 2 x (weights that the patches of a placeholder meet in the tower)
+            image    3 x 2 x (weights that the patches of a placeholder meet in the vision encoder)
             linear     3 x 2 x (weights a token meets in linear layers, and its cost in states)
                        + 4 x 2 x (weights of the lm_head) x scored_share
             attention  3.5 x 2 x (query heads) x (D + Dv), summed over layers
@@ -114,22 +114,22 @@ class CostModel:
         )
         if getattr(config, "vision_config", None) is None:
             return of_text
-        priced = load("images").cost_of_pictures(config)
+        priced = load("images").cost_of_images(config)
         if priced is None:
             return of_text
-        weights, first_picture = priced
+        weights, first_image = priced
         passes = 4 if gradient_checkpointing else 3
-        return replace(of_text, picture=passes * 2 * weights, first_picture=first_picture)
+        return replace(of_text, image=passes * 2 * weights, first_image=first_image)
 
     def cost(
-        self, position: np.ndarray, length: np.ndarray, pictured: np.ndarray | None = None
+        self, position: np.ndarray, length: np.ndarray, image_of: np.ndarray | None = None
     ) -> np.ndarray:
         """Computes the FLOPs of runs of tokens.
 
         Args:
             position: int64 [N], the position of each run's first token in its sequences.
             length: int64 [N], the number of tokens of each run.
-            pictured: int64 [N], how many of them stand for pictures. Default: none.
+            with images: int64 [N], how many of them stand for images. Default: none.
 
         Returns:
             float64 [N].
@@ -138,7 +138,7 @@ class CostModel:
         for windowed, window in zip(_entries(self.windowed), _entries(self.window), strict=True):
             if windowed:
                 flops = flops + windowed * pairs_per_run(position, length, window)
-        return flops if pictured is None else flops + self.picture * pictured
+        return flops if image_of is None else flops + self.image * image_of
 
 
 def cost_model_of(
@@ -192,12 +192,12 @@ def _entries(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-# ---- borrowed tokens -----------------------------------------------------------------------------
+# ---- imported tokens ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class BorrowCost:
-    """The cost of a token that a part borrows, beside what a `CostModel` counts.
+class ImportCost:
+    """The cost of a token that a part imports, beside what a `CostModel` counts.
 
     The defaults are those of a model like Qwen3-8B in bfloat16, with gradient checkpointing, on
     GPUs of one host that are joined by NVLink and as fast as an H100 or H200. The time of an update
@@ -208,7 +208,7 @@ class BorrowCost:
 
     where busiest is the most rows that any rank sends, or receives, per layer. The keys and values
     are sent twice, in the forward and again in the backward, and their gradients return in fp32.
-    Nothing is taken to overlap, and only the exchange of borrowed rows is counted: no sharding of
+    Nothing is taken to overlap, and only the exchange of imported rows is counted: no sharding of
     weights, no optimizer. It compares divisions with one another, and is no measurement.
 
     Attributes:
@@ -221,9 +221,9 @@ class BorrowCost:
             known: then there is no `weight`, which `plan_steps` needs.
         graph_bytes: bytes that the graph of an own token holds from its forward to its backward, in
             all layers: what a token of a kept trunk takes, beside its keys and values.
-        kept_copies: the share of layers that hold a copy of a step's borrowed keys and values from
+        kept_copies: the share of layers that hold a copy of a step's imported keys and values from
             their forward to their backward, 0 .. 1: those that are not recomputed whole.
-        on_host: whether borrowed rows and their gradients wait on the host of a GPU until their
+        on_host: whether imported rows and their gradients wait on the host of a GPU until their
             layer runs, so that one layer's are on the device at once. Else all layers' are.
         state_layers: recurrent layers.
         state_bytes: bytes of the state of such a layer behind a token, float32. Those that later
@@ -290,26 +290,26 @@ class BorrowCost:
 
     @property
     def update_row_bytes(self) -> int:
-        """Bytes per borrowed token of an update, in all layers: sent twice, gradients once."""
+        """Bytes per imported token of an update, in all layers: sent twice, gradients once."""
         return self.layers * (2 * self.row_bytes + self.gradient_row_bytes)
 
     @property
     def held_layers(self) -> int:
-        """Layers whose borrowed rows, and their gradients, are on the device at once."""
+        """Layers whose imported rows, and their gradients, are on the device at once."""
         # with a second copy, beside own rows, while the layer runs
         return 2 if self.on_host else self.layers
 
     @property
     def weight(self) -> float:
-        """Memory of a borrowed token over that of an own one: its keys, values and gradients.
+        """Memory of an imported token over that of an own one: its keys, values and gradients.
 
         Raises:
             ValueError: token_bytes are not known.
         """
         if self.token_bytes is None:
             raise ValueError(
-                "the weight of a borrowed token needs token_bytes, the memory per own token; got "
-                "None: give BorrowCost token_bytes=..., or leave borrow_cost out"
+                "the weight of an imported token needs token_bytes, the memory per own token; got "
+                "None: give ImportCost token_bytes=..., or leave import_cost out"
             )
         kept = self.layers * self.kept_copies * self.row_bytes
         rows = self.held_layers * (self.row_bytes + self.gradient_row_bytes)
@@ -317,7 +317,7 @@ class BorrowCost:
 
     @property
     def trunk_weight(self) -> float:
-        """Memory of a kept trunk's token over that of an own one: its graph, and what it lends.
+        """Memory of a kept trunk's token over that of an own one: its graph, and what it exports.
 
         Raises:
             ValueError: token_bytes are not known.
@@ -326,7 +326,7 @@ class BorrowCost:
 
     @property
     def returned_weight(self) -> float:
-        """The same of the gradients that borrowers returned to a token, in a trunk's backward.
+        """The same of the gradients that importers returned to a token, in a trunk's backward.
 
         Raises:
             ValueError: token_bytes are not known.
@@ -353,7 +353,7 @@ class BorrowCost:
         if self.token_bytes is None:
             raise ValueError(
                 "the weight of a state needs token_bytes, the memory per own token; got None: give "
-                "BorrowCost token_bytes=..., or leave borrow_cost out"
+                "ImportCost token_bytes=..., or leave import_cost out"
             )
         return self.held_state_bytes / self.token_bytes
 
@@ -375,10 +375,10 @@ class BorrowCost:
         """Predicts the time of all exchanges of an update.
 
         Args:
-            rows: int64 [n, n], the rows that each part borrows from each, as `Parts.borrowed`.
+            rows: int64 [n, n], the rows that each part imports from each, as `Parts.imported`.
 
         Returns:
-            Seconds; 0 where no part borrows.
+            Seconds; 0 where no part imports.
         """
         if not rows.any():
             return 0.0
@@ -386,27 +386,27 @@ class BorrowCost:
         return 3 * self.layers * self.latency + busiest * self.update_row_bytes / self.link_rate
 
 
-def borrow_cost_of(cost: ModelCost, token_bytes: float | None = None) -> BorrowCost:
+def import_cost_of(cost: ModelCost, token_bytes: float | None = None) -> ImportCost:
     """The bytes of a model; the rates stay the defaults.
 
     Args:
         cost: of the model, from `prefixtree.planning.model_cost.model_cost`.
-        token_bytes: as in `BorrowCost`; it depends on what layers recompute. Default: not known.
+        token_bytes: as in `ImportCost`; it depends on what layers recompute. Default: not known.
 
     Returns:
         The costs.
 
     Raises:
-        ValueError: a model without a layer of softmax attention, which has no keys to borrow.
+        ValueError: a model without a layer of softmax attention, which has no keys to import.
     """
     layers = sum(1 for layer in cost.layers if layer.per_pair)
     if not layers:
         raise ValueError(
             f"{cost.model_type} has no layer with softmax attention, so it has no keys and values "
-            "to borrow"
+            "to import"
         )
     states = [layer.state_numbers for layer in cost.layers if layer.state_numbers]
-    return BorrowCost(
+    return ImportCost(
         layers=layers,
         kv_heads=cost.kv_heads,
         head_dim=cost.head_dim,

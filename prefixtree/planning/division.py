@@ -42,11 +42,11 @@ class Division:
 
     def __init__(self, parts: Parts, ranks: int = 1) -> None:
         self.parts, self.ranks, self.packed = parts, ranks, parts.packed
-        reader, token, _, lender = parts.read_runs()
-        for bad in np.flatnonzero(lender // ranks > reader // ranks)[:1]:
+        reader, token, _, exporter = parts.read_runs()
+        for bad in np.flatnonzero(exporter // ranks > reader // ranks)[:1]:
             raise ForestError(
                 f"slot {reader[bad] // ranks} reads packed token {token[bad]} of slot "
-                f"{lender[bad] // ranks}, which comes later; expected every token in the slot of "
+                f"{exporter[bad] // ranks}, which comes later; expected every token in the slot of "
                 "the tokens above it, or in a later one"
             )
         self._states: dict[int, PartStates] = {}
@@ -103,50 +103,52 @@ class Division:
             self._reads[kind] = self.parts.read_runs(read)
         return self._reads[kind]
 
-    def tokens_read(self, kind: int, slot: int, rank: int, lender: int | None = None) -> np.ndarray:
+    def tokens_read(
+        self, kind: int, slot: int, rank: int, exporter: int | None = None
+    ) -> np.ndarray:
         """int64, the packed tokens of other cells whose rows of a kind a cell reads, ascending;
-        with a lender those that this rank owns."""
+        with an exporter those that this rank owns."""
         reader, start, length, owner = self.reads(kind)
         first, stop = np.searchsorted(reader, [of := slot * self.ranks + rank, of + 1])
         start, length, owner = (x[first:stop] for x in (start, length, owner))
-        if lender is not None:
-            start, length = (x[owner % self.ranks == lender] for x in (start, length))
+        if exporter is not None:
+            start, length = (x[owner % self.ranks == exporter] for x in (start, length))
         return rows_of_runs(start, length)
 
     def travels(self, kind: int, slot: int) -> bool:
         """Whether ranks exchange rows of a kind in a slot; known to all of them."""
-        reader, _, _, lender = self.reads(kind)
-        crosses = (reader - lender) % self.ranks != 0
+        reader, _, _, exporter = self.reads(kind)
+        crosses = (reader - exporter) % self.ranks != 0
         return bool((crosses & (reader // self.ranks == slot)).any())
 
-    def loans(self, kind: int, rank: int) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
+    def exports(self, kind: int, rank: int) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
         """Finds the tokens of a rank that the same later slots read, on any rank.
 
         Args:
-            kind: as in `reads`. rank: the lender.
+            kind: as in `reads`. rank: the exporter.
 
         Returns:
-            (slot that lends, slots that read, packed tokens int64) by the first, then by first
+            (slot that exports, slots that read, packed tokens int64) by the first, then by first
             token; slots that read and tokens ascending.
         """
-        reader, start, length, lender = self.reads(kind)
-        slot, of_slot = reader // self.ranks, lender // self.ranks
-        these = (lender % self.ranks == rank) & (of_slot < slot)
+        reader, start, length, exporter = self.reads(kind)
+        slot, of_slot = reader // self.ranks, exporter // self.ranks
+        these = (exporter % self.ranks == rank) & (of_slot < slot)
         slot, start, length, of_slot = (x[these] for x in (slot, start, length, of_slot))
         border = np.unique(np.concatenate([start, start + length]))
         first, stop = np.searchsorted(border, start), np.searchsorted(border, start + length)
         readers: list[list[int]] = [[] for _ in border]
-        lends = np.zeros(len(border), np.int64)
-        lends[first] = of_slot
+        export_slot = np.zeros(len(border), np.int64)
+        export_slot[first] = of_slot
         each = zip(*(x.tolist() for x in (slot, of_slot, first, stop)), strict=True)
         for by, of, low, high in each:
             for run in range(low, high):
-                lends[run] = of
+                export_slot[run] = of
                 if by not in readers[run][-1:]:
                     readers[run].append(by)
         found: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
         for run in np.flatnonzero([bool(of_run) for of_run in readers]).tolist():
-            key = int(lends[run]), tuple(readers[run])
+            key = int(export_slot[run]), tuple(readers[run])
             found.setdefault(key, []).append(np.arange(border[run], border[run + 1]))
-        loans = [(*key, np.concatenate(tokens)) for key, tokens in found.items()]
-        return sorted(loans, key=lambda loan: (loan[0], loan[2][0]))
+        exports = [(*key, np.concatenate(tokens)) for key, tokens in found.items()]
+        return sorted(exports, key=lambda export: (export[0], export[2][0]))

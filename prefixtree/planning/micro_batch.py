@@ -221,7 +221,7 @@ def _rebuild(
     return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest, num_planned)
 
 
-# ---- forests of micro-batches --------------------------------------------------------------------
+# ---- forests of micro-batches ------------------------------------------------------------------
 
 
 def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
@@ -258,7 +258,7 @@ def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
     )
 
 
-# ---- what a plan computes ------------------------------------------------------------------------
+# ---- what a plan computes ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ class ReuseStats:
     Attributes:
         stepped: the micro-batches that hold more than `max_tokens` and are computed in steps.
         forwards: steps of those, and one per other micro-batch.
-        borrowed_tokens: the most tokens that a step borrows.
-        lent_bytes: the most bytes of lent keys and values that a micro-batch keeps from its
+        imported_tokens: the most tokens that a step imports.
+        exported_bytes: the most bytes of exported keys and values that a micro-batch keeps from its
             forwards to its backwards, in all layers.
         second_forward: FLOPs of the forwards that the backward of steps repeats. `rank_costs` does
             not hold them.
@@ -280,8 +280,8 @@ class ReuseStats:
 
     stepped: int
     forwards: int
-    borrowed_tokens: int
-    lent_bytes: int
+    imported_tokens: int
+    exported_bytes: int
     second_forward: float
     cut_tokens: int | None
     cut_cost: float | None
@@ -363,9 +363,9 @@ class PlanStats:
         work = sum(self.rank_costs)
         line = (
             f"  reuse       {reuse.stepped:,} micro-batches in steps, {reuse.forwards:,} forwards; "
-            f"a step borrows at most {reuse.borrowed_tokens:,} tokens; "
-            f"{reuse.lent_bytes / 2**30:,.2f} GiB of lent keys and values; a second forward is "
-            f"{reuse.second_forward / work:.1%} of the work"
+            f"a step imports at most {reuse.imported_tokens:,} tokens; "
+            f"{reuse.exported_bytes / 2**30:,.2f} GiB of exported keys and values; a second "
+            f"forward is {reuse.second_forward / work:.1%} of the work"
         )
         if reuse.cut_tokens is None or reuse.cut_cost is None:
             return f"{line}; a sequence is too long to cut trees instead"

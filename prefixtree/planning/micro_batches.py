@@ -22,7 +22,7 @@ from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import pack
 from prefixtree.packing.per_sequence import flat_selection
 from prefixtree.planning import assignment
-from prefixtree.planning.costs import BorrowCost, CostModel
+from prefixtree.planning.costs import CostModel, ImportCost
 from prefixtree.planning.micro_batch import (
     MicroBatch,
     PlanStats,
@@ -222,7 +222,7 @@ def plan_micro_batches(
     cost_model: CostModel | None = None,
     reuse: bool = False,
     trunks: bool = False,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
 ) -> MicroBatchPlan:
     """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
 
@@ -254,8 +254,8 @@ def plan_micro_batches(
             Default: False.
         trunks: whether trunks are kept, for `kept_trunks`. What is held at once, trunks and a
             micro-batch, fits `max_tokens`. Default: False.
-        borrow_cost: bytes of a borrowed token, for steps, and of a kept one, for trunks:
-            `borrow_cost(model)`. Default: `BorrowCost()`, those of a model like Qwen3-8B with
+        import_cost: bytes of an imported token, for steps, and of a kept one, for trunks:
+            `import_cost(model)`. Default: `ImportCost()`, those of a model like Qwen3-8B with
             checkpointing.
 
     Returns:
@@ -307,7 +307,7 @@ def plan_micro_batches(
     sequence_rank, sequence_bin = unit_rank[units.of_sequence], unit_bin[units.of_sequence]
     kept: dict[int, Trunks] = {}
     if trunks:
-        kept, sequence_bin = _keep_trunks(forest, sequence_rank, max_tokens, borrow_cost)
+        kept, sequence_bin = _keep_trunks(forest, sequence_rank, max_tokens, import_cost)
         bins = assignment.make_sets(sequence_bin, tree.ends)
     else:
         bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
@@ -329,7 +329,7 @@ def plan_micro_batches(
         steps_of = None
         if reuse and tokens[b] > max_tokens:
             packed = pack(cut_out(forest, members[b]))
-            steps_of = plan_any_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost).stats
+            steps_of = plan_any_steps(packed, max_tokens, cost_model, import_cost=import_cost).stats
         batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), steps_of)
         ranks[bin_rank[b]].append(batch)
     steps = max(min_micro_batches, *(len(rank) for rank in ranks))
@@ -382,14 +382,14 @@ def _keep_trunks(
     forest: PrefixForest,
     sequence_rank: np.ndarray,
     max_tokens: int,
-    borrow_cost: BorrowCost | None,
+    import_cost: ImportCost | None,
 ) -> tuple[dict[int, Trunks], np.ndarray]:
     """The trunks of each rank that has sequences, and the bin of each sequence, rank by rank."""
     found, count = {}, 0
     sequence_bin = np.empty(len(sequence_rank), np.int64)
     for rank in np.unique(sequence_rank).tolist():
         members = np.flatnonzero(sequence_rank == rank)
-        found[rank] = plan_trunks(cut_out(forest, members), max_tokens, borrow_cost)
+        found[rank] = plan_trunks(cut_out(forest, members), max_tokens, import_cost)
         for micro_batch, sequences in enumerate(found[rank].sequences):
             sequence_bin[members[sequences]] = count + micro_batch
         count += len(found[rank].sequences)
@@ -406,8 +406,8 @@ def _reuse_stats(
     return ReuseStats(
         stepped=len(steps),
         forwards=len(batches) - len(steps) + sum(len(s.own_tokens) for s in steps),
-        borrowed_tokens=max((max(s.borrowed_tokens) for s in steps), default=0),
-        lent_bytes=max((s.lent_bytes for s in steps), default=0),
+        imported_tokens=max((max(s.imported_tokens) for s in steps), default=0),
+        exported_bytes=max((s.exported_bytes for s in steps), default=0),
         second_forward=sum(s.second_forward for s in steps),
         cut_tokens=cut[0] if cut else None,
         cut_cost=cut[1] * unit_cost if cut else None,

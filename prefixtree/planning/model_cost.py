@@ -217,7 +217,7 @@ def on_meta(config: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that makes the language model of a config, with its vision tower if it
+    """transformers' class that makes the language model of a config, with its vision encoder if it
     has one: modules and parameters then have the names that they have in the model."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -89,7 +89,7 @@ class PartStates:
         in an earlier part than a token above it."""
         exits = np.searchsorted(self.part.own_tokens, self.left)
         part = self.part
-        mask = self._mask(part.own_tokens) if part.num_borrowed else part.mask
+        mask = self._mask(part.own_tokens) if part.num_imported else part.mask
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
 
     def tails(self, width: int | None) -> Tails:
@@ -97,7 +97,7 @@ class PartStates:
         made once and kept."""
         if width not in self._tails:
             own = self.part.own_tokens
-            tokens = self.part.borrowed_tokens
+            tokens = self.part.imported_tokens
             if width is not None:
                 tokens = tokens_read(self.part.host.predictor, self._is_own, width)
             own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)

@@ -1,12 +1,12 @@
 """`Parts`: the tokens of a packed forest divided among ranks or steps.
 
-A part is its own tokens and the ancestors that it borrows from other parts. A set of packed tokens
+A part is its own tokens and the ancestors that it imports from other parts. A set of packed tokens
 that holds every token's ancestors is a packed forest again, with the same positions. So a part has
 a `TreeMask` like any other, and kernels, tables and windows need to know nothing of parts. Parts
-that borrow from ranks are context parallelism; parts that borrow from earlier steps reuse a trunk
+that import from ranks are context parallelism; parts that import from earlier steps reuse a trunk
 over time. Nothing here communicates.
 
-Legend: T packed tokens, n parts, t own tokens of a part, K rows of a part (own and borrowed).
+Legend: T packed tokens, n parts, t own tokens of a part, K rows of a part (own and imported).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prefixtree.packing.mask import TreeMask, make_mask
 
 
 class Part:
-    """The tokens that a rank or a step computes, and the ancestors whose keys it borrows.
+    """The tokens that a rank or a step computes, and the ancestors whose keys it imports.
 
     Made by `Parts`. Rows of q are the own tokens, rows of k and v all rows of the part, both
     ascending in packed order.
@@ -40,16 +40,16 @@ class Part:
         own_runs: int64 [*, 3], the own tokens as runs (packed start, row of the part, length).
         own_tokens: int32 [t], the own tokens, ascending.
         own_rows: int32 [t], their rows of the part.
-        num_lent: how many own rows other parts borrow, once per borrower.
+        num_exported: how many own rows other parts import, once per importer.
         host: the host side of the whole forest's mask.
     """
 
     def __init__(
-        self, packed: PackedForest, index: int, pieces: np.ndarray, lent: np.ndarray
+        self, packed: PackedForest, index: int, pieces: np.ndarray, exported: np.ndarray
     ) -> None:
         self.index = index
-        self._lent = lent
-        self.num_lent = int(lent[:, 1].sum())
+        self._exported = exported
+        self.num_exported = int(exported[:, 1].sum())
         self._whole = mask = packed.mask
         self.host, self._home = mask.host, packed.device
         self._options = mask.backend, mask.deterministic
@@ -70,35 +70,35 @@ class Part:
 
     @property
     def num_rows(self) -> int:
-        """K, the number of own and borrowed tokens: the rows of k and v."""
+        """K, the number of own and imported tokens: the rows of k and v."""
         return len(self.tokens)
 
     @property
-    def num_borrowed(self) -> int:
+    def num_imported(self) -> int:
         """K - t, the rows of other parts' tokens."""
         return self.num_rows - self.num_tokens
 
     @cached_property
-    def borrowed_tokens(self) -> np.ndarray:
+    def imported_tokens(self) -> np.ndarray:
         """int32 [K - t], the packed token of each row of other parts, ascending."""
         return np.delete(self.tokens, self.own_rows)
 
     @cached_property
-    def lent_rows(self) -> np.ndarray:
-        """int64, the own rows that any other part borrows, ascending, each once."""
-        return np.searchsorted(self.own_tokens, np.unique(_expand(*self._lent.T)))
+    def exported_rows(self) -> np.ndarray:
+        """int64, the own rows that any other part imports, ascending, each once."""
+        return np.searchsorted(self.own_tokens, np.unique(_expand(*self._exported.T)))
 
     @cached_property
     def mask(self) -> TreeMask:
         """The mask of q [t] over k and v [K], on the device of the packed forest.
 
         It has the packed forest's backend and `deterministic`. The positions are those of the
-        packed forest. Where nothing is borrowed, it is a mask for all queries.
+        packed forest. Where nothing is imported, it is a mask for all queries.
         """
         runs = None
         if self.num_tokens == len(self.host.subtree_end):
             return self._whole
-        if self.num_borrowed:
+        if self.num_imported:
             row, length = self.own_runs[:, 1], self.own_runs[:, 2]
             # (row of the part, row of q, length)
             runs = np.stack([row, np.cumsum(length) - length, length], 1)
@@ -146,7 +146,7 @@ class Part:
         return which, row[which]
 
     def __repr__(self) -> str:
-        return f"Part({self.index}: {self.num_tokens} own tokens, {self.num_borrowed} borrowed)"
+        return f"Part({self.index}: {self.num_tokens} own tokens, {self.num_imported} imported)"
 
 
 class Parts:
@@ -192,7 +192,7 @@ class Parts:
         self._run_start = np.append(start, packed.num_tokens)
         self._run_part = part
         self._ptr, self._pieces = find_pieces(packed, self._run_start, part, num_parts)
-        self._borrower = np.repeat(np.arange(num_parts), np.diff(self._ptr))
+        self._importer = np.repeat(np.arange(num_parts), np.diff(self._ptr))
         self._parts: dict[int, Part] = {}
 
     @property
@@ -215,22 +215,22 @@ class Parts:
 
     @cached_property
     def num_rows(self) -> np.ndarray:
-        """int64 [n], the own and borrowed tokens of each part."""
-        return _sums(self._borrower, self._pieces[:, 1], len(self))
+        """int64 [n], the own and imported tokens of each part."""
+        return _sums(self._importer, self._pieces[:, 1], len(self))
 
     @cached_property
-    def borrowed(self) -> np.ndarray:
-        """int64 [n, n], borrowed[r, s] is the number of rows that part r borrows from part s."""
-        return borrowed_rows(self._borrower, self._pieces, len(self))
+    def imported(self) -> np.ndarray:
+        """int64 [n, n], imported[r, s] is the number of rows that part r imports from part s."""
+        return imported_rows(self._importer, self._pieces, len(self))
 
-    def lent_runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the tokens that any part borrows.
+    def exported_runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the tokens that any part imports.
 
         Returns:
             The borders of runs of tokens, int64 [B + 1] from 0 to T, and bool [B], whether a run's
-            tokens are borrowed.
+            tokens are imported.
         """
-        foreign = self._pieces[self._pieces[:, 2] != self._borrower]
+        foreign = self._pieces[self._pieces[:, 2] != self._importer]
         start, end = foreign[:, 0], foreign[:, 0] + foreign[:, 1]
         border = np.unique(np.concatenate([start, end, [0, self.packed.num_tokens]]))
         # how many pieces cover each run
@@ -244,7 +244,7 @@ class Parts:
 
         Args:
             read: per part, the packed tokens of others that it reads, ascending. Default: all that
-                it borrows.
+                it imports.
 
         Returns:
             int64 [*] each: the part that reads a run, its first packed token, its length, and the
@@ -252,9 +252,9 @@ class Parts:
         """
         if read is not None:
             return _runs_by_reader(read, self.owner)
-        is_foreign = self._pieces[:, 2] != self._borrower
+        is_foreign = self._pieces[:, 2] != self._importer
         start, length, owner = self._pieces[is_foreign].T
-        return self._borrower[is_foreign], start, length, owner
+        return self._importer[is_foreign], start, length, owner
 
     def __len__(self) -> int:
         return len(self._ptr) - 1
@@ -266,8 +266,8 @@ class Parts:
         index %= len(self)
         if index not in self._parts:
             pieces = self._pieces[self._ptr[index] : self._ptr[index + 1]]
-            is_lent = (self._pieces[:, 2] == index) & (self._borrower != index)
-            self._parts[index] = Part(self.packed, index, pieces, self._pieces[is_lent, :2])
+            is_exported = (self._pieces[:, 2] == index) & (self._importer != index)
+            self._parts[index] = Part(self.packed, index, pieces, self._pieces[is_exported, :2])
         return self._parts[index]
 
     def __iter__(self) -> Iterator[Part]:
@@ -277,7 +277,7 @@ class Parts:
         return f"{type(self).__name__}({len(self)} parts of {self.packed.num_tokens} tokens)"
 
 
-# ---- what planners of parts share ----------------------------------------------------------------
+# ---- what planners of parts share --------------------------------------------------------------
 
 
 def find_pieces(
@@ -291,10 +291,10 @@ def find_pieces(
     )
 
 
-def borrowed_rows(borrower: np.ndarray, pieces: np.ndarray, num_parts: int) -> np.ndarray:
-    """int64 [n, n]: the rows that each part borrows from each, from all pieces and their parts."""
-    foreign = pieces[:, 2] != borrower
-    pair = borrower[foreign] * num_parts + pieces[foreign, 2]
+def imported_rows(importer: np.ndarray, pieces: np.ndarray, num_parts: int) -> np.ndarray:
+    """int64 [n, n]: the rows that each part imports from each, from all pieces and their parts."""
+    foreign = pieces[:, 2] != importer
+    pair = importer[foreign] * num_parts + pieces[foreign, 2]
     return _sums(pair, pieces[foreign, 1], num_parts**2).reshape(num_parts, num_parts)
 
 

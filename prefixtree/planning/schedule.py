@@ -2,7 +2,7 @@
 
 A part runs forward without a graph, or with one that is kept until its backward. Between them the
 rows of a micro-batch (scores or values) go to the caller, whose backward brings their gradients.
-Who runs a schedule, who holds what a part lends, and who plans memory for it all read the same
+Who runs a schedule, who holds what a part exports, and who plans memory for it all read the same
 list.
 
 The parts of a schedule are numbered as `Steps` are. Numbers from the number of parts on, and
@@ -96,7 +96,7 @@ def kept(spans: Sequence[Span], count: int, trains: bool, again: bool = False) -
 
 
 class Life(NamedTuple):
-    """When rows that a part lends are read, in places of a schedule.
+    """When rows that a part exports are read, in places of a schedule.
 
     Attributes:
         last: the last run that reads them.
@@ -109,8 +109,8 @@ class Life(NamedTuple):
 
 
 class Lives:
-    """The lives of rows that parts lend. A part reads them whenever it runs: also in its backward,
-    as layers may be recomputed.
+    """The lives of rows that parts export. A part reads them whenever it runs: also in its
+    backward, as layers may be recomputed.
 
     Args:
         schedule: in what order parts run.

@@ -2,7 +2,7 @@
 
 The packed tokens are cut into chunks of equal length, several per rank, and dealt heaviest first
 to the rank with the least work. So ranks have equal tokens and nearly equal work. More chunks even
-out the work better, and make ranks borrow more. The number of chunks is the one with the least
+out the work better, and make ranks import more. The number of chunks is the one with the least
 predicted time. Legend: T packed tokens, n ranks, C chunks.
 """
 
@@ -18,8 +18,8 @@ from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
 from prefixtree.packing.layout import Edges, PackedForest
-from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
-from prefixtree.planning.parts import Parts, borrowed_rows, find_pieces
+from prefixtree.planning.costs import CostModel, ImportCost, run_flops
+from prefixtree.planning.parts import Parts, find_pieces, imported_rows
 
 # chunks per rank that are tried
 _CHUNKS = (1, 2, 4, 8, 16)
@@ -35,9 +35,9 @@ class SplitStats:
         own_tokens: tokens that the rank computes.
         flops: FLOPs of an update of these, by the cost model.
         seconds: predicted seconds to compute these.
-        received_rows: rows that the rank borrows, per layer and exchange.
-        sent_rows: rows that the rank lends, once per borrower, per layer and exchange.
-        received_bytes: bytes of an update that the rank receives as a borrower, and sends back as
+        received_rows: rows that the rank imports, per layer and exchange.
+        sent_rows: rows that the rank exports, once per importer, per layer and exchange.
+        received_bytes: bytes of an update that the rank receives as an importer, and sends back as
             gradients, in all layers.
         exchange_seconds: predicted seconds of all exchanges of an update.
         efficiency: predicted seconds of one rank with all tokens, over n times those of n ranks.
@@ -64,7 +64,7 @@ class SplitStats:
 
     @property
     def received_share(self) -> float:
-        """Most rows that a rank borrows, over those that an all-gather would bring to it."""
+        """Most rows that a rank imports, over those that an all-gather would bring to it."""
         foreign = sum(self.own_tokens) - np.array(self.own_tokens)
         return float(max(np.array(self.received_rows) / np.maximum(1, foreign)))
 
@@ -73,7 +73,7 @@ class SplitStats:
         return (
             f"{tokens:,} tokens on {ranks} ranks: at most {max(self.own_tokens):,} tokens "
             f"({self.token_balance:.3f} of the mean), work {self.work_balance:.3f} of the mean; "
-            f"a rank borrows at most {max(self.received_rows):,} rows ({self.received_share:.1%} "
+            f"a rank imports at most {max(self.received_rows):,} rows ({self.received_share:.1%} "
             f"of an all-gather), {max(self.received_bytes) / 2**20:,.1f} MiB per update; predicted "
             f"efficiency {self.efficiency:.3f}"
         )
@@ -89,13 +89,13 @@ class Split(Parts):
 
     chunks_per_part: int
     tile: int
-    _costs: tuple[CostModel, Edges | None, BorrowCost]
+    _costs: tuple[CostModel, Edges | None, ImportCost]
 
     @cached_property
     def stats(self) -> SplitStats:
         """Balance and traffic."""
-        cost_model, scored, borrow_cost = self._costs
-        return split_stats(self, cost_model, scored, borrow_cost=borrow_cost)
+        cost_model, scored, import_cost = self._costs
+        return split_stats(self, cost_model, scored, import_cost=import_cost)
 
 
 def split_tokens(
@@ -104,7 +104,7 @@ def split_tokens(
     cost_model: CostModel | None = None,
     scored: Edges | None = None,
     *,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
     tile: int = 128,
     multiple: int = 1,
 ) -> Split:
@@ -118,7 +118,7 @@ def split_tokens(
         cost_model: FLOPs per token and visible pair. Default: `CostModel()`.
         scored: the edges to score, from `packed.edges(loss_mask)`. A token pays for the lm_head
             once per edge that it predicts. Default: every token pays once.
-        borrow_cost: bytes and rates, to predict times. Default: `BorrowCost()`.
+        import_cost: bytes and rates, to predict times. Default: `ImportCost()`.
         tile: chunks start at multiples of so many tokens, so that no tile of queries is cut. It is
             halved while a rank has fewer than 16 tiles. Default: 128, the largest query tile.
         multiple: every part has a multiple of so many tokens, for ranks that cut it again. Default:
@@ -132,7 +132,7 @@ def split_tokens(
         ForestError: fewer packed tokens than `multiple` per part, or no multiple of it; predictors
             that are no packed tokens; or a packed forest whose mask holds a subset of the queries.
         ValueError: num_parts, tile or multiple that is no integer >= 1; `scored` with a cost model
-            whose `linear` is below `borrow_cost.lm_head`.
+            whose `linear` is below `import_cost.lm_head`.
     """
     check_packed(packed, "split_tokens")
     num_parts = at_least_one("num_parts", num_parts)
@@ -149,14 +149,14 @@ def split_tokens(
             "expected at least one token per part, so use fewer parts"
         )
     cost_model = CostModel() if cost_model is None else cost_model
-    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
-    costs = cost_model, borrow_cost, scored
+    import_cost = ImportCost() if import_cost is None else import_cost
+    costs = cost_model, import_cost, scored
     tile = -(-_tile_of(num_tokens, num_parts, tile) // multiple) * multiple
     each, start, owner = _dealt(packed, np.array([0, num_tokens]), num_parts, [tile], costs)
     split = Split.__new__(Split)
     split.chunks_per_part, split.tile = each, tile
     split._init(packed, start, owner, num_parts)
-    split._costs = cost_model, scored, borrow_cost
+    split._costs = cost_model, scored, import_cost
     return split
 
 
@@ -167,7 +167,7 @@ def split_slots(
     cost_model: CostModel,
     scored: Edges | None = None,
     *,
-    borrow_cost: BorrowCost,
+    import_cost: ImportCost,
     tile: int = 128,
 ) -> Parts:
     """Divides each slot of a forest among ranks, as `split_tokens` does a whole forest.
@@ -177,13 +177,13 @@ def split_slots(
         border: int64 [S + 1], ascending from 0 to T, the tokens between which a slot's lie; at
             least `ranks` each.
         ranks: n.
-        cost_model, scored, borrow_cost, tile: as in `split_tokens`.
+        cost_model, scored, import_cost, tile: as in `split_tokens`.
 
     Returns:
         The cells; part slot * n + rank is that of a rank. Each has a token.
     """
     tiles = [_tile_of(count, ranks, tile) for count in np.diff(border).tolist()]
-    costs = cost_model, borrow_cost, scored
+    costs = cost_model, import_cost, scored
     _, start, owner = _dealt(packed, border, ranks, tiles, costs)
     parts = Parts.__new__(Parts)
     parts._init(packed, start, owner, ranks * len(tiles))
@@ -201,7 +201,7 @@ def _dealt(
     border: np.ndarray,
     ranks: int,
     tiles: list[int],
-    costs: tuple[CostModel, BorrowCost, Edges | None],
+    costs: tuple[CostModel, ImportCost, Edges | None],
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """Deals the chunks of each slot to ranks.
 
@@ -212,13 +212,13 @@ def _dealt(
         The number of chunks per rank, and int64 [Q] each: the first token of each run of one cell,
         and the cell.
     """
-    cost_model, borrow_cost, scored = costs
+    cost_model, import_cost, scored = costs
     slots = [
         np.minimum(np.arange(first, stop + tile, tile), stop)
         for first, stop, tile in zip(border[:-1], border[1:], tiles, strict=True)
     ]
     grid = np.concatenate([*(slot[:-1] for slot in slots), border[-1:]])
-    seconds = _work(packed, grid, cost_model, borrow_cost, scored)[1]
+    seconds = _work(packed, grid, cost_model, import_cost, scored)[1]
     of_slots = np.split(seconds, np.cumsum([len(slot) - 1 for slot in slots])[:-1])
     cells = ranks * len(slots)
     best, least = None, np.inf
@@ -241,11 +241,11 @@ def _dealt(
             predicted += np.bincount(rank, chunk, ranks).max()
         start, owner = np.concatenate(starts), np.concatenate(owners)
         ptr, pieces = find_pieces(packed, np.append(start, border[-1]), owner, cells)
-        rows = borrowed_rows(np.repeat(np.arange(cells), np.diff(ptr)), pieces, cells)
+        rows = imported_rows(np.repeat(np.arange(cells), np.diff(ptr)), pieces, cells)
         # of earlier slots a row comes from the rank that holds it
         between = rows.reshape(len(slots), ranks, len(slots), ranks).sum(2)
         between[:, range(ranks), range(ranks)] = 0
-        predicted += sum(borrow_cost.exchange_seconds(of_slot) for of_slot in between)
+        predicted += sum(import_cost.exchange_seconds(of_slot) for of_slot in between)
         if predicted < least:
             best, least = (each, start, owner), predicted
     assert best is not None
@@ -257,13 +257,13 @@ def split_stats(
     cost_model: CostModel | None = None,
     scored: Edges | None = None,
     *,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
 ) -> SplitStats:
     """Predicts balance and traffic of any division among ranks.
 
     Args:
         parts: the division.
-        cost_model, scored, borrow_cost: as in `split_tokens`.
+        cost_model, scored, import_cost: as in `split_tokens`.
 
     Returns:
         The stats.
@@ -272,20 +272,20 @@ def split_stats(
         ForestError, ValueError: as in `split_tokens`.
     """
     cost_model = CostModel() if cost_model is None else cost_model
-    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
+    import_cost = ImportCost() if import_cost is None else import_cost
     runs, owner = parts.runs
-    of_run = _work(parts.packed, runs, cost_model, borrow_cost, scored)
+    of_run = _work(parts.packed, runs, cost_model, import_cost, scored)
     flops, seconds = (np.bincount(owner, x, len(parts)) for x in of_run)
-    exchange = borrow_cost.exchange_seconds(parts.borrowed)
-    received = parts.borrowed.sum(1)
+    exchange = import_cost.exchange_seconds(parts.imported)
+    received = parts.imported.sum(1)
     together = float(seconds.max()) + exchange
     return SplitStats(
         own_tokens=tuple(parts.num_own_tokens.tolist()),
         flops=tuple(flops.tolist()),
         seconds=tuple(seconds.tolist()),
         received_rows=tuple(received.tolist()),
-        sent_rows=tuple(parts.borrowed.sum(0).tolist()),
-        received_bytes=tuple((received * borrow_cost.update_row_bytes).tolist()),
+        sent_rows=tuple(parts.imported.sum(0).tolist()),
+        received_bytes=tuple((received * import_cost.update_row_bytes).tolist()),
         exchange_seconds=exchange,
         efficiency=float(seconds.sum()) / (len(parts) * together) if together else 1.0,
     )
@@ -295,25 +295,25 @@ def _work(
     packed: PackedForest,
     border: np.ndarray,
     cost_model: CostModel,
-    borrow_cost: BorrowCost,
+    import_cost: ImportCost,
     scored: Edges | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """FLOPs and predicted seconds of the tokens between each two borders, float64 [B]."""
     flops = run_flops(packed, border, cost_model)
-    seconds = borrow_cost.compute_seconds(np.diff(border), flops, cost_model)
+    seconds = import_cost.compute_seconds(np.diff(border), flops, cost_model)
     if scored is None:
         return flops, seconds
-    if borrow_cost.lm_head > cost_model.linear:
+    if import_cost.lm_head > cost_model.linear:
         raise ValueError(
             f"with scored=, linear must count the lm_head for every token: expected at least "
-            f"borrow_cost.lm_head {borrow_cost.lm_head:.3g}, got {cost_model.linear:.3g}; give a "
-            "borrow_cost of the same model, or leave scored out"
+            f"import_cost.lm_head {import_cost.lm_head:.3g}, got {cost_model.linear:.3g}; give a "
+            "import_cost of the same model, or leave scored out"
         )
     predictor = integers("scored.predictor", scored.predictor, packed.num_tokens, "packed tokens")
     edges = np.bincount(predictor, minlength=packed.num_tokens)
     unscored = np.diff(border) - np.add.reduceat(edges, border[:-1])
-    less = borrow_cost.lm_head * unscored
-    return flops - less, seconds - less / borrow_cost.linear_rate
+    less = import_cost.lm_head * unscored
+    return flops - less, seconds - less / import_cost.linear_rate
 
 
 def _balance(values: tuple[float, ...]) -> float:

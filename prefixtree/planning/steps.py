@@ -1,8 +1,8 @@
 """`plan_steps`: divides a packed forest into steps that are computed one after another.
 
-A step is a run of packed tokens. It borrows the tokens above its first one, which earlier steps
+A step is a run of packed tokens. It imports the tokens above its first one, which earlier steps
 computed, so a trunk is computed once however many steps it takes. Forwards run in the order of the
-steps and backwards in the reverse order: what a step lends gets its gradients before its own
+steps and backwards in the reverse order: what a step exports gets its gradients before its own
 backward. A sequence may be longer than a step. Legend: T packed tokens.
 """
 
@@ -18,7 +18,7 @@ from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.packing.arguments import at_least_one, check_packed
 from prefixtree.packing.layout import PackedForest
-from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
+from prefixtree.planning.costs import CostModel, ImportCost, run_flops
 from prefixtree.planning.parts import Parts
 
 # a step may end early by at most this share of its room
@@ -31,31 +31,32 @@ class StepStats:
 
     Attributes:
         max_tokens: the budget.
-        borrow_weight: what a borrowed token counts of it.
+        import_weight: what an imported token counts of it.
         own_tokens: tokens that each step computes.
-        borrowed_tokens: tokens that each step borrows.
-        own_lent_tokens: own tokens of each step that any later step borrows.
-        lent_tokens: tokens that any later step borrows.
-        lent_bytes: bytes of these keys and values in all layers, if all are kept from the forwards
-            to the backwards.
-        again: FLOPs of a second forward of the lent tokens alone, over those of an update of the
+        imported_tokens: tokens that each step imports.
+        own_exported_tokens: own tokens of each step that any later step imports.
+        exported_tokens: tokens that any later step imports.
+        exported_bytes: bytes of these keys and values in all layers, if all are kept from the
+            forwards to the backwards.
+        again: FLOPs of a second forward of the exported tokens alone, over those of an update of
+            the
             forest in one piece: what the least repetition would cost.
         second_forward: FLOPs of the forwards that a backward of `sequence_logprobs(max_tokens=)`
             repeats: those of all steps but the last. Layers that are checkpointed in one forward
             repeat one of all tokens.
-        on_host: whether what a step borrows waits on the host until its layer runs.
+        on_host: whether what a step imports waits on the host until its layer runs.
         states: the most tokens whose states, in models with recurrent layers, wait at once for
             later steps.
         state_weight: what such a token's states count of max_tokens.
     """
 
     max_tokens: int
-    borrow_weight: float
+    import_weight: float
     own_tokens: tuple[int, ...]
-    borrowed_tokens: tuple[int, ...]
-    own_lent_tokens: tuple[int, ...]
-    lent_tokens: int
-    lent_bytes: int
+    imported_tokens: tuple[int, ...]
+    own_exported_tokens: tuple[int, ...]
+    exported_tokens: int
+    exported_bytes: int
     again: float
     second_forward: float = 0.0
     on_host: bool = False
@@ -65,46 +66,46 @@ class StepStats:
     @property
     def peak(self) -> float:
         """The most that a step holds, in own tokens; at most max_tokens."""
-        weighed = np.array(self.own_tokens) + self.borrow_weight * np.array(self.borrowed_tokens)
+        weighed = np.array(self.own_tokens) + self.import_weight * np.array(self.imported_tokens)
         return float(weighed.max()) + self.state_weight * self.states
 
-    def held_bytes(self, borrow_cost: BorrowCost) -> int:
-        """Computes the most bytes of borrowed and lent rows that wait on the device at once.
+    def held_bytes(self, import_cost: ImportCost) -> int:
+        """Computes the most bytes of imported and exported rows that wait on the device at once.
 
-        In the backward of a step these are the keys, values and gradients of what it borrows, and
-        the gradients of what it lends. In its forward they are the keys and values of both. With
+        In the backward of a step these are the keys, values and gradients of what it imports, and
+        the gradients of what it exports. In its forward they are the keys and values of both. With
         `on_host` there are none.
 
         Args:
-            borrow_cost: the bytes per row.
+            import_cost: the bytes per row.
 
         Returns:
             Bytes, in all layers, beside the activations of one step.
         """
         if self.on_host:
             return 0
-        states = self.states * borrow_cost.held_state_bytes
-        row, gradient = borrow_cost.row_bytes, borrow_cost.gradient_row_bytes
-        borrowed, lent = np.array(self.borrowed_tokens), np.array(self.own_lent_tokens)
-        forward = (borrowed + lent) * row
-        backward = borrowed * (row + gradient) + lent * gradient
-        return borrow_cost.layers * int(np.maximum(forward, backward).max()) + states
+        states = self.states * import_cost.held_state_bytes
+        row, gradient = import_cost.row_bytes, import_cost.gradient_row_bytes
+        imported, exported = np.array(self.imported_tokens), np.array(self.own_exported_tokens)
+        forward = (imported + exported) * row
+        backward = imported * (row + gradient) + exported * gradient
+        return import_cost.layers * int(np.maximum(forward, backward).max()) + states
 
     def __str__(self) -> str:
         tokens = sum(self.own_tokens)
         return (
             f"{tokens:,} tokens in {len(self.own_tokens):,} steps of at most {self.max_tokens:,}: "
-            f"a step borrows at most {max(self.borrowed_tokens):,} tokens, "
-            f"{self.borrow_weight:.2f} each; {self.lent_tokens:,} tokens are lent "
-            f"({self.lent_tokens / tokens:.1%}, {self.lent_bytes / 2**30:,.2f} GiB)"
+            f"a step imports at most {max(self.imported_tokens):,} tokens, "
+            f"{self.import_weight:.2f} each; {self.exported_tokens:,} tokens are exported "
+            f"({self.exported_tokens / tokens:.1%}, {self.exported_bytes / 2**30:,.2f} GiB)"
             f"{f', and states behind {self.states:,} at once' * bool(self.state_weight)}"
-            f"{' and borrowed from the host' if self.on_host else ''}, "
+            f"{' and imported from the host' if self.on_host else ''}, "
             f"{self.again:.1%} of the work if computed again"
         )
 
 
 class Steps(Parts):
-    """A packed forest divided into steps, each of which borrows from earlier ones. See `Parts`.
+    """A packed forest divided into steps, each of which imports from earlier ones. See `Parts`.
 
     `plan_steps` makes them. The constructor takes any owners that keep the order: no token may
     belong to an earlier step than a token above it.
@@ -113,7 +114,7 @@ class Steps(Parts):
         stats: tokens, memory and work, where `plan_steps` made them.
 
     Raises:
-        TypeError, ForestError, ValueError: as `Parts`; a ForestError too where a step borrows from
+        TypeError, ForestError, ValueError: as `Parts`; a ForestError too where a step imports from
             a later one.
     """
 
@@ -123,11 +124,11 @@ class Steps(Parts):
         self, packed: PackedForest, start: np.ndarray, part: np.ndarray, num_parts: int
     ) -> None:
         super()._init(packed, start, part, num_parts)
-        for bad in np.flatnonzero(self._pieces[:, 2] > self._borrower)[:1]:
-            token, _, lender = self._pieces[bad].tolist()
-            borrower = int(self._borrower[bad])
+        for bad in np.flatnonzero(self._pieces[:, 2] > self._importer)[:1]:
+            token, _, exporter = self._pieces[bad].tolist()
+            importer = int(self._importer[bad])
             raise ForestError(
-                f"step {borrower} borrows packed token {token} from step {lender}, which comes "
+                f"step {importer} imports packed token {token} from step {exporter}, which comes "
                 "later; expected every token in the step of the tokens above it, or in a later one"
             )
 
@@ -137,43 +138,43 @@ def plan_steps(
     max_tokens: int,
     cost_model: CostModel | None = None,
     *,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
 ) -> Steps:
     """Divides a packed forest into steps that fit a budget, and computes every token in one step.
 
     A step ends early at the end of a branch, by up to half of its room, if this saves the next step
-    at least as many borrowed tokens as the step leaves unused.
+    at least as many imported tokens as the step leaves unused.
 
     Args:
         packed: the packed forest.
-        max_tokens: what a step may hold, in own tokens. A borrowed token counts
-            `borrow_cost.weight`, the bytes of its keys, values and their gradients over those of an
-            own token. States that wait for later steps count `borrow_cost.state_weight` per token.
+        max_tokens: what a step may hold, in own tokens. An imported token counts
+            `import_cost.weight`, the bytes of its keys, values and their gradients over those of an
+            own token. States that wait for later steps count `import_cost.state_weight` per token.
             A sequence may be longer.
         cost_model: FLOPs per token and visible pair, for the stats. Default: `CostModel()`.
-        borrow_cost: the bytes. Default: `BorrowCost()`.
+        import_cost: the bytes. Default: `ImportCost()`.
 
     Returns:
         The steps, in the order of their forwards.
 
     Raises:
         TypeError: anything but a PackedForest.
-        ForestError: a path that fits no steps, because of the bytes of what they borrow, or a
+        ForestError: a path that fits no steps, because of the bytes of what they import, or a
             packed forest whose mask holds a subset of the queries.
-        ValueError: max_tokens that is no integer >= 1, or a borrow_cost without token_bytes.
+        ValueError: max_tokens that is no integer >= 1, or an import_cost without token_bytes.
     """
     check_packed(packed, "plan_steps")
     max_tokens = at_least_one("max_tokens", max_tokens)
     cost_model = CostModel() if cost_model is None else cost_model
-    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
-    weight, host = borrow_cost.weight, packed.mask.host
+    import_cost = ImportCost() if import_cost is None else import_cost
+    weight, host = import_cost.weight, packed.mask.host
     room = max_tokens
     while True:
         start, stuck = loops.parts.cut_steps(host.position, host.predictor, room, weight, _SLACK)
         if stuck >= 0:
             break
         states = _most_states(host.predictor, start)
-        taken = math.ceil(borrow_cost.state_weight * states)
+        taken = math.ceil(import_cost.state_weight * states)
         if room + taken <= max_tokens:
             break
         # steps leave room for the states; smaller ones may need more of them
@@ -181,7 +182,7 @@ def plan_steps(
         if room < 1:
             raise ForestError(
                 f"max_tokens {max_tokens} leaves no room beside the states behind {states} tokens, "
-                f"which count {borrow_cost.state_weight:.1f} each by their bytes: take more than "
+                f"which count {import_cost.state_weight:.1f} each by their bytes: take more than "
                 f"{taken + 1}"
             )
     if stuck >= 0:
@@ -189,14 +190,14 @@ def plan_steps(
         left = f" ({room} beside the states that wait)" * (room < max_tokens)
         raise ForestError(
             f"max_tokens {max_tokens}{left} is too little for packed token {stuck}, whose path has "
-            f"{above + 1} tokens: a step that begins there borrows {above}, which count "
+            f"{above + 1} tokens: a step that begins there imports {above}, which count "
             f"{weight:.2f} each by their bytes, {weight * above:.1f} in all; the least max_tokens "
             f"that works for this forest is {_least_budget(packed, room, weight)}"
             f"{' and what the states take' * (room < max_tokens)}"
         )
     steps = Steps.__new__(Steps)
     steps._init(packed, start, np.arange(len(start)), len(start))
-    steps.stats = _stats(steps, max_tokens, cost_model, borrow_cost)
+    steps.stats = _stats(steps, max_tokens, cost_model, import_cost)
     return steps
 
 
@@ -210,10 +211,10 @@ def _most_states(predictor: np.ndarray, start: np.ndarray) -> int:
     last = np.full(len(predictor), -1)
     # ascending, so that the last one stays
     last[before[crossing]] = step[going][crossing]
-    lent = np.flatnonzero(last >= 0)
+    exported = np.flatnonzero(last >= 0)
     change = np.zeros(len(start) + 1, np.int64)
-    np.add.at(change, step[lent], 1)
-    np.add.at(change, last[lent] + 1, -1)
+    np.add.at(change, step[exported], 1)
+    np.add.at(change, last[exported] + 1, -1)
     return int(np.cumsum(change).max(initial=0))
 
 
@@ -222,26 +223,26 @@ def plan_any_steps(
     max_tokens: int,
     cost_model: CostModel | None = None,
     *,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
 ) -> Steps:
-    """`plan_steps`, with borrowed rows on the host where a path does not fit on the device.
+    """`plan_steps`, with imported rows on the host where a path does not fit on the device.
 
     Args:
-        packed, max_tokens, cost_model, borrow_cost: as in `plan_steps`.
+        packed, max_tokens, cost_model, import_cost: as in `plan_steps`.
 
     Returns:
-        The steps; `stats.on_host` says where what they borrow waits.
+        The steps; `stats.on_host` says where what they import waits.
 
     Raises:
         TypeError, ForestError, ValueError: as `plan_steps`. The ForestError names the least budget
-            with borrowed rows on the host.
+            with imported rows on the host.
     """
-    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
-    if not borrow_cost.on_host:
+    import_cost = ImportCost() if import_cost is None else import_cost
+    if not import_cost.on_host:
         with suppress(ForestError):
-            return plan_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost)
-        borrow_cost = replace(borrow_cost, on_host=True)
-    return plan_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost)
+            return plan_steps(packed, max_tokens, cost_model, import_cost=import_cost)
+        import_cost = replace(import_cost, on_host=True)
+    return plan_steps(packed, max_tokens, cost_model, import_cost=import_cost)
 
 
 def _least_budget(packed: PackedForest, too_little: int, weight: float) -> int:
@@ -256,32 +257,32 @@ def _least_budget(packed: PackedForest, too_little: int, weight: float) -> int:
 
 
 def _stats(
-    steps: Steps, max_tokens: int, cost_model: CostModel, borrow_cost: BorrowCost
+    steps: Steps, max_tokens: int, cost_model: CostModel, import_cost: ImportCost
 ) -> StepStats:
-    border, lent = steps.lent_runs()
+    border, exported = steps.exported_runs()
     own = steps.num_own_tokens
-    lender = np.searchsorted(steps.runs[0], border[:-1][lent], side="right") - 1
-    own_lent = np.zeros(len(steps), np.int64)
-    np.add.at(own_lent, steps.runs[1][lender], np.diff(border)[lent])
+    exporter = np.searchsorted(steps.runs[0], border[:-1][exported], side="right") - 1
+    own_exported = np.zeros(len(steps), np.int64)
+    np.add.at(own_exported, steps.runs[1][exporter], np.diff(border)[exported])
     flops = run_flops(steps.packed, border, cost_model)
-    lent_tokens = int(np.diff(border)[lent].sum())
-    linear = cost_model.linear * lent_tokens
+    exported_tokens = int(np.diff(border)[exported].sum())
+    linear = cost_model.linear * exported_tokens
     # a forward is a third of an update in matrix products and 1 of 3.5 in attention
-    again = linear / 3 + (float(flops[lent].sum()) - linear) / 3.5
+    again = linear / 3 + (float(flops[exported].sum()) - linear) / 3.5
     linear = cost_model.linear * int(own[:-1].sum())
     all_but_last = float(run_flops(steps.packed, steps.runs[0], cost_model)[:-1].sum())
     second = linear / 3 + (all_but_last - linear) / 3.5
     return StepStats(
         max_tokens=max_tokens,
-        borrow_weight=borrow_cost.weight,
+        import_weight=import_cost.weight,
         own_tokens=tuple(own.tolist()),
-        borrowed_tokens=tuple((steps.num_rows - own).tolist()),
-        own_lent_tokens=tuple(own_lent.tolist()),
-        lent_tokens=lent_tokens,
-        lent_bytes=lent_tokens * borrow_cost.row_bytes * borrow_cost.layers,
+        imported_tokens=tuple((steps.num_rows - own).tolist()),
+        own_exported_tokens=tuple(own_exported.tolist()),
+        exported_tokens=exported_tokens,
+        exported_bytes=exported_tokens * import_cost.row_bytes * import_cost.layers,
         again=again / float(flops.sum()),
         second_forward=second,
-        on_host=borrow_cost.on_host,
+        on_host=import_cost.on_host,
         states=_most_states(steps.packed.mask.host.predictor, steps.runs[0][:-1]),
-        state_weight=borrow_cost.state_weight,
+        state_weight=import_cost.state_weight,
     )

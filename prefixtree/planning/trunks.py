@@ -21,7 +21,7 @@ import torch
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.planning.costs import BorrowCost, CostModel, run_flops
+from prefixtree.planning.costs import CostModel, ImportCost, run_flops
 from prefixtree.planning.steps import Steps
 
 # a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit
@@ -42,8 +42,8 @@ class TrunkStats:
         alive_tokens: the most trunk tokens that are kept at once.
         peak: the most that is held at once, in own tokens; at most `max_tokens` of the plan.
         again: whether trunks keep no graph: their forward runs a second time before their backward.
-        on_host: whether what trunks lend waits on the host until a layer reads it.
-        states: of recurrent layers, the most that trunks lend at once; 0 without such layers.
+        on_host: whether what trunks export waits on the host until a layer reads it.
+        states: of recurrent layers, the most that trunks export at once; 0 without such layers.
     """
 
     trunks: int
@@ -83,7 +83,7 @@ class Span(NamedTuple):
     Attributes:
         first: the micro-batch before which it runs forward.
         last: the micro-batch behind which it runs its backward.
-        is_trunk: whether others borrow from it; else it is the part of micro-batch `first`.
+        is_trunk: whether others import from it; else it is the part of micro-batch `first`.
     """
 
     first: int
@@ -134,7 +134,7 @@ class Trunks:
         first = np.array([span.first for span in self.spans])[self._owner[border[:-1]]]
         return np.bincount(first, flops, len(self.sequences))
 
-    def lent_states(self) -> np.ndarray:
+    def exported_states(self) -> np.ndarray:
         """Own tokens of each part that others continue, int64 [parts]."""
         return _states(self.forest, self._owner, len(self.spans))
 
@@ -165,19 +165,19 @@ class Trunks:
 def plan_trunks(
     forest: PrefixForest,
     max_tokens: int,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
     micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks:
     """Divides a forest into micro-batches and trunks, and computes every token once.
 
     Where trunks do not fit with their graphs, they keep none and their forward runs twice. Where
-    what they lend does not fit either, it waits on the host.
+    what they export does not fit either, it waits on the host.
 
     Args:
         forest: what one rank computes.
         max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
-            `borrow_cost.trunk_weight`. A sequence may be longer.
-        borrow_cost: the bytes. Default: `BorrowCost()`.
+            `import_cost.trunk_weight`. A sequence may be longer.
+        import_cost: the bytes. Default: `ImportCost()`.
         micro_batches: the sequences of each micro-batch, in the order in which they run; each
             sequence in one. Default: as few as fit.
 
@@ -186,19 +186,19 @@ def plan_trunks(
 
     Raises:
         ForestError: a path whose trunk does not fit, with the least budget that works.
-        ValueError: a borrow_cost without token_bytes.
+        ValueError: an import_cost without token_bytes.
     """
-    cost = BorrowCost() if borrow_cost is None else borrow_cost
+    cost = ImportCost() if import_cost is None else import_cost
     if micro_batches is not None:
         micro_batches = [np.sort(members) for members in micro_batches]
     ways = [cost, replace(cost, graph_bytes=0), replace(cost, graph_bytes=0, on_host=True)]
 
-    def divided(budget: int, way: BorrowCost) -> Trunks | None:
+    def divided(budget: int, way: ImportCost) -> Trunks | None:
         weights = _weights(way)
         batches = micro_batches or _micro_batches(forest, budget, weights)
         return _divided(forest, batches, budget, weights)
 
-    def planned(budget: int) -> tuple[Trunks, BorrowCost] | None:
+    def planned(budget: int) -> tuple[Trunks, ImportCost] | None:
         for way in ways:
             if (found := divided(budget, way)) is not None:
                 return found, way
@@ -213,7 +213,7 @@ def plan_trunks(
             low, high = (low, middle) if planned(middle) else (middle, high)
         raise ForestError(
             f"max_tokens {max_tokens} is too little for the trunks of this forest, also where they "
-            "keep no graph and what they lend waits on the host: the least max_tokens that works "
+            "keep no graph and what they export waits on the host: the least max_tokens that works "
             f"is about {high}; or compute it in steps (reuse=True)"
         )
     found, way = best
@@ -240,7 +240,7 @@ class _Weights(NamedTuple):
     state: float
 
 
-def _weights(cost: BorrowCost) -> _Weights:
+def _weights(cost: ImportCost) -> _Weights:
     return _Weights(cost.trunk_weight, cost.returned_weight, cost.state_weight)
 
 
@@ -340,7 +340,7 @@ class _Parts(NamedTuple):
 
 def _parts(first: np.ndarray, last: np.ndarray) -> _Parts:
     """A part for each two micro-batches between which nodes are held."""
-    # trunks before what borrows from them: the longer first
+    # trunks before what imports from them: the longer first
     pairs, of_node = np.unique(np.stack([first, -last], 1), axis=0, return_inverse=True)
     spans = [Span(int(f), int(-n), int(f) != int(-n)) for f, n in pairs]
     return _Parts(of_node.reshape(-1), spans)
@@ -367,20 +367,22 @@ class _Held:
         first, last = (np.array([span[at] for span in spans]) for at in (0, 1))
         is_trunk = np.array([span.is_trunk for span in spans])
         own, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
-        lent = np.zeros(len(spans), np.int64) if states is None else np.where(is_trunk, states, 0)
+        exported = (
+            np.zeros(len(spans), np.int64) if states is None else np.where(is_trunk, states, 0)
+        )
         change = np.zeros((2, count + 1), np.int64)
-        for of_kind, numbers in zip(change, (kept, lent), strict=True):
+        for of_kind, numbers in zip(change, (kept, exported), strict=True):
             np.add.at(of_kind, first, numbers)
             np.add.at(of_kind, last + 1, -numbers)
         self.alive, self.states = np.cumsum(change, 1)[:, :-1]
-        holds = weights.trunk * kept + weights.state * lent
+        holds = weights.trunk * kept + weights.state * exported
         before = np.tri(len(spans), k=-1, dtype=bool)
         # beside its forward: trunks before it; beside its backward: those whose own comes later
         forward = before & (first[:, None] <= last)
         ends = last[:, None]
         backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
         beside = np.where(is_trunk, np.maximum(forward @ holds, backward @ holds), 0)
-        running = kept * (1 + weights.returned) + weights.state * lent + beside
+        running = kept * (1 + weights.returned) + weights.state * exported + beside
         held = weights.trunk * self.alive + weights.state * self.states
         self.of_batch = np.bincount(first, own, count) + held
         self.peak = float(max(running.max(), self.of_batch.max()))
@@ -392,8 +394,8 @@ def _states(forest: PrefixForest, owner: np.ndarray, count: int) -> np.ndarray:
     end = forest.node_start + forest.node_length - 1
     above = forest.node_parent
     before[forest.node_start] = np.where(above < 0, -1, end[above])
-    lent = np.unique(before[(before >= 0) & (owner[before] != owner)])
-    return np.bincount(owner[lent], minlength=count)
+    exported = np.unique(before[(before >= 0) & (owner[before] != owner)])
+    return np.bincount(owner[exported], minlength=count)
 
 
 def _merged(
@@ -433,7 +435,7 @@ def _pieces(
 ) -> tuple[np.ndarray, list[Span]] | None:
     """The owner of each token, and the parts, those that do not fit cut into pieces.
 
-    The pieces of a micro-batch but its last are trunks that it alone borrows from. A trunk's fill
+    The pieces of a micro-batch but its last are trunks that it alone imports from. A trunk's fill
     at most `share` of the room that they have.
     """
     of_token = np.repeat(parts.of_node, forest.node_length)

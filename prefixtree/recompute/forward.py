@@ -18,19 +18,19 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError, with_hints
 from prefixtree.images.placements import place
-from prefixtree.images.vision import pictures_train
+from prefixtree.images.vision import images_train
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, fsdp2_units, layers_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
 from prefixtree.planning.micro_batch import MicroBatch, packed_of
+from prefixtree.recompute.image_work import ImageWork
 from prefixtree.recompute.layers import (
     MODES,
     Mode,
     recomputing,
 )
 from prefixtree.recompute.measured import Learnt, MeasuredPlan, learning, learnt_of
-from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
     PartWork,
     RecomputePlan,
@@ -48,17 +48,17 @@ from prefixtree.recompute.recorder import NotMeasuredError, meter_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from prefixtree.images.pictures import Pictures
-    from prefixtree.images.vision import EncodedPictures
-    from prefixtree.recompute.memory import ModelMemory, TowerMemory
+    from prefixtree.images.images import Images
+    from prefixtree.images.vision import EncodedImages
+    from prefixtree.recompute.memory import EncoderMemory, ModelMemory
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
-# from the dtype in which a tower takes pixels to the pictures of a forward
-Shown = Callable[[torch.dtype], PictureWork | None]
+# from the dtype in which a vision encoder takes pixels to the images of a forward
+Shown = Callable[[torch.dtype], ImageWork | None]
 # of the memory, what is left free of forests that are sized by a probe alone
 _OF_PROBES = 0.08
-# patches that a tower takes at once while nothing is known of the layers
+# patches that a vision encoder takes at once while nothing is known of the layers
 _FEW_PATCHES = 1 << 12
 
 
@@ -69,7 +69,7 @@ def plan_recomputation(
     memory: int | None = None,
     scored: int | None = None,
     *,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> RecomputePlan:
     """Plans what the layers of a model recompute in the backward of a packed forest.
 
@@ -79,7 +79,7 @@ def plan_recomputation(
     before any did, a copy of the first layers, which shares the weights' memory and nothing else,
     runs a few tokens.
 
-    With pictures, the vision tower keeps its activations of the last ones where that saves more
+    With images, the vision encoder keeps its activations of the last ones where that saves more
     FLOPs than layers would with these bytes, and computes the others again in the backward, as many
     at once as fit.
 
@@ -91,7 +91,7 @@ def plan_recomputation(
             anything then leaves half of what the backward of a layer takes, for what fragments.
         scored: edges whose log-probability is computed. Default: one per token; none of a
             classifier.
-        pictures: as `sequence_logprobs` gets them. Default: text alone.
+        images: as `sequence_logprobs` gets them. Default: text alone.
 
     Returns:
         RecomputePlan: for `sequence_logprobs(recompute=)` and `sequence_values(recompute=)`.
@@ -102,15 +102,15 @@ def plan_recomputation(
         UnsupportedError: layers that a wrapper recomputes by itself, or whose memory is not known
             and cannot be probed (FSDP1).
         torch.OutOfMemoryError: the forest does not fit with every layer recomputed, or its largest
-            picture does not fit.
+            image does not fit.
     """
     packed = packed_of(packed, "plan_recomputation", lambda: device_of(_transformer(model)))
     memory = None if memory is None else _bytes(memory)
     if scored is not None:
         scored = integer("scored", scored, 0, or_none=True)
     shown: Shown | None = None
-    if pictures is not None and len((placements := place(packed, pictures)[0]).number):
-        shown = partial(PictureWork.of, placements, pictures, moved=False)
+    if images is not None and len((placements := place(packed, images)[0]).number):
+        shown = partial(ImageWork.of, placements, images, moved=False)
     return _planned(model, packed, memory, scored, shown)
 
 
@@ -152,12 +152,13 @@ def _planned(
     if shown is None:
         plan = plan_for(of_layers, work, memory, with_spare=with_spare)
     else:
-        tower = tower_memory_of(model, causal_lm, device)
+        encoder = encoder_memory_of(model, causal_lm, device)
         if share is not None:
-            # features travel between ranks behind the tower, all of whose runs are computed again
-            tower = replace(tower, may_keep=False)
-        work = replace(work, pictures=shown(tower.dtype))
-        plan = plan_for(of_layers, work, memory, tower, with_spare=with_spare)
+            # features travel between ranks behind the vision encoder, all of whose runs are
+            # computed again
+            encoder = replace(encoder, may_keep=False)
+        work = replace(work, images=shown(encoder.dtype))
+        plan = plan_for(of_layers, work, memory, encoder, with_spare=with_spare)
     if not learns:
         return plan
     if share is None:
@@ -346,16 +347,16 @@ def recomputed_forward(
     scored: int,
     recompute: Recompute,
     held: int = 0,
-    shown: EncodedPictures | None = None,
+    shown: EncodedImages | None = None,
     share: GroupShare | None = None,
 ) -> tuple[Mode | RecomputePlan, AbstractContextManager[None]]:
-    """Chooses what the layers of one forward, and its vision tower, compute again.
+    """Chooses what the layers of one forward, and its vision encoder, compute again.
 
     Args:
         scored: edges whose log-probability is computed.
         recompute: not None.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
-        shown: the pictures that the forward encodes. Default: text alone.
+        shown: the images that the forward encodes. Default: text alone.
         share: of a rank of a group, which computes a part of the forest. Default: all of it.
 
     Returns:
@@ -375,15 +376,15 @@ def recomputed_forward(
     choice: Mode | RecomputePlan
     modes: Sequence[Mode]
     if recompute == "auto":
-        of_pictures: Shown | None = None
+        of_images: Shown | None = None
         if shown is not None and len(shown.placed.placements.number):
             placed = shown.placed
             if share is None:
-                shown_by = placed.placements, placed.pictures
-                of_pictures = partial(PictureWork.of, *shown_by, moved=True)
+                shown_by = placed.placements, placed.images
+                of_images = partial(ImageWork.of, *shown_by, moved=True)
             else:
-                of_pictures = partial(PictureWork.of_rank, shown.encodings)
-        planned = partial(_auto, model, causal_lm, packed, scored, of_pictures, held, share)
+                of_images = partial(ImageWork.of_rank, shown.encodings)
+        planned = partial(_auto, model, causal_lm, packed, scored, of_images, held, share)
         first = partial(_first_modes, causal_lm, packed.device)
         plan = planned() if share is None else share.agreed(packed.device, planned, first)
         choice, modes = plan, plan.modes
@@ -483,20 +484,20 @@ def _is_compiled(causal_lm: Any) -> bool:
     return vars(layers_of(causal_lm)[0]).get("_compiled_call_impl") is not None
 
 
-def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> TowerMemory:
-    """The same of its vision tower, always by a probe."""
-    from prefixtree.recompute.tower_memory import tower_memory
+def encoder_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> EncoderMemory:
+    """The same of its vision encoder, always by a probe."""
+    from prefixtree.recompute.encoder_memory import encoder_memory
 
-    return tower_memory(causal_lm, device, *_dtypes(causal_lm, device))
+    return encoder_memory(causal_lm, device, *_dtypes(causal_lm, device))
 
 
 def _begins_with_gradient(causal_lm: Any) -> bool:
     """Whether hidden states may get a gradient where the embedding does not train: of a hook, as
-    `enable_input_require_grads` adds one, or of pictures."""
+    `enable_input_require_grads` adds one, or of images."""
     hooks = causal_lm.get_input_embeddings()._forward_hooks.values()
     # FSDP2's need none
     hooked = any(not hook.__module__.startswith("torch.distributed.") for hook in hooks)
-    return hooked or pictures_train(causal_lm)
+    return hooked or images_train(causal_lm)
 
 
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:

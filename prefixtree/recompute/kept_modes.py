@@ -6,8 +6,8 @@ trunks follow one plan; or they hold no graph, and their forward runs again befo
 Each micro-batch follows the plan that recomputes least in what is left. Of all choices for the
 trunks, the one with which the fewest FLOPs run again is taken.
 
-Legend: C choices for the trunks: all plans [a, b] of `peaks_of`, with pictures also those in which
-towers keep all, and the forward again.
+Legend: C choices for the trunks: all plans [a, b] of `peaks_of`, with images also those in which
+vision encoders keep all, and the forward again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree.errors import Refusal, refuse
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import measure_bytes
-from prefixtree.planning.costs import borrow_cost_of
+from prefixtree.planning.costs import import_cost_of
 from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.schedule import graphs_beside, kept
@@ -32,6 +32,7 @@ from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
 from prefixtree.recompute.forward import (
     Recompute,
+    encoder_memory_of,
     first_plan,
     learnt_so_far,
     least_plan,
@@ -39,9 +40,8 @@ from prefixtree.recompute.forward import (
     lm_head_trains,
     measured_plan,
     memory_of,
-    tower_memory_of,
 )
-from prefixtree.recompute.picture_work import PictureWork, TowerChoice
+from prefixtree.recompute.image_work import EncoderChoice, ImageWork
 from prefixtree.recompute.plan import (
     PartWork,
     RecomputePlan,
@@ -61,11 +61,11 @@ from prefixtree.recompute.recorder import meter_of
 
 if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Ledger
-    from prefixtree.recompute.memory import ModelMemory, TowerMemory
+    from prefixtree.recompute.memory import EncoderMemory, ModelMemory
 
 from prefixtree.wings import CallWing
 
-# of what a tower may keep
+# of what a vision encoder may keep
 _CHOICES = 8
 
 
@@ -95,7 +95,7 @@ def plan_kept(
     *,
     on_host: bool = False,
     runs_again: bool = False,
-    tower: TowerMemory | None = None,
+    encoder: EncoderMemory | None = None,
     with_spare: bool = False,
     waiting: np.ndarray | None = None,
 ) -> KeptPlan:
@@ -105,10 +105,10 @@ def plan_kept(
         memory: of the model.
         works: per part, in the order of forwards.
         spans: of the same parts.
-        available: bytes for activations, lent rows, states, and what is returned to them.
-        on_host: whether what trunks lend waits on the host.
+        available: bytes for activations, exported rows, states, and what is returned to them.
+        on_host: whether what trunks export waits on the host.
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
-        tower: the memory of the tower, where parts have pictures.
+        vision encoder: the memory of the vision encoder, where parts have images.
         with_spare: as in `plan_for`.
         waiting: bytes that parts which are no trunks leave to others, per part that runs beside
             them, as steps do. Default: none.
@@ -117,25 +117,29 @@ def plan_kept(
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
         ValueError: a model without a layer of softmax attention.
     """
-    parts = [_PartPlans(memory, work, tower, with_spare) for work in works]
+    parts = [_PartPlans(memory, work, encoder, with_spare) for work in works]
     costs = [part.costs for part in parts]
     trunks = [part for part, span in enumerate(spans) if span.is_trunk]
-    borrow = replace(borrow_cost_of(memory.cost), on_host=on_host)
-    row, gradient = (borrow.held_layers * x for x in (borrow.row_bytes, borrow.gradient_row_bytes))
-    # of trunks, towers keep nothing, or all
-    ways = [0, -1] if any(len(parts[part].towers) > 1 for part in trunks) else [0]
+    imports = replace(import_cost_of(memory.cost), on_host=on_host)
+    row, gradient = (
+        imports.held_layers * x for x in (imports.row_bytes, imports.gradient_row_bytes)
+    )
+    # of trunks, vision encoders keep nothing, or all
+    ways = [0, -1] if any(len(parts[part].encoders) > 1 for part in trunks) else [0]
     plans = costs[0].size
     # [C] each: what a trunk holds while others run, and what waits for its own layers
     holds, waits = {}, dict(enumerate(np.zeros(len(works)) if waiting is None else waiting))
     for part in trunks:
         work = works[part]
         layers = held_by_plans(memory, work).ravel() + parts[part].shown
-        graphs = [layers + parts[part].towers[way].held for way in ways]
-        states = work.states * borrow.held_state_bytes
-        holds[part] = np.append(np.concatenate(graphs), 0.0) + work.lent * (row + gradient) + states
-        waits[part] = work.lent * max(row, gradient) + states
+        graphs = [layers + parts[part].encoders[way].held for way in ways]
+        states = work.states * imports.held_state_bytes
+        holds[part] = (
+            np.append(np.concatenate(graphs), 0.0) + work.exported * (row + gradient) + states
+        )
+        waits[part] = work.exported * max(row, gradient) + states
     nothing = np.zeros(plans * len(ways) + 1)
-    # lent rows are held as long as graphs, also where trunks keep none
+    # exported rows are held as long as graphs, also where trunks keep none
     held = graphs_beside(kept(spans, 1 + max(span.last for span in spans), trains=True))
     beside = [
         waits[part]
@@ -148,7 +152,7 @@ def plan_kept(
         if span.is_trunk:
             for i, way in enumerate(ways):
                 of_way = slice(i * plans, (i + 1) * plans)
-                _, needs, cost = parts[part].with_tower(way)
+                _, needs, cost = parts[part].with_encoder(way)
                 total[of_way] += np.where(needs.ravel() <= room[of_way], cost.ravel(), np.inf)
             again = parts[part].least(room[-1:])
             total[-1] += again[0] + parts[part].forward()
@@ -158,7 +162,7 @@ def plan_kept(
         total[:-1] = np.inf
     best = np.flatnonzero(total == total.min())
     if not np.isfinite(total.min()):
-        peaks = [part.with_tower(0)[0] for part in parts]
+        peaks = [part.with_encoder(0)[0] for part in parts]
         raise torch.OutOfMemoryError(_message(memory, works, peaks, beside, available))
     choice = int(best[sum((h[best] for h in holds.values()), nothing[best]).argmin()])
     keeps_graphs = choice < len(total) - 1
@@ -178,28 +182,28 @@ class _PartPlans:
 
     Attributes:
         costs: multiply-adds computed again by layers, of all plans [a, b].
-        towers: what its vision tower may keep; one choice where it has no pictures.
-        shown: bytes of pictures, from the tower's forward to its backward, which comes last.
+        vision encoders: what its vision encoder may keep; one choice where it has no images.
+        shown: bytes of images, from the vision encoder's forward to its backward, which comes last.
     """
 
     def __init__(
-        self, memory: ModelMemory, work: PartWork, tower: TowerMemory | None, with_spare: bool
+        self, memory: ModelMemory, work: PartWork, encoder: EncoderMemory | None, with_spare: bool
     ) -> None:
-        self._memory, self._work, self._tower = memory, work, tower
-        self._pictures = work.pictures if tower is not None else None
+        self._memory, self._work, self._encoder = memory, work, encoder
+        self._images = work.images if encoder is not None else None
         self._peaks, self.costs = peaks_of(memory, work), recomputed_by(memory, work)
         self._spare = spare_bytes(memory, work, with_spare)
-        # beside the tower's backward are the gradients of the embedding and of an lm_head with its
-        # weight
+        # beside the vision encoder's backward are the gradients of the embedding and of an lm_head
+        # with its weight
         self._ends = memory.before * work.num_tokens + waiting_bytes(memory, work)
-        self.shown, self.towers = 0.0, [TowerChoice(0, 0, 0.0, 0.0, 0.0)]
-        if self._pictures is not None and tower is not None:
-            self.shown = self._pictures.held(tower)
-            self.towers = self._pictures.choices(tower, _CHOICES)
+        self.shown, self.encoders = 0.0, [EncoderChoice(0, 0, 0.0, 0.0, 0.0)]
+        if self._images is not None and encoder is not None:
+            self.shown = self._images.held(encoder)
+            self.encoders = self._images.choices(encoder, _CHOICES)
 
-    def with_tower(self, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def with_encoder(self, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of all plans [a, b]: peaks, what must be free for them, and multiply-adds."""
-        choice = self.towers[way]
+        choice = self.encoders[way]
         free = spare_beside(choice, self._spare)
         of_layers = self._peaks + choice.held
         last = self._ends + choice.needs
@@ -210,7 +214,7 @@ class _PartPlans:
     def least(self, room: np.ndarray) -> np.ndarray:
         """The multiply-adds of the cheapest plan in each room, [len(room)]; infinite where none
         fits."""
-        each = [_least(*self.with_tower(way)[1:], room) for way in range(len(self.towers))]
+        each = [_least(*self.with_encoder(way)[1:], room) for way in range(len(self.encoders))]
         return np.minimum.reduce(each)
 
     def forward(self) -> float:
@@ -219,7 +223,7 @@ class _PartPlans:
         outside = cost.outside_weights * self._work.num_tokens
         outside += cost.lm_head_weights * self._work.scored
         layers = sum(map(np.sum, layer_products(self._memory, self._work)))
-        return float(layers + outside + self.towers[0].again)
+        return float(layers + outside + self.encoders[0].again)
 
     def plan(
         self, others: float, available: float, way: int | None = None, place: int = 0
@@ -231,20 +235,20 @@ class _PartPlans:
         """
         if way is None:
             room = np.array([available - others])
-            least = [_least(*self.with_tower(i)[1:], room)[0] for i in range(len(self.towers))]
+            least = [_least(*self.with_encoder(i)[1:], room)[0] for i in range(len(self.encoders))]
             way = int(np.argmin(least))
-            _, needs, costs = self.with_tower(way)
+            _, needs, costs = self.with_encoder(way)
             cheap = cheapest(needs, costs, float(room[0]))
             assert cheap is not None
             a, b = place_of(cheap)
             place = a * self.costs.shape[1] + b
-        plan = plan_at(self.with_tower(way)[0] + others, place)
-        if self._pictures is None or self._tower is None:
+        plan = plan_at(self.with_encoder(way)[0] + others, place)
+        if self._images is None or self._encoder is None:
             return plan
-        choice = self.towers[way]
+        choice = self.encoders[way]
         outside = others + self.shown + self._ends
         left = available - outside - spare_beside(choice, self._spare)
-        patches, run = self._pictures.runs(self._tower, left, choice)
+        patches, run = self._images.runs(self._encoder, left, choice)
         peak = max(plan.peak_bytes, round(outside + run))
         return replace(plan, peak_bytes=peak, patches=patches, kept=choice.kept)
 
@@ -269,13 +273,13 @@ def _message(
 ) -> str:
     needed = [peak[-1, -1] + others[-1] for peak, others in zip(peaks, beside, strict=True)]
     worst = int(np.argmax(needed))
-    words = f", beside what trunks lend ({beside[worst][-1] / 2**30:.1f} GiB)"
-    if works[worst].pictures is not None:
-        words += ", its pictures included"
+    words = f", beside what trunks export ({beside[worst][-1] / 2**30:.1f} GiB)"
+    if works[worst].images is not None:
+        words += ", its images included"
     return too_large(memory, works[worst], available, needed[worst], words)
 
 
-# ---- modes of parts ------------------------------------------------------------------------------
+# ---- modes of parts ----------------------------------------------------------------------------
 
 #: What `kept_trunks(recompute_trunks=)` takes.
 RecomputeTrunks = Recompute | Literal["again"]
@@ -307,12 +311,12 @@ class PartModes(NamedTuple):
     runs_again: bool
 
 
-#: Of a model that kept trunks show pictures to, with two modes of recompute.
-KEPT_PICTURES = (
+#: Of a model that kept trunks show images to, with two modes of recompute.
+KEPT_IMAGES = (
     Refusal(
         "recompute_trunks",
         lambda model: any(isinstance(m, FSDPModule) for m in model.modules()),
-        "ranks of FSDP2 gather the vision tower together, so kept trunks recompute as "
+        "ranks of FSDP2 gather the vision encoder together, so kept trunks recompute as "
         "micro-batches do: leave recompute_trunks out, or give 'again'",
     ),
 )
@@ -325,11 +329,11 @@ def check_modes(
 
     Args:
         model: as `kept_trunks` takes it.
-        sees: whether there are pictures.
+        sees: whether there are images.
 
     Raises:
         ValueError: "auto", which would plan only one of trunks and micro-batches.
-        UnsupportedError: under FSDP2 with pictures two modes.
+        UnsupportedError: under FSDP2 with images two modes.
     """
     if recompute_trunks == "auto" or (
         recompute == "auto" and recompute_trunks not in (None, "again")
@@ -340,7 +344,7 @@ def check_modes(
             f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
         )
     if sees and recompute_trunks not in (None, "again", recompute):
-        refuse(KEPT_PICTURES, model)
+        refuse(KEPT_IMAGES, model)
 
 
 def modes_of(
@@ -372,10 +376,10 @@ def modes_of(
     again = recompute_trunks == "again"
     if recompute == "auto":
         if trunks is None or steps is None or not trains:
-            # ranks of FSDP2 whose parts are planned recompute their towers, dummies' too
+            # ranks of FSDP2 whose parts are planned recompute their vision encoders, dummies' too
             return PartModes([None] * len(num_scored), "all" if trains else None, again)
         plan = _planned(
-            *(model, steps, num_scored, trunks.lent_states(), trunks.spans, asked, held_bytes),
+            *(model, steps, num_scored, trunks.exported_states(), trunks.spans, asked, held_bytes),
             on_host=trunks.stats.on_host,
             runs_again=again,
         )
@@ -432,8 +436,8 @@ def _planned(
     """The plan of all parts for the memory that is available now.
 
     Args:
-        states: own tokens behind which each trunk lends states.
-        ledger: of parts that are no trunks, and lend.
+        states: own tokens behind which each trunk exports states.
+        ledger: of parts that are no trunks, and export.
     """
     causal_lm, available = left_for_activations(model, steps.packed.device)
     available -= held_bytes
@@ -445,7 +449,7 @@ def _planned(
     # values have no lm_head, and their rows are those of the last norm
     counts = num_scored if trains_head is not None else [0] * len(num_scored)
     parts = zip(steps, counts, states, strict=True)
-    works = [PartWork.of(part, n, bool(trains_head), int(lent)) for part, n, lent in parts]
+    works = [PartWork.of(part, n, bool(trains_head), int(exported)) for part, n, exported in parts]
     device, learnt = steps.packed.device, learnt_so_far(causal_lm, steps.packed.device)
     available -= round(learnt.margin)
     measures = meter_of(device) is not None
@@ -462,28 +466,28 @@ def _planned(
         memory = memory_of(model, causal_lm, device)
     waiting = None
     if ledger is not None:
-        cost = borrow_cost_of(memory.cost)
+        cost = import_cost_of(memory.cost)
         row = cost.held_layers * np.array([cost.row_bytes, cost.gradient_row_bytes])
         waiting = ledger.most_waiting(KEYS) @ row
         if cost.held_state_bytes:
             waiting = waiting + ledger.most_waiting(STATES).max(1) * cost.held_state_bytes
-    tower = None
+    encoder = None
     if placed is not None and len(placed.placements.number):
-        tower = tower_memory_of(model, causal_lm, device)
+        encoder = encoder_memory_of(model, causal_lm, device)
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             # a backward may meet that of any forward of another rank: all compute again
-            tower = replace(tower, may_keep=False)
+            encoder = replace(encoder, may_keep=False)
         shown = [
-            PictureWork.of(
-                placed.placements.shown_by(part.own_tokens, placed.pictures),
-                placed.pictures,
-                tower.dtype,
+            ImageWork.of(
+                placed.placements.shown_by(part.own_tokens, placed.images),
+                placed.images,
+                encoder.dtype,
                 moved=False,
             )
             for part in steps
         ]
-        works = [replace(work, pictures=x) for work, x in zip(works, shown, strict=True)]
-    more |= {"tower": tower, "with_spare": True, "waiting": waiting}
+        works = [replace(work, images=x) for work, x in zip(works, shown, strict=True)]
+    more |= {"encoder": encoder, "with_spare": True, "waiting": waiting}
     plan = plan_kept(memory, works, spans, available, **more)
     if not measures:
         return plan

@@ -59,8 +59,8 @@ _FUNCTIONS: dict[Mode, Any] = {
     "all_but_attention": partial(_keeping_attention, use_reentrant=False),
     "nothing": None,
 }
-#: What torch's attention runs in the towers of pictures.
-IN_TOWERS = [
+#: What torch's attention runs in the vision encoders of images.
+IN_ENCODERS = [
     operator.default
     for name in (
         "flash_attention",
@@ -88,13 +88,13 @@ def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
         yield
 
 
-def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | None:
-    """A checkpoint around a whole vision tower, in which its layers have none of their own.
+def checkpoint_of_encoder(encoder: nn.Module, mode: Mode) -> Callable[..., Any] | None:
+    """A checkpoint around a whole vision encoder, in which its layers have none of their own.
 
     Args:
-        tower: of a transformers model.
-        mode: of the tower. "all_but_attention" keeps the outputs of torch's attention, except under
-            FSDP2, where it is "all".
+        vision encoder: of a transformers model.
+        mode: of the vision encoder. "all_but_attention" keeps the outputs of torch's attention,
+            except under FSDP2, where it is "all".
 
     Returns:
         (function, *tensors) -> what the function returns. None for "nothing".
@@ -102,17 +102,19 @@ def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | No
     if mode == "nothing":
         return None
     function: Callable[..., Any] = _checkpoint
-    # FSDP2's hooks within the tower run in the backward too, under which this is not verified
-    is_sharded = any(isinstance(module, FSDPModule) for module in tower.modules())
+    # FSDP2's hooks within the vision encoder run in the backward too, under which this is not
+    # verified
+    is_sharded = any(isinstance(module, FSDPModule) for module in encoder.modules())
     if mode == "all_but_attention" and not is_sharded:
-        function = partial(_keeping, operators=IN_TOWERS)
-    within = [m for m in tower.modules() if _has_switch(m)]
+        function = partial(_keeping, operators=IN_ENCODERS)
+    within = [m for m in encoder.modules() if _has_switch(m)]
     return partial(_as_one, within, function) if within else function
 
 
-def keeping_in_tower(tower: nn.Module) -> Callable[..., Any]:
-    """The same for runs of a tower that keep their activations: its layers have no checkpoints."""
-    within = [m for m in tower.modules() if _has_switch(m)]
+def keeping_in_encoder(encoder: nn.Module) -> Callable[..., Any]:
+    """The same for runs of a vision encoder that keep their activations: its layers have no
+    checkpoints."""
+    within = [m for m in encoder.modules() if _has_switch(m)]
     return partial(_as_one, within, _direct) if within else _direct
 
 
@@ -120,9 +122,9 @@ def _direct(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
 
 
-def checkpoints_itself(tower: nn.Module) -> bool:
-    """Whether transformers recomputes the layers of a tower in the backward."""
-    return tower.training and any(getattr(m, _SWITCH, False) for m in tower.modules())
+def checkpoints_itself(encoder: nn.Module) -> bool:
+    """Whether transformers recomputes the layers of a vision encoder in the backward."""
+    return encoder.training and any(getattr(m, _SWITCH, False) for m in encoder.modules())
 
 
 def _has_switch(module: nn.Module) -> bool:

@@ -43,7 +43,7 @@ class MeasuredPlan(RecomputePlan):
     first: bool = False
 
 
-# ---- what is known -------------------------------------------------------------------------------
+# ---- what is known -----------------------------------------------------------------------------
 
 
 class _Line:
@@ -108,13 +108,13 @@ class Learnt:
         # of a forward that has not had its backward: what was there, and what it may come to
         self._watched: tuple[float, float, float] | None = None
 
-    # ---- measurements ----------------------------------------------------------------------------
+    # ---- measurements ---------------------------------------------------------------------------
 
     def add(self, run: Run, work: Work | PartWork | None = None) -> None:
         """Adds what a run told.
 
         Args:
-            work: what ran, if it borrowed rows. Default: a whole forest.
+            work: what ran, if it imported rows. Default: a whole forest.
         """
         count = len(run.modes)
         self.frozen = run.frozen if run.frozen < count else len(self.kinds)
@@ -157,7 +157,7 @@ class Learnt:
             for pair in pairs
         )
 
-    # ---- modes that tell -------------------------------------------------------------------------
+    # ---- modes that tell ------------------------------------------------------------------------
 
     def first_modes(self, compiled: bool) -> tuple[Mode, ...]:
         """The safest modes that tell of all: every layer recomputes all, but of each kind the last
@@ -208,7 +208,7 @@ class Learnt:
                     taken.add(places[-1])
         return tuple(modes)
 
-    # ---- the memory ------------------------------------------------------------------------------
+    # ---- the memory -----------------------------------------------------------------------------
 
     def memory(self) -> ModelMemory | None:
         """Gives what is known, for plans; None where nothing is of a kind of layers.
@@ -260,7 +260,7 @@ class Learnt:
         middle = LayerMemory(kept.held, whole.working)
         return {"all": whole, "all_but_attention": middle, "nothing": most, **known}
 
-    # ---- forwards that run -----------------------------------------------------------------------
+    # ---- forwards that run ----------------------------------------------------------------------
 
     @contextmanager
     def measuring(self, causal_lm: Any, meter: Meter, plan: MeasuredPlan) -> Iterator[None]:

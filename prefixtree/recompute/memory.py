@@ -94,22 +94,22 @@ class ModelMemory:
 
 
 @dataclass(frozen=True)
-class TowerMemory:
-    """Bytes of a vision tower in training.
+class EncoderMemory:
+    """Bytes of a vision encoder in training.
 
     Attributes:
         patch: of a run, per patch: the most that is alive in its backward, in which it is computed
             again whole, beside its pixels and features.
         fixed: of a run, whatever its patches.
         feature: of the features of one placeholder, all that the model reads.
-        dtype: of pixels as the tower takes them.
+        dtype: of pixels as the vision encoder takes them.
         gradients: of its parameters, which those of the first run wait in until the last one.
         held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
             what it keeps from its forward until its backward.
         products: multiply-adds of a forward per patch, attention's left out.
         pairs: attention's, per pair of patches of a frame.
-        may_keep: whether a plan may let it keep anything. A tower without gradients has nothing to
-            keep and computes nothing again.
+        may_keep: whether a plan may let it keep anything. A vision encoder without gradients has
+            nothing to keep and computes nothing again.
     """
 
     patch: float
@@ -131,10 +131,11 @@ class TowerMemory:
         return self.held[0] * patches + self.held[1]
 
     def again(self, patches: int, frames: int = 1) -> float:
-        """The multiply-adds of a forward of a picture, which are those of computing it again.
+        """The multiply-adds of a forward of an image, which are those of computing it again.
 
         Args:
-            frames: in which its patches are; towers attend within a frame. Default: an image's.
+            frames: in which its patches are; vision encoders attend within a frame. Default: an
+                image's.
         """
         return self.products * patches + self.pairs * patches**2 / frames
 

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 from prefixtree.forest import PrefixForest
-from prefixtree.images.tower import RUN
+from prefixtree.images.encoder import RUN
 from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.recompute.image_work import EncoderChoice, ImageWork
 from prefixtree.recompute.layers import MODES, Mode
-from prefixtree.recompute.picture_work import PictureWork, TowerChoice
 
 if TYPE_CHECKING:
     from prefixtree.planning.model_cost import ModelCost
     from prefixtree.planning.parts import Part
-    from prefixtree.recompute.memory import ModelMemory, TowerMemory
+    from prefixtree.recompute.memory import EncoderMemory, ModelMemory
 
 _GIB = 2**30
-# of what a tower may keep
+# of what a vision encoder may keep
 _CHOICES = 64
 # logits of a chunk of scored edges, and their float32 copies where no kernel of ours runs
 _LOGITS = 1 << 29
@@ -39,10 +39,11 @@ class RecomputePlan:
         modes: "all", "all_but_attention" or "nothing", first layer to last.
         peak_bytes: the most bytes of activations that are alive at once, as predicted; gradients of
             weights that are added to kept ones count, weights and kept gradients do not.
-        patches: of pictures, that the vision tower takes at once; a larger picture is taken alone.
-        kept: of the last pictures, as many as have at most so many patches, the tower keeps its
-            activations; those of the others it computes again in the backward. None, as in plans
-            without pictures: those of all.
+        patches: of images, that the vision encoder takes at once; a larger image is taken alone.
+        kept: of the last images, as many as have at most so many patches, the vision encoder keeps
+            its activations; those of the others it computes again in the backward. None, as in
+            plans
+            without images: those of all.
     """
 
     modes: tuple[Mode, ...]
@@ -53,7 +54,7 @@ class RecomputePlan:
     def __str__(self) -> str:
         counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
         if self.kept is not None:
-            counts += f"; the vision tower keeps {self.kept:,} patches"
+            counts += f"; the vision encoder keeps {self.kept:,} patches"
         return f"recomputed in {len(self.modes)} layers: {counts}; {self.peak_bytes / _GIB:.1f} GiB"
 
 
@@ -65,13 +66,13 @@ class Work:
         forest: of the micro-batch.
         scored: edges whose log-probability is computed.
         trains_lm_head: whether the lm_head's weight gets a gradient.
-        pictures: that its forest places. Default: text alone.
+        images: that its forest places. Default: text alone.
     """
 
     forest: PrefixForest
     scored: int
     trains_lm_head: bool = True
-    pictures: PictureWork | None = None
+    images: ImageWork | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -87,30 +88,30 @@ class Work:
 
 @dataclass(frozen=True)
 class PartWork:
-    """A trunk, a micro-batch that borrows from trunks, or the part of a rank of a group, as the
+    """A trunk, a micro-batch that imports from trunks, or the part of a rank of a group, as the
     memory model sees it.
 
     Attributes:
         runs: the position of the first token of each run of own tokens, and its tokens, int64
             [runs].
-        borrowed: rows of keys and values that every layer borrows.
+        imported: rows of keys and values that every layer imports.
         scored: edges whose log-probability is computed.
         trains_lm_head: whether the lm_head's weight gets a gradient.
-        lent: rows that every layer lends. Default: none, as of a micro-batch.
-        states: own tokens behind which recurrent layers lend their states.
-        pictures: that it encodes. Default: text alone.
+        exported: rows that every layer exports. Default: none, as of a micro-batch.
+        states: own tokens behind which recurrent layers export their states.
+        images: that it encodes. Default: text alone.
         wide: rows of keys and values in float32 that the backward of attention has at once, beside
-            those of a whole forest. Default: as many as are borrowed.
+            those of a whole forest. Default: as many as are imported.
         above: others' tokens that recurrent layers compute again. Default: none.
     """
 
     runs: tuple[np.ndarray, np.ndarray]
-    borrowed: int
+    imported: int
     scored: int
     trains_lm_head: bool = True
-    lent: int = 0
+    exported: int = 0
     states: int = 0
-    pictures: PictureWork | None = None
+    images: ImageWork | None = None
     wide: float | None = None
     above: int = 0
 
@@ -125,8 +126,8 @@ class PartWork:
         position = part.host.position[part.own_tokens].astype(np.int64)
         starts = np.flatnonzero(np.diff(position, prepend=-2) != 1)
         runs = position[starts], np.diff(starts, append=len(position))
-        lent = len(part.lent_rows)
-        return cls(runs, part.num_borrowed, scored, trains_lm_head, lent, states)
+        exported = len(part.exported_rows)
+        return cls(runs, part.num_imported, scored, trains_lm_head, exported, states)
 
 
 def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
@@ -154,51 +155,52 @@ def plan_for(
     memory: ModelMemory,
     work: Work | PartWork,
     available: float,
-    tower: TowerMemory | None = None,
+    encoder: EncoderMemory | None = None,
     *,
     with_spare: bool = False,
 ) -> RecomputePlan:
     """The plan that recomputes least of those that need at most `available` bytes.
 
-    Features of pictures are there from the tower's forward to its backward. The backward of the
-    tower comes last, when the activations of layers are gone, so the larger of both counts.
+    Features of images are there from the vision encoder's forward to its backward. The backward of
+    the vision encoder comes last, when the activations of layers are gone, so the larger of both
+    counts.
 
-    The tower keeps its activations of the last pictures where that saves more multiply-adds than
-    layers would with these bytes.
+    The vision encoder keeps its activations of the last images where that saves more multiply-adds
+    than layers would with these bytes.
 
     Args:
-        tower: the memory of the tower, where there are pictures. What it does not keep it computes
-            again in runs of as many patches as fit.
+        vision encoder: the memory of the vision encoder, where there are images. What it does not
+            keep it computes again in runs of as many patches as fit.
         with_spare: whether layers leave `spare_bytes` free. Default: only what was planned with.
 
     Raises:
-        torch.OutOfMemoryError: not even a backward that recomputes every layer fits, or the tower
-            does not with one picture at a time.
+        torch.OutOfMemoryError: not even a backward that recomputes every layer fits, or the vision
+            encoder does not with one image at a time.
     """
     peaks, cost = peaks_of(memory, work), recomputed_by(memory, work)
     spare = spare_bytes(memory, work, with_spare)
-    if work.pictures is None or tower is None:
+    if work.images is None or encoder is None:
         plan = cheapest(peaks, cost, available - spare)
         if plan is None:
             raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
         return plan
-    pictures = work.pictures
-    held = pictures.held(tower)
+    images = work.images
+    held = images.held(encoder)
     available -= held
     # the gradient of the embedding waits, and that of an lm_head with its weight
     ends = memory.before * work.num_tokens + waiting_bytes(memory, work)
-    choices = pictures.choices(tower, _CHOICES)
+    choices = images.choices(encoder, _CHOICES)
     if choices[0].needs > available - ends:
-        number, largest = max(pictures.patches.items(), key=lambda item: item[1])
-        at_once, run = pictures.runs(tower, available - ends, choices[0])
+        number, largest = max(images.patches.items(), key=lambda item: item[1])
+        at_once, run = images.runs(encoder, available - ends, choices[0])
         raise torch.OutOfMemoryError(
-            f"the vision tower needs about {run / _GIB:.1f} GiB for picture "
+            f"the vision encoder needs about {run / _GIB:.1f} GiB for image "
             f"{number} alone, the largest with {largest:,} patches, and "
             f"{max(0.0, available - ends) / _GIB:.1f} GiB are available beside pixels and "
-            f"features, enough for {at_once:,} patches at once: give smaller pictures (max_pixels "
+            f"features, enough for {at_once:,} patches at once: give smaller images (max_pixels "
             "of the processor), fewer of them in a micro-batch, or more memory"
         )
-    found: list[tuple[float, RecomputePlan, TowerChoice]] = []
+    found: list[tuple[float, RecomputePlan, EncoderChoice]] = []
     for choice in choices:
         free = spare_beside(choice, spare)
         if choice.needs + free > available - ends:
@@ -212,7 +214,7 @@ def plan_for(
     # of equal ones the first, which keeps least
     _, text, choice = min(found, key=lambda each: each[0])
     room = available - ends - spare_beside(choice, spare)
-    at_once, run = pictures.runs(tower, room, choice)
+    at_once, run = images.runs(encoder, room, choice)
     peak = max(text.peak_bytes + choice.held, run + ends)
     return replace(text, peak_bytes=round(peak + held), patches=at_once, kept=choice.kept)
 
@@ -276,9 +278,10 @@ def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) ->
     return spare
 
 
-def spare_beside(choice: TowerChoice, spare: float | np.ndarray) -> float:
-    """The part of `spare_bytes` that every plan leaves free, and the tower behind the layers too:
-    all of it where the tower keeps anything, as that leaves blocks to be cut."""
+def spare_beside(choice: EncoderChoice, spare: float | np.ndarray) -> float:
+    """The part of `spare_bytes` that every plan leaves free, and the vision encoder behind the
+    layers too: all of it where the vision encoder keeps anything, as that leaves blocks to be
+        cut."""
     return float(np.max(spare)) if choice.kept else 0.0
 
 
@@ -389,14 +392,14 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
 def added_by_rows(
     cost: ModelCost, work: Work | PartWork | None, mode: Mode
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that borrowed rows add to what each layer holds, and to its backward."""
+    """Bytes that imported rows add to what each layer holds, and to its backward."""
     rows = _row_bytes(cost)
     if not isinstance(work, PartWork):
         return 0.0 * rows, 0.0 * rows
-    wide = work.borrowed if work.wide is None else work.wide
+    wide = work.imported if work.wide is None else work.wide
     # copies beside own rows, which are made again where attention is; gradients are float32
-    held = work.borrowed * rows if mode == "nothing" else 0.0 * rows
-    again = 0 if mode == "nothing" else work.borrowed
+    held = work.imported * rows if mode == "nothing" else 0.0 * rows
+    again = 0 if mode == "nothing" else work.imported
     return held, rows * (again + wide * 4 / cost.element_bytes)
 
 

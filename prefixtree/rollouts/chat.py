@@ -13,12 +13,12 @@ import numpy as np
 
 from prefixtree.errors import InputError
 from prefixtree.hub import explain, first_line
-from prefixtree.rollouts.picture_messages import (
-    FIRST_PICTURE,
-    PictureReader,
-    RolloutPicture,
+from prefixtree.rollouts.image_messages import (
+    FIRST_IMAGE,
+    ImageReader,
+    RolloutImage,
     expand,
-    has_pictures,
+    has_images,
     place,
 )
 
@@ -28,8 +28,8 @@ class Conversation:
     """A tokenized conversation.
 
     Attributes:
-        tokens: int64 [n], token ids of the whole conversation; those of picture k are
-            `FIRST_PICTURE` + k.
+        tokens: int64 [n], token ids of the whole conversation; those of image k are
+            `FIRST_IMAGE` + k.
         loss_mask: bool [n], true for the tokens of assistant turns. None where the template
             rewrites earlier turns, so that `tokens` does not hold them as the policy saw them.
         turn_ends: int64, the number of tokens up to the end of each assistant turn. None where
@@ -37,7 +37,7 @@ class Conversation:
         turns: where loss_mask is None, one (tokens, loss_mask, sampled) per assistant turn: the
             conversation templated up to the turn's end, the tokens of this turn alone, and the
             tokens of all assistant turns in it, as far as they are found. Otherwise None.
-        messages: as they were given, but pictures by their numbers.
+        messages: as they were given, but images by their numbers.
     """
 
     tokens: np.ndarray
@@ -55,13 +55,13 @@ class ChatTokenizer:
     turns as a conversation goes on (they strip thinking). Then no single sequence holds all turns
     as the policy saw them, and each turn becomes a separate sequence.
 
-    Pictures need the model's image processor in the same folder.
+    Images need the model's image processor in the same folder.
 
     Args:
         path: a folder with the files of a tokenizer, or its name on the Hugging Face hub.
 
     Attributes:
-        pictures: the distinct pictures of all messages so far, by number.
+        images: the distinct images of all messages so far, by number.
 
     Raises:
         InputError: a path that holds no tokenizer. A tokenizer without a chat template, or one that
@@ -76,15 +76,15 @@ class ChatTokenizer:
         except Exception as problem:
             raise InputError(explain("--tokenizer", path, problem)) from None
         self._path = path
-        self._reader = PictureReader(path)
+        self._reader = ImageReader(path)
 
     @property
-    def pictures(self) -> tuple[RolloutPicture, ...]:
-        return tuple(self._reader.pictures)
+    def images(self) -> tuple[RolloutImage, ...]:
+        return tuple(self._reader.images)
 
     @property
     def placeholder(self) -> int | None:
-        """The token id that stands for a picture; None where the tokenizer has none."""
+        """The token id that stands for an image; None where the tokenizer has none."""
         return self._tokenizer.get_vocab().get(self._placeholder_text)
 
     @property
@@ -95,7 +95,7 @@ class ChatTokenizer:
         """Decodes token ids, special ones included.
 
         Args:
-            token_ids: the token ids; a run of picture k's becomes "[picture k]".
+            token_ids: the token ids; a run of image k's becomes "[image k]".
 
         Returns:
             The text.
@@ -103,10 +103,10 @@ class ChatTokenizer:
         Raises:
             InputError: token ids outside the tokenizer's vocabulary.
         """
-        if self.pictures and max(token_ids, default=0) >= FIRST_PICTURE:
-            runs = [(n, list(ids)) for n, ids in groupby(token_ids, _picture_number)]
+        if self.images and max(token_ids, default=0) >= FIRST_IMAGE:
+            runs = [(n, list(ids)) for n, ids in groupby(token_ids, _image_number)]
             return "".join(
-                self.decode(ids) if n is None else str(self.pictures[n]) for n, ids in runs
+                self.decode(ids) if n is None else str(self.images[n]) for n, ids in runs
             )
         try:
             return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
@@ -130,7 +130,7 @@ class ChatTokenizer:
         Args:
             messages: OpenAI chat messages; tool calls' arguments as JSON text or as objects.
             tools: the tools' schemas, for templates that show them. Default: no tools.
-            folder: paths of pictures are relative to it. Default: the current folder.
+            folder: paths of images are relative to it. Default: the current folder.
             num_given: the first messages are a prompt of so many, whose assistant turns the policy
                 did not write. Default: 0.
 
@@ -149,18 +149,18 @@ class ChatTokenizer:
                 "characters a token stands for; expected one with a tokenizer.json"
             )
         given = messages
-        messages, pictures = self._numbered(_checked(messages), folder)
-        named = messages if any(pictures) else given
+        messages, images = self._numbered(_checked(messages), folder)
+        named = messages if any(images) else given
         tools = tools or None
         whole = self._text(messages, tools)
-        all_pictures = [picture for found in pictures for picture in found]
+        all_images = [image for found in images for image in found]
         spans, last = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i >= num_given:
                 last.append(i)
                 prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
                 spans.append((prompt, self._text(messages[: i + 1], tools)))
-        tokens, borders = self._encode(whole, all_pictures)
+        tokens, borders = self._encode(whole, all_images)
         if not spans:
             loss_mask = np.zeros(len(tokens), bool)
             return Conversation(tokens, loss_mask, np.empty(0, np.int64), None, named)
@@ -177,7 +177,7 @@ class ChatTokenizer:
             return Conversation(tokens, loss_mask, np.array(ends), None, named)
         turns = []
         for number, (prompt, turn) in enumerate(spans):
-            so_far = [picture for found in pictures[: last[number] + 1] for picture in found]
+            so_far = [image for found in images[: last[number] + 1] for image in found]
             tokens_there, borders = self._encode(turn, so_far)
             span = _span(prompt, turn, borders)
             if span is None:
@@ -198,37 +198,37 @@ class ChatTokenizer:
     def place(
         self, token_ids: np.ndarray, messages: Any, folder: Path | None = None
     ) -> tuple[np.ndarray, list[dict[str, Any]]]:
-        """Puts the pictures of messages on the placeholders of the token ids beside them.
+        """Puts the images of messages on the placeholders of the token ids beside them.
 
         Args:
             token_ids: int64 [n].
-            messages: chat messages with pictures.
-            folder: paths of pictures are relative to it. Default: the current folder.
+            messages: chat messages with images.
+            folder: paths of images are relative to it. Default: the current folder.
 
         Returns:
-            The token ids, those of picture k `FIRST_PICTURE` + k, and the messages, pictures by
+            The token ids, those of image k `FIRST_IMAGE` + k, and the messages, images by
             their numbers.
 
         Raises:
-            InputError: other runs of placeholders than the pictures have, or a picture that cannot
+            InputError: other runs of placeholders than the images have, or an image that cannot
                 be read.
         """
-        named, pictures = self._numbered(_checked(messages), folder)
-        found = [picture for part in pictures for picture in part]
+        named, images = self._numbered(_checked(messages), folder)
+        found = [image for part in images for image in part]
         return place(token_ids, self._checked_placeholder(), found), named
 
     def _numbered(
         self, messages: list[dict[str, Any]], folder: Path | None
-    ) -> tuple[list[dict[str, Any]], list[list[RolloutPicture]]]:
-        if not has_pictures(messages):
+    ) -> tuple[list[dict[str, Any]], list[list[RolloutImage]]]:
+        if not has_images(messages):
             return messages, [[] for _ in messages]
         return self._reader.number(messages, folder or Path())
 
     def _checked_placeholder(self) -> int:
         if self.placeholder is None:
             raise InputError(
-                f"--tokenizer {self._path}: has no token {self._placeholder_text} to stand for a "
-                "picture of the messages; expected the tokenizer of Qwen2.5-VL or Qwen3-VL"
+                f"--tokenizer {self._path}: has no token {self._placeholder_text} to stand for an "
+                "image of the messages; expected the tokenizer of Qwen2.5-VL or Qwen3-VL"
             )
         return self.placeholder
 
@@ -242,9 +242,7 @@ class ChatTokenizer:
                 f"the chat template refuses the messages: {first_line(problem)}"
             ) from None
 
-    def _encode(
-        self, text: str, pictures: list[RolloutPicture]
-    ) -> tuple[np.ndarray, dict[int, int]]:
+    def _encode(self, text: str, images: list[RolloutImage]) -> tuple[np.ndarray, dict[int, int]]:
         """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -252,8 +250,8 @@ class ChatTokenizer:
         if len(tokens) == 0:
             raise InputError("messages has no token; a sequence has at least one")
         counts: Iterable[int] = range(1, len(tokens) + 1)
-        if pictures:
-            tokens, ends = expand(tokens, self._checked_placeholder(), pictures)
+        if images:
+            tokens, ends = expand(tokens, self._checked_placeholder(), images)
             counts = ends.tolist()
         borders = {0: 0}
         for count, (_, end) in zip(counts, encoded["offset_mapping"], strict=True):
@@ -268,8 +266,8 @@ class ChatTokenizer:
         return end
 
 
-def _picture_number(token_id: int) -> int | None:
-    return token_id - FIRST_PICTURE if token_id >= FIRST_PICTURE else None
+def _image_number(token_id: int) -> int | None:
+    return token_id - FIRST_IMAGE if token_id >= FIRST_IMAGE else None
 
 
 def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | None:
@@ -286,8 +284,8 @@ def _written_spans(
     """Finds the assistant's parts of `text`, as (start, end) in characters.
 
     They lie between messages of other roles, which are searched in order. The assistant turns
-    beside a message that is not found are left out, and those of the first `num_given` messages. A
-    picture is searched as its placeholder.
+    beside a message that is not found are left out, and those of the first `num_given` messages. An
+    image is searched as its placeholder.
     """
     spans = []
     # where the last other message ended, None where it was not found; how far was searched

@@ -1,7 +1,7 @@
 """Rollout files: JSON, gzipped or not, or parquet, in; token ids and loss masks out.
 
 `read_rollouts` says what a line holds. Messages beside token ids are their text, for what `report`
-quotes, and their pictures.
+quotes, and their images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from prefixtree.errors import InputError
 from prefixtree.rollouts import datasets
 from prefixtree.rollouts.chat import ChatTokenizer
-from prefixtree.rollouts.picture_messages import FIRST_PICTURE, has_pictures
+from prefixtree.rollouts.image_messages import FIRST_IMAGE, has_images
 from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -71,7 +71,7 @@ def read_rollouts(
     last, and layer of experts the experts that were chosen), `id` and `group` (names; rollouts of
     one task share a group). Other fields are ignored.
 
-    Messages may hold pictures: parts {"type": "image", "image": ...} or {"type": "image_url",
+    Messages may hold images: parts {"type": "image", "image": ...} or {"type": "image_url",
     "image_url": {"url": ...}}, each a path, relative to the file, or a data URL. They need a
     `tokenizer` with an image processor. Token ids beside them have the placeholders expanded.
 
@@ -122,12 +122,12 @@ def read_rollouts(
         turns=[row["turns"] for _, row in rows],
         sampled=[None] * len(rows),
         problems=tuple(problems),
-        pictures=() if tokenizer is None else tokenizer.pictures,
+        images=() if tokenizer is None else tokenizer.images,
         placeholder=None if tokenizer is None else tokenizer.placeholder,
     )
 
 
-# ---- the file -----------------------------------------------------------------------------------
+# ---- the file ----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     return row
 
 
-# ---- the fields of a line ------------------------------------------------------------------------
+# ---- the fields of a line ----------------------------------------------------------------------
 
 
 def _rollouts(
@@ -278,7 +278,7 @@ def _tokens(
     given = _given_tokens(row)
     if given is not None:
         tokens, mask, ends = given
-        tokens, messages = _with_pictures(tokens, row.get("messages"), tokenizer, folder)
+        tokens, messages = _with_images(tokens, row.get("messages"), tokenizer, folder)
         return tokens, mask, ends, None, messages
     prompt = [] if "messages" in row else row.get("prompt", [])
     messages = row["messages"] if "messages" in row else prompt + row.get("completion", [])
@@ -318,23 +318,23 @@ def _given_tokens(
     return tokens, mask, np.array([len(tokens)] if len(parts[1]) else [], np.int64)
 
 
-def _with_pictures(
+def _with_images(
     tokens: np.ndarray, messages: Any, tokenizer: ChatTokenizer | None, folder: Path
 ) -> tuple[np.ndarray, Any]:
-    """Token ids with the pictures of the messages beside them, and these messages."""
+    """Token ids with the images of the messages beside them, and these messages."""
     placeholder = None if tokenizer is None else tokenizer.placeholder
-    if placeholder is not None and tokens.max(initial=0) >= FIRST_PICTURE:
-        raise InputError(f"has the token id {tokens.max()}; ids from 2^30 on stand for pictures")
-    if has_pictures(messages):
+    if placeholder is not None and tokens.max(initial=0) >= FIRST_IMAGE:
+        raise InputError(f"has the token id {tokens.max()}; ids from 2^30 on stand for images")
+    if has_images(messages):
         if tokenizer is None:
             raise InputError(
-                "has token ids and pictures in messages; token ids alone do not tell pictures "
+                "has token ids and images in messages; token ids alone do not tell images "
                 "apart: give the model's folder, with its image processor, by --tokenizer"
             )
         return tokenizer.place(tokens, messages, folder)
     if placeholder is not None and (tokens == placeholder).any():
         raise InputError(
-            f"has placeholders of pictures (id {placeholder}) and no messages with the pictures, "
+            f"has placeholders of images (id {placeholder}) and no messages with the images, "
             "which token ids alone do not tell apart"
         )
     return tokens, messages

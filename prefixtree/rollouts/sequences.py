@@ -10,11 +10,11 @@ import numpy as np
 
 from prefixtree._numbers import entries, integer, integers
 from prefixtree.errors import InputError
-from prefixtree.rollouts.picture_messages import (
-    FIRST_PICTURE,
-    PictureBatch,
-    RolloutPicture,
-    picture_numbers,
+from prefixtree.rollouts.image_messages import (
+    FIRST_IMAGE,
+    ImageBatch,
+    RolloutImage,
+    image_numbers,
 )
 
 
@@ -24,8 +24,8 @@ class Rollouts:
 
     Attributes:
         source: the file's name, for messages.
-        sequences: int64 [n] token ids, one array per sequence. Those of picture k are 2**30 + k,
-            so that two prefixes are equal only if their pictures are.
+        sequences: int64 [n] token ids, one array per sequence. Those of image k are 2**30 + k,
+            so that two prefixes are equal only if their images are.
         loss_masks: bool [n], one array per sequence; all true for a rollout without a mask where
             other rollouts have one. None where no rollout has one.
         groups: one group per sequence, None for a rollout without one. None where no rollout has
@@ -45,8 +45,8 @@ class Rollouts:
         sampled: per sequence, bool [n], true for the tokens that the policy sampled, where the loss
             mask leaves out earlier turns that it sampled as well; otherwise None.
         problems: one message per line that was left out, with the reason.
-        pictures: the distinct pictures of the file, by number.
-        placeholder: the token id that stands for a picture in the model's input; None where no
+        images: the distinct images of the file, by number.
+        placeholder: the token id that stands for an image in the model's input; None where no
             tokenizer was given, or it has none.
     """
 
@@ -63,7 +63,7 @@ class Rollouts:
     turns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None]
     sampled: list[np.ndarray | None]
     problems: tuple[str, ...] = ()
-    pictures: tuple[RolloutPicture, ...] = ()
+    images: tuple[RolloutImage, ...] = ()
     placeholder: int | None = None
 
     def __len__(self) -> int:
@@ -104,28 +104,26 @@ class Rollouts:
         """
         return self.take(range(min(integer("count", count, 0), len(self))))
 
-    def picture_batch(self) -> PictureBatch | None:
-        """Processes the pictures of the sequences, each distinct one once.
+    def image_batch(self) -> ImageBatch | None:
+        """Processes the images of the sequences, each distinct one once.
 
         Returns:
-            Sequences and pictures as a model gets them; None where no sequence has a picture.
+            Sequences and images as a model gets them; None where no sequence has an image.
 
         Raises:
-            InputError: a picture whose file is gone, or is another one by now.
+            InputError: an image whose file is gone, or is another one by now.
         """
         import torch
 
-        numbers = [picture_numbers(sequence) for sequence in self.sequences]
+        numbers = [image_numbers(sequence) for sequence in self.sequences]
         if not any(numbers):
             return None
         assert self.placeholder is not None
-        made = {
-            n: self.pictures[n].processed() for n in sorted({n for row in numbers for n in row})
-        }
+        made = {n: self.images[n].processed() for n in sorted({n for row in numbers for n in row})}
         processed = [made[n] for row in numbers for n in row]
-        return PictureBatch(
+        return ImageBatch(
             sequences=[
-                np.where(sequence >= FIRST_PICTURE, self.placeholder, sequence)
+                np.where(sequence >= FIRST_IMAGE, self.placeholder, sequence)
                 for sequence in self.sequences
             ],
             pixel_values=[pixels for pixels, _ in processed],

@@ -33,7 +33,7 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.segments import tables_of
 from prefixtree.packing.state_borders import StateBorders
 
-# ---- states, in slots ----------------------------------------------------------------------------
+# ---- states, in slots ---------------------------------------------------------------------------
 
 
 def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -176,7 +176,7 @@ class StatePools:
             rows = self._now
             rows.source.copy_(torch.where(rows.live, rows.target, rows.source))
 
-    # ---- memory ------------------------------------------------------------------------------
+    # ---- memory ---------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> list[int]:
@@ -251,7 +251,7 @@ class StatePools:
         pool.index_copy_(0, self._now.slots, kept)
         kind.calls += 1
 
-    # ---- calls of layers ---------------------------------------------------------------------
+    # ---- calls of layers ------------------------------------------------------------------------
 
     # which pool is a call's changes from layer to layer, so a compiled layer ends a graph here
     @torch.compiler.disable
@@ -328,7 +328,7 @@ class StatePools:
         return out
 
 
-# ---- keys and values -----------------------------------------------------------------------------
+# ---- keys and values ---------------------------------------------------------------------------
 
 # by sliding window
 Works = dict[int | None, DecodeWork]

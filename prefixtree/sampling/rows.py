@@ -21,7 +21,7 @@ from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest
 from prefixtree.sampling.step import DecodeStep, Steps
 
-# ---- what rows hold ------------------------------------------------------------------------------
+# ---- what rows hold -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     )
 
 
-# ---- rows ----------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------
 
 # how often the host looks whether rows stopped: on a GPU it would wait at each look
 _LOOK_EVERY = {"cpu": 1}
@@ -192,7 +192,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # ---- what becomes of rows ----------------------------------------------------------------
+    # ---- what becomes of rows -------------------------------------------------------------------
 
     @lasting
     def branch(self, counts: int | Sequence[int] | Mapping[int, int]) -> None:
@@ -326,7 +326,7 @@ class Rows:
                 "nothing: look whether its weights are finite (isfinite)"
             )
 
-    # ---- what rows hold ----------------------------------------------------------------------
+    # ---- what rows hold -------------------------------------------------------------------------
 
     def stopped(self) -> list[int]:
         """Lists the rows whose last token is a stop token that they sampled."""
@@ -354,7 +354,7 @@ class Rows:
             raise ForestError("all rows were dropped, so there are no samples")
         return samples_of([self._rows[at] for at in self._order])
 
-    # ---- the model ---------------------------------------------------------------------------
+    # ---- the model ------------------------------------------------------------------------------
 
     def _read(self, rows: Sequence[int], room: int = 0) -> None:
         """Lets the model read what is pending in rows, and gives them room for tokens behind it."""

@@ -154,7 +154,7 @@ class DecodeStep:
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
 
-    # ---- what was drawn ----------------------------------------------------------------------
+    # ---- what was drawn -------------------------------------------------------------------------
 
     def _unload(self) -> None:
         """Brings what is on the device to the host."""

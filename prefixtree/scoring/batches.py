@@ -83,9 +83,9 @@ def batch_logprobs(
             where the entry of a token divided the logits that it was drawn from. Default: 1.0.
         loss_mask: [B, L], 1 where a token is scored. Default: every token of a sequence but the
             first.
-        **options: the other keywords of `sequence_logprobs`. `pictures` must be made of the
+        **options: the other keywords of `sequence_logprobs`. `images` must be made of the
             sequences of this batch, in its order: token ids are compared. Rows of one text with
-            pictures of one size cannot be told apart.
+            images of one size cannot be told apart.
 
     Returns:
         BatchScores, differentiable as `SequenceScores`. Trainers that keep the score of token t at
@@ -95,7 +95,7 @@ def batch_logprobs(
         ForestError: none of the three arguments, or cu_seqlens beside another; a hole in a row of
             the mask; positions that do not restart at 0, or that do not follow the mask; borders
             that descend or lie beyond the batch; a loss_mask of another shape, or with a 1 where no
-            token stands; pictures of other sequences; and what `sequence_logprobs` raises.
+            token stands; images of other sequences; and what `sequence_logprobs` raises.
         ValueError: a temperature of another shape, and what `sequence_logprobs` raises.
         TypeError: input_ids that are no batch, and what `sequence_logprobs` raises.
         UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
@@ -113,10 +113,10 @@ def batch_logprobs(
         check_loaded(transformer_of(model))
     layout = BatchLayout.of(ids.shape, attention_mask, position_ids, cu_seqlens)
     sequences = layout.sequences("input_ids", ids)
-    pictures = options.get("pictures")
-    if pictures is not None:
-        load("images").check_sequences(sequences, pictures)
-        sequences = pictures.sequences
+    images = options.get("images")
+    if images is not None:
+        load("images").check_sequences(sequences, images)
+        sequences = images.sequences
     # of padding alone a dummy runs; any id does
     forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
     packed = pack(forest if sequences else forest.dummy()).to(device)

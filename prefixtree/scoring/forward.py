@@ -27,14 +27,14 @@ from prefixtree.scoring.local import PartCall, Rows
 from prefixtree.wings import CallWing, load
 
 if TYPE_CHECKING:
-    from prefixtree.images.pictures import Pictures
+    from prefixtree.images.images import Images
     from prefixtree.recompute.forward import GroupShare, Recompute
 
 
 class AskedWings(NamedTuple):
     """The keywords of a call for scores that ask for wings; as in `sequence_logprobs`."""
 
-    pictures: Pictures | None = None
+    images: Images | None = None
     output_router_logits: bool | None = None
 
     def check(
@@ -45,9 +45,9 @@ class AskedWings(NamedTuple):
         Raises:
             TypeError, UnsupportedError, ValueError: as `sequence_logprobs`.
         """
-        if self.pictures is not None:
-            load("images").check_pictures(model, causal_lm, packed, self.pictures)
-        check_model(model, causal_lm, packed, self.pictures, divided)
+        if self.images is not None:
+            load("images").check_images(model, causal_lm, packed, self.images)
+        check_model(model, causal_lm, packed, self.images, divided)
         if self._has_routers(causal_lm, packed):
             load("experts").check_routes(model, causal_lm, packed)
             # refuses a family without such a loss
@@ -63,8 +63,8 @@ class AskedWings(NamedTuple):
             packed: the forest of the caller. whole: the same, padded where ranks need it.
         """
         wings: dict[str, CallWing] = {}
-        if self.pictures is not None:
-            placed = load("images").PlacedPictures(model, causal_lm, whole, self.pictures)
+        if self.images is not None:
+            placed = load("images").PlacedImages(model, causal_lm, whole, self.images)
             wings["images"], whole = placed, placed.packed
         if self._has_routers(causal_lm, packed):
             asked = self.output_router_logits

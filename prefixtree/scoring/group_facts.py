@@ -11,14 +11,14 @@ from torch import nn
 
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import Parts
-from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
+from prefixtree.planning.costs import CostModel, ImportCost, cost_model_of, import_cost_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.scoring.edges import ScoredEdges
 
 #: The facts of wings, by their names.
 WINGS = {
     "images": (
-        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
+        "the ranks of a group must pass the same images, of equal image_keys and video_keys"
     ),
     "experts": "the ranks of a group must ask the same of routers",
 }
@@ -39,15 +39,15 @@ FACTS = {
 
 
 # by model: reading a configuration takes longer than dividing a forest
-_known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, BorrowCost]] = (
+_known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, ImportCost]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def costs_of(model: Any) -> tuple[CostModel, BorrowCost]:
+def costs_of(model: Any) -> tuple[CostModel, ImportCost]:
     if model not in _known_costs:
         cost = model_cost(model.config)
-        _known_costs[model] = cost_model_of(cost), borrow_cost_of(cost)
+        _known_costs[model] = cost_model_of(cost), import_cost_of(cost)
     return _known_costs[model]
 
 

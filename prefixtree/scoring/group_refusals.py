@@ -77,7 +77,7 @@ def check_backend_of_parts(packed: PackedForest, heads: int, kv_heads: int) -> N
     """Refuses a backend that would refuse some parts alone, while other ranks wait."""
     if packed.mask.backend == "flash" and heads == kv_heads:
         raise UnsupportedError(
-            "backend 'flash' does not serve ranks of a group that borrow or lend keys of every "
+            "backend 'flash' does not serve ranks of a group that import or export keys of every "
             "query head: use 'auto', which takes triton there"
         )
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPart", "num_ranks", "part_of_rank", "scores_of_rank", "values_of_rank"]
 
-# ---- the part of a rank --------------------------------------------------------------------------
+# ---- the part of a rank -------------------------------------------------------------------------
 
 _Local = TypeVar("_Local")
 
@@ -83,20 +83,20 @@ class SplitInSlots:
     ) -> None:
         import torch.distributed as dist
 
-        self.packed, self.group, self.by_heads = packed, group, mode == "heads"
+        self.packed, self.group, self.by_heads = packed, group, mode == "ulysses"
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._scored = edges_of(found)
-        cost_model, borrow_cost = costs_of(model)
+        cost_model, import_cost = costs_of(model)
         if self.by_heads:
-            # attention is even anyway, and nobody borrows
+            # attention is even anyway, and nobody imports
             cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
-            borrow_cost = replace(borrow_cost, kv_heads=0)
-        self._cost_model, self._borrow_cost = cost_model, borrow_cost
+            import_cost = replace(import_cost, kv_heads=0)
+        self._cost_model, self._import_cost = cost_model, import_cost
 
     def __call__(self, border: np.ndarray, on_host: bool = False) -> Divided:
         """The slots between these borders, int64 [S + 1]; `on_host` as in `Divided`."""
         costs = self._cost_model, self._scored
-        parts = split_slots(self.packed, border, self.ranks, *costs, borrow_cost=self._borrow_cost)
+        parts = split_slots(self.packed, border, self.ranks, *costs, import_cost=self._import_cost)
         where = on_host, self.rank, self.group, self.by_heads
         return Divided(Division(parts, self.ranks), *where)
 
@@ -123,7 +123,7 @@ def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]
             yield name, axis, inputs[name]
 
 
-# ---- a part, in a group of ranks -----------------------------------------------------------------
+# ---- a part, in a group of ranks ---------------------------------------------------------------
 
 
 def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalPart:
@@ -222,17 +222,17 @@ class RankPart:
         """The part as "auto" plans it."""
         tokens = self.mask.part
         work, own = PartWork.of(tokens, 0, True), tokens.num_tokens
-        borrowed, sent = tokens.num_borrowed, tokens.num_lent
+        imported, sent = tokens.num_imported, tokens.num_exported
         if self.divided.by_heads:
             # all tokens for some heads are as many rows as own tokens for all. Those of queries,
             # keys and values travel both ways, and outputs are kept before and after
             groups = [n / kv for n, kv in heads_of(config.get_text_config())]
             most = max(groups, default=0.0)
-            work = replace(work, borrowed=round(own * most / 2), wide=own * (most + 1))
+            work = replace(work, imported=round(own * most / 2), wide=own * (most + 1))
         else:
-            above = borrowed if self.computes_above else 0
+            above = imported if self.computes_above else 0
             # gradients of all rows and of own ones, those that go back and those that come
-            wide = 2 * (own + borrowed) + sent if borrowed or sent else 0
+            wide = 2 * (own + imported) + sent if imported or sent else 0
             work = replace(work, wide=wide, above=above)
         return GroupShare(work, self.group)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import ForestError, UnsupportedError, refuse, with_hints
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 from prefixtree.models.checks import check_loaded, transformer_of
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
@@ -24,7 +24,7 @@ from prefixtree.packing.copies import move
 from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.run import Rows, Run
 from prefixtree.planning import schedule
-from prefixtree.planning.costs import BorrowCost, borrow_cost_of
+from prefixtree.planning.costs import ImportCost, import_cost_of
 from prefixtree.planning.division import Division
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of
@@ -52,14 +52,14 @@ def _refusal(model: nn.Module) -> UnsupportedError | None:
 
 
 @with_hints
-def borrow_cost(
+def import_cost(
     model: nn.Module,
     recompute: Recompute = None,
     recompute_trunks: Recompute | Literal["again"] = None,
-) -> BorrowCost:
+) -> ImportCost:
     """The bytes of a model for plans with trunks, as it trains now.
 
-        plan = plan_micro_batches(rollouts, max_tokens, trunks=True, borrow_cost=borrow_cost(model))
+        plan = plan_micro_batches(rollouts, max_tokens, trunks=True, import_cost=import_cost(model))
 
     Args:
         model: as `sequence_logprobs` or `sequence_values` takes it, on the device it trains on, in
@@ -69,7 +69,7 @@ def borrow_cost(
         recompute_trunks: as `kept_trunks` will get it.
 
     Returns:
-        The bytes of an own token, of a borrowed one and of a kept trunk's.
+        The bytes of an own token, of an imported one and of a kept trunk's.
 
     Raises:
         UnsupportedError: layers whose memory is not known and cannot be probed (FSDP1).
@@ -87,8 +87,8 @@ def step_cost_of(
     device: torch.device,
     recompute: Recompute,
     recompute_trunks: Recompute | Literal["again"] = None,
-) -> BorrowCost:
-    """The memory of a borrowed token beside that of an own one, as the model trains now.
+) -> ImportCost:
+    """The memory of an imported token beside that of an own one, as the model trains now.
 
     Raises:
         UnsupportedError: layers whose memory is not known and cannot be probed (FSDP1).
@@ -101,10 +101,10 @@ def step_cost_of(
         memory = memory_of(model, causal_lm, device, needed)
     except UnsupportedError as problem:
         raise UnsupportedError(
-            f"{problem}; for max_tokens give borrow_cost=BorrowCost(...) with the bytes of a token"
+            f"{problem}; for max_tokens give import_cost=ImportCost(...) with the bytes of a token"
         ) from None
     peaks = [memory.peak(tokens, modes) for tokens in (_FEW, _MANY)]
-    cost = borrow_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
+    cost = import_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
     # a layer that is not recomputed whole holds its rows from its forward to its backward, if it
     # has one
     kept = sum(mode != "all" for mode in modes[memory.frozen :]) / len(modes)
@@ -132,9 +132,9 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
 def dividing(
     model: nn.Module,
     max_tokens: int,
-    borrow_cost: BorrowCost | None,
+    import_cost: ImportCost | None,
     recompute: Recompute,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> Divide:
     """A function that divides a forest into steps, each of which the ranks of a group divide.
 
@@ -143,26 +143,26 @@ def dividing(
 
     Args:
         model: what is called.
-        max_tokens: what a rank may hold of one step, in own tokens; borrowed ones are weighed.
-        borrow_cost: what a borrowed token weighs. Default: read from the model.
-        recompute, pictures: as in `sequence_logprobs`.
+        max_tokens: what a rank may hold of one step, in own tokens; imported ones are weighed.
+        import_cost: what an imported token weighs. Default: read from the model.
+        recompute, images: as in `sequence_logprobs`.
     """
 
     def divide(transformer: Any, split: SplitInSlots) -> Divided:
         most, packed, ranks = at_least_one("max_tokens", max_tokens), split.packed, split.ranks
         refuse(STEPS, model)
-        refuse(STEPS_IN_GROUPS, {"recompute": recompute, "pictures": pictures})
+        refuse(STEPS_IN_GROUPS, {"recompute": recompute, "images": images})
         if packed.num_tokens <= most * ranks:
             return split(np.array([0, packed.num_tokens]))
         refuse(SEVERAL_STEPS, model)
-        cost = borrow_cost or step_cost_of(model, transformer, packed.device, recompute)
-        # of a token of a step a rank owns its share, and may borrow the rest; of some heads of all
-        # tokens it borrows no larger share than it owns
+        cost = import_cost or step_cost_of(model, transformer, packed.device, recompute)
+        # of a token of a step a rank owns its share, and may import the rest; of some heads of all
+        # tokens it imports no larger share than it owns
         share = 1 / ranks
         if not split.by_heads:
             share += cost.weight * (1 - share)
             cost = replace(cost, token_bytes=share * (cost.token_bytes or 0.0))
-        steps = plan_any_steps(packed, max(1, int(most / share)), borrow_cost=cost)
+        steps = plan_any_steps(packed, max(1, int(most / share)), import_cost=cost)
         return split(with_at_least(steps.runs[0], ranks), steps.stats.on_host)
 
     return divide
@@ -182,7 +182,7 @@ def rows_in_steps(
     transformer: Any,
     forward: PartForward,
     max_tokens: int,
-    borrow_cost: BorrowCost | None,
+    import_cost: ImportCost | None,
     recompute: Recompute,
     divided: Divided | None = None,
 ) -> Rows | None:
@@ -191,8 +191,8 @@ def rows_in_steps(
     Args:
         model: what is called. transformer: the transformers model inside it.
         forward: calls it over a step.
-        max_tokens: of one step, borrowed tokens weighed.
-        borrow_cost: what a borrowed token weighs. Default: read from the model.
+        max_tokens: of one step, imported tokens weighed.
+        import_cost: what an imported token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
         divided: among slots and the ranks of a group, on which all of them agreed. Default: this
             process computes the forest alone.
@@ -229,8 +229,8 @@ def rows_in_steps(
             count = 2
         else:
             check_rope(transformer, packed.mask.host, divided="each step of max_tokens")
-            cost = borrow_cost or step_cost_of(model, transformer, device, recompute)
-            planned = plan_any_steps(packed, max_tokens, borrow_cost=cost)
+            cost = import_cost or step_cost_of(model, transformer, device, recompute)
+            planned = plan_any_steps(packed, max_tokens, import_cost=cost)
             divided, count = Divided(Division(planned), planned.stats.on_host), len(planned)
         if divided is not None:
             scored = [part.scored(forward.units.predictor) for part in divided.cells]

@@ -3,10 +3,10 @@
 A trunk's forward runs once and its graph is kept. Each micro-batch reads the trunk's keys and
 values (in recurrent layers its states) in every layer, and what the model gives of the trunk, as
 leaves; its backward runs at once and adds to their gradients in float32. Behind the backward of the
-last micro-batch that borrows from it, the trunk's own backward runs. So every distinct token is
-computed once per rank, for a loss that is a sum over micro-batches. How parts lend and return is in
-`parallel.ledger`, which parts there are in `planning.trunks`, and what the model gives of a part in
-`scoring.kept_trunks`.
+last micro-batch that imports from it, the trunk's own backward runs. So every distinct token is
+computed once per rank, for a loss that is a sum over micro-batches. How parts export and return is
+in `parallel.ledger`, which parts there are in `planning.trunks`, and what the model gives of a part
+in `scoring.kept_trunks`.
 
 Legend: S sequences that were planned, U units that get a row.
 """
@@ -195,7 +195,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
 
     def _run_of(self, events: schedule.Schedule) -> Run:
         """The run of a schedule."""
-        # trunks are read again and again: what they lend stays where it is
+        # trunks are read again and again: what they export stays where it is
         ledger = None if self._divided is None else self._divided.ledger(events, parks=False)
         self._gives = [self._parts_of(at) for at in range(len(self._batches))]
         return Run(events, ledger, self._gives, self._runs, self._check, inline=False)
@@ -208,7 +208,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         owned = np.bincount(self._steps.owner[tokens], minlength=len(self._steps))
         return np.flatnonzero(owned).tolist()
 
-    # ---- turns -----------------------------------------------------------------------------------
+    # ---- turns ----------------------------------------------------------------------------------
 
     def __next__(self) -> tuple[MicroBatch, _Result]:
         if self._is_over:

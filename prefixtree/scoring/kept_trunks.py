@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import with_hints
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.models.checks import check_module, find_causal_lm
@@ -42,7 +42,7 @@ def kept_trunks(
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
     return_entropy: bool = False,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -70,7 +70,7 @@ def kept_trunks(
         batches: `plan[rank]` of a plan with `trunks=True`.
         temperature: as in `sequence_logprobs`; one number, or one per planned sequence, [S].
         loss_mask: as in `sequence_logprobs`, one mask per planned sequence.
-        pictures: as in `sequence_logprobs`; the plan is one of `pictures.sequences`. A trunk, or a
+        images: as in `sequence_logprobs`; the plan is one of `images.sequences`. A trunk, or a
             micro-batch, encodes those of its own tokens. Default: text alone.
         return_entropy: as in `sequence_logprobs`.
         chunk_size: as in `sequence_logprobs`.
@@ -78,7 +78,7 @@ def kept_trunks(
         recompute: what layers compute again in the backward of a micro-batch: None, "all",
             "all_but_attention", "nothing" or a RecomputePlan; or "auto": trunks and micro-batches
             recompute what does not fit the memory that is free when the block begins, and vision
-            towers always do. Default: None, as the model is set.
+            vision encoders always do. Default: None, as the model is set.
         recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
             before their backward, so that between both only keys and values wait. Default: "again"
             where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
@@ -100,10 +100,10 @@ def kept_trunks(
             run, or ran late; a block that is left before all micro-batches were scored.
     """
     modes = recompute, recompute_trunks
-    check_modes(model, *modes, pictures is not None)
+    check_modes(model, *modes, images is not None)
     options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     causal_lm = find_causal_lm(model)
-    asked = AskedWings(pictures, output_router_logits)
+    asked = AskedWings(images, output_router_logits)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptScores:
         asked.check(model, causal_lm, packed, KEPT)
@@ -132,7 +132,7 @@ class _KeptScores(ScoresOfParts):
         return scores
 
 
-# ---- values --------------------------------------------------------------------------------------
+# ---- values ------------------------------------------------------------------------------------
 
 
 @with_hints

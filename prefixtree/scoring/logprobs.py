@@ -29,8 +29,8 @@ from prefixtree.wings import load
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from prefixtree.images.pictures import Pictures
-    from prefixtree.planning.costs import BorrowCost
+    from prefixtree.images.images import Images
+    from prefixtree.planning.costs import ImportCost
     from prefixtree.recompute.forward import Recompute
 
 
@@ -41,7 +41,7 @@ def sequence_logprobs(
     temperature: float | Sequence[Any] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
     return_entropy: bool = False,
     return_statistics: Sequence[str] = (),
     measure: Measure | None = None,
@@ -51,7 +51,7 @@ def sequence_logprobs(
     group: ProcessGroup | None = None,
     group_mode: GroupMode = "parts",
     max_tokens: int | None = None,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
@@ -66,7 +66,7 @@ def sequence_logprobs(
     parameters, averaged over the ranks of the group as DDP and FSDP do, are those of the mean of
     the ranks' losses. A rank's gradients alone mean nothing. Every rank must run the backward.
 
-    With `max_tokens`, a larger forest is computed in steps, each of which borrows the keys and
+    With `max_tokens`, a larger forest is computed in steps, each of which imports the keys and
     values above it from earlier ones; the backward runs them again, last to first. Any loss works.
     Its backward adds the gradients to the parameters' `.grad`. `torch.autograd.grad` and
     `backward(inputs=)` find none; a warning says so when scores are let go without a backward.
@@ -84,10 +84,10 @@ def sequence_logprobs(
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
             has no predictor and is ignored. Default: every token is scored.
-        pictures: the images and videos of a batch that the forest's sequences belong to; the forest
-            is then one of `pictures.sequences`, or of some of them. Each distinct picture is
+        images: the images and videos of a batch that the forest's sequences belong to; the forest
+            is then one of `images.sequences`, or of some of them. Each distinct image is
             encoded once, in a group by one of the ranks, in steps once per step that has tokens of
-            it. Ranks of DDP, FSDP2 and groups either all pass pictures or none does. Default: text
+            it. Ranks of DDP, FSDP2 and groups either all pass images or none does. Default: text
             alone.
         return_entropy: whether to compute entropies too. Default: False.
         return_statistics: which statistics of the distributions to compute too, without gradients:
@@ -111,20 +111,20 @@ def sequence_logprobs(
             Default: None, as the model is set.
         group: the ranks that compute this forest together. Default: this process alone computes it.
         group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
-            of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
+            of the ancestors that a rank's tokens see. "ulysses" (DeepSpeed): each rank computes some
             heads of all tokens, so all queries, keys, values and outputs move; the ranks must
             divide the query heads. Default: "parts".
         max_tokens: what one step may hold, in own tokens; with `group` what a rank may hold of it,
-            as the ranks divide each step. A borrowed token counts `borrow_cost.weight`. Ranks of
+            as the ranks divide each step. An imported token counts `import_cost.weight`. Ranks of
             DDP and FSDP take as many steps as the rank with most. Where the forests of all fit,
             each is computed in one forward. Default: the forest in one forward.
-        borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
+        import_cost: bytes of own and imported tokens, for max_tokens. Default: read from the model.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
 
     Raises:
-        TypeError: anything but a PackedForest, a MicroBatch or Pictures, a temperature that is no
+        TypeError: anything but a PackedForest, a MicroBatch or Images, a temperature that is no
             number, or a measure that is no function.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason; a measure whose values depend on other edges, on draws, or on tensors
@@ -132,24 +132,24 @@ def sequence_logprobs(
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
             without token ids; a path that fits no steps of max_tokens; a forest that was not made
-            of pictures.sequences.
+            of images.sequences.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
             require a gradient, which they do not get; a measure that does not return [r, C]; a
             chunk_size that is no integer >= 1; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
-            among the ranks; max_tokens below 1; a borrow_cost without
-            max_tokens; pictures that were made for another model.
+            among the ranks; max_tokens below 1; an import_cost without
+            max_tokens; images that were made for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
     given = packed
     packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
-    check_steps(max_tokens, borrow_cost)
+    check_steps(max_tokens, import_cost)
     if group is not None and load("groups").num_ranks(group) == 1:
         group = None
-    asked = AskedWings(pictures, output_router_logits)
+    asked = AskedWings(images, output_router_logits)
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
@@ -168,11 +168,11 @@ def sequence_logprobs(
             "output_router_logits": output_router_logits,
             "recompute": recompute,
             "max_tokens": max_tokens,
-            "borrow_cost": borrow_cost,
+            "import_cost": import_cost,
         }
         divide = None
         if max_tokens is not None:
-            how = model, max_tokens, borrow_cost, recompute, pictures
+            how = model, max_tokens, import_cost, recompute, images
             divide = load("steps").dividing(*how)
         groups = load("groups")
         given_to_ranks = groups.scores_of_rank, options, group_mode, divide, asked
@@ -186,7 +186,7 @@ def sequence_logprobs(
     rows = None
     if max_tokens is not None:
         of_parts = ScoresOfParts(forward, local.of_steps, local.edges.found)
-        how_large = max_tokens, borrow_cost, recompute, local.divided
+        how_large = max_tokens, import_cost, recompute, local.divided
         rows = load("steps").rows_in_steps(model, causal_lm, of_parts, *how_large)
     if rows is None:
         rows = forward(local.mask, local.inputs, local.edges, recompute)

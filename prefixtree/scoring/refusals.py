@@ -12,11 +12,11 @@ from prefixtree.errors import Refusal
 from prefixtree.models.checks import runs_deepspeed
 
 if TYPE_CHECKING:
-    from prefixtree.planning.costs import BorrowCost
+    from prefixtree.planning.costs import ImportCost
 
-#: What the ranks of a group exchange: keys and values that a rank's part of the tokens borrows, or
+#: What the ranks of a group exchange: keys and values that a rank's part of the tokens imports, or
 #: tokens for heads.
-GroupMode = Literal["parts", "heads"]
+GroupMode = Literal["parts", "ulysses"]
 
 
 _STEPS = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
@@ -56,9 +56,9 @@ SEVERAL_STEPS = (
 #: Of the keywords of a call with `max_tokens` and `group`.
 STEPS_IN_GROUPS = (
     Refusal(
-        "pictures",
-        lambda keywords: keywords["pictures"] is not None,
-        "pictures are not verified with max_tokens and group together; leave one of the two out",
+        "images",
+        lambda keywords: keywords["images"] is not None,
+        "images are not verified with max_tokens and group together; leave one of the two out",
     ),
     Refusal(
         "auto",
@@ -111,7 +111,7 @@ def check_group_mode(mode: Any) -> None:
         )
 
 
-def check_steps(max_tokens: int | None, borrow_cost: BorrowCost | None) -> None:
-    """Raises a ValueError for a borrow_cost without max_tokens."""
-    if borrow_cost is not None and max_tokens is None:
-        raise ValueError("borrow_cost goes with max_tokens, and only with it")
+def check_steps(max_tokens: int | None, import_cost: ImportCost | None) -> None:
+    """Raises a ValueError for an import_cost without max_tokens."""
+    if import_cost is not None and max_tokens is None:
+        raise ValueError("import_cost goes with max_tokens, and only with it")

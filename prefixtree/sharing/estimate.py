@@ -20,7 +20,7 @@ parameters; and what layers that are not compiled take for all tokens at once, c
 (`recompute.probes`).
 Micro-batches divide both sides alike.
 
-The formulas of ranks are in the docstring of `prefixtree.planning.costs.BorrowCost`.
+The formulas of ranks are in the docstring of `prefixtree.planning.costs.ImportCost`.
 """
 
 from __future__ import annotations
@@ -209,31 +209,31 @@ def predict_ranks(
 
     Raises:
         ForestError: more ranks than packed tokens.
-        InputError: a model without keys and values to borrow.
+        InputError: a model without keys and values to import.
     """
     from prefixtree.packing.layout import pack
-    from prefixtree.planning.costs import BorrowCost, CostModel, borrow_cost_of, cost_model_of
+    from prefixtree.planning.costs import CostModel, ImportCost, cost_model_of, import_cost_of
     from prefixtree.planning.split import split_tokens
 
-    cost_model, borrow_cost = CostModel(), BorrowCost()
+    cost_model, import_cost = CostModel(), ImportCost()
     if cost is not None:
         cost_model = cost_model_of(cost, gradient_checkpointing=checkpointing)
         try:
-            borrow_cost = borrow_cost_of(cost)
+            import_cost = import_cost_of(cost)
         except ValueError as problem:
             raise InputError(f"--ranks: {problem}") from None
     packed = pack(forest)
     scored = None if rollouts.loss_masks is None else packed.edges(rollouts.loss_masks)
-    split = split_tokens(packed, ranks, cost_model, scored, borrow_cost=borrow_cost)
+    split = split_tokens(packed, ranks, cost_model, scored, import_cost=import_cost)
     return {
         "ranks": ranks,
         "model_type": None if cost is None else cost.model_type,
         "chunks_per_rank": split.chunks_per_part,
         "tile": split.tile,
         "assumed": {
-            "linear_flops": borrow_cost.linear_rate,
-            "attention_flops": borrow_cost.attention_rate,
-            "bytes": borrow_cost.link_rate,
+            "linear_flops": import_cost.linear_rate,
+            "attention_flops": import_cost.attention_rate,
+            "bytes": import_cost.link_rate,
         },
         **asdict(split.stats),
         "token_balance": split.stats.token_balance,

@@ -1,4 +1,4 @@
-"""The figures of a forest (tokens, query-key pairs, nodes and branching), of its pictures and its
+"""The figures of a forest (tokens, query-key pairs, nodes and branching), of its images and its
 recorded routes, and of the groups of its rollouts.
 """
 
@@ -13,7 +13,7 @@ from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.rollouts import Rollouts
-from prefixtree.rollouts.picture_messages import FIRST_PICTURE, RolloutPicture
+from prefixtree.rollouts.image_messages import FIRST_IMAGE, RolloutImage
 from prefixtree.sharing.differences import describe
 
 
@@ -62,11 +62,11 @@ def _spread(lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-def measure_pictures(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any] | None:
-    """The figures of the pictures, ready for JSON; None where no sequence has one.
+def measure_images(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any] | None:
+    """The figures of the images, ready for JSON; None where no sequence has one.
 
-    `replicated` is what every sequence alone has, `packed` what stands in the forest. A picture
-    that is in two branches stands there twice. `distinct` counts every picture once: these are
+    `replicated` is what every sequence alone has, `packed` what stands in the forest. An image
+    that is in two branches stands there twice. `distinct` counts every image once: these are
     what the vision encoder has to read.
 
     Args:
@@ -74,33 +74,33 @@ def measure_pictures(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any]
         rollouts: as they are read.
     """
     assert forest.tokens is not None
-    count = len(rollouts.pictures)
+    count = len(rollouts.images)
     if count == 0:
         return None
     replicated = sum(
-        (_counts(sequence, rollouts.pictures) for sequence in rollouts.sequences),
+        (_counts(sequence, rollouts.images) for sequence in rollouts.sequences),
         np.zeros(count, np.int64),
     )
     if not replicated.any():
         return None
-    packed = _counts(forest.tokens, rollouts.pictures)
+    packed = _counts(forest.tokens, rollouts.images)
     sides = {"replicated": replicated, "packed": packed, "distinct": np.minimum(replicated, 1)}
-    tokens = np.array([picture.tokens for picture in rollouts.pictures])
-    patches = np.array([picture.patches for picture in rollouts.pictures])
+    tokens = np.array([image.tokens for image in rollouts.images])
+    patches = np.array([image.patches for image in rollouts.images])
     return {
-        "pictures": {name: int(times.sum()) for name, times in sides.items()},
+        "images": {name: int(times.sum()) for name, times in sides.items()},
         "tokens": {name: int(times @ tokens) for name, times in list(sides.items())[:2]},
         "patches": {name: int(times @ patches) for name, times in sides.items()},
         "ratio": float(replicated @ patches / (sides["distinct"] @ patches)),
     }
 
 
-def _counts(tokens: np.ndarray, pictures: tuple[RolloutPicture, ...]) -> np.ndarray:
-    """How often each picture stands in some tokens: int64 [pictures]."""
-    there = tokens[tokens >= FIRST_PICTURE] - FIRST_PICTURE
+def _counts(tokens: np.ndarray, images: tuple[RolloutImage, ...]) -> np.ndarray:
+    """How often each image stands in some tokens: int64 [images]."""
+    there = tokens[tokens >= FIRST_IMAGE] - FIRST_IMAGE
     # by tokens and not by runs: in packed order two of a kind may lie side by side
-    times = np.bincount(there, minlength=len(pictures))
-    return times // [picture.tokens for picture in pictures]
+    times = np.bincount(there, minlength=len(images))
+    return times // [image.tokens for image in images]
 
 
 def measure_routes(rollouts: Rollouts) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ the path (`kernels.chosen`), in the place of the family's indices. Nothing holds
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
 checkpoint's second forward, over the same chunks, and chooses the same keys. Where a rank or a step
-computes a part of the forest, it first tells the keys of the own tokens, which others borrow.
+computes a part of the forest, it first tells the keys of the own tokens, which others import.
 
 Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
 """
@@ -144,7 +144,7 @@ def _check_indexer(name: str, indexer: Any) -> None:
     )
 
 
-# ---- forwards along the tree ---------------------------------------------------------------------
+# ---- forwards along the tree -------------------------------------------------------------------
 
 
 def _of_attention(original: Any) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         kernels = _kernels_for(mask, hidden_states, self.head_dim)
         keys: Any = path if kernels is None else Products(mask.host, kernels)
         sizes = (self.n_heads,) if kernels is None else (self.n_heads, self.head_dim)
-        keys.lent = keys_of_part(self, attention_mask, self.n_heads * self.head_dim, ask)
+        keys.exported = keys_of_part(self, attention_mask, self.n_heads * self.head_dim, ask)
         for rows in keys.spans(*sizes):
             ask(rows, keys)
         found: torch.Tensor = keys.bits[None]
@@ -293,7 +293,7 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
             rope = tuple(x[:, rows] for x in position_embeddings)
             original.forward(self, hidden_states[:, rows], rope, path, positions)
 
-        path.lent = keys_of_part(self, cache, self.num_heads * self.head_dim, ask)
+        path.exported = keys_of_part(self, cache, self.num_heads * self.head_dim, ask)
         for rows in path.spans(self.num_heads):
             with path:
                 ask(rows, path, path.positions[None])
@@ -341,13 +341,13 @@ class Products:
     heads, it is told, and a kernel computes at the end.
 
     Attributes:
-        lent: as in `QueryPath`.
+        exported: as in `QueryPath`.
         bits: int32 [T, W], what was chosen so far.
         shape: of the scores.
     """
 
     dtype = torch.float32
-    lent: torch.Tensor | None = None
+    exported: torch.Tensor | None = None
     bits: torch.Tensor
     shape: tuple[int, int, int]
     _q: torch.Tensor
@@ -379,10 +379,10 @@ class Products:
         if self._keys is None:
             shape = self._host.num_queries, self._num_words
             self.bits = keys.new_empty(shape, dtype=torch.int32)
-            self._keys = self.lent
+            self._keys = self.exported
         if self._keys is None:
             self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
-        if self.lent is None:
+        if self.exported is None:
             self._keys[self._rows] = keys[0]
         return self
 

@@ -26,14 +26,14 @@ class QueryPath:
         rows: the queries: packed tokens, or own tokens of a part.
         positions: int64 [n], those of the queries.
         length: K.
-        lent: [T, D], of a part the keys of all its rows.
+        exported: [T, D], of a part the keys of all its rows.
         bits: int32 [T, W], or [H, T, W].
     """
 
     rows: slice
     positions: torch.Tensor
     length: int
-    lent: torch.Tensor | None = None
+    exported: torch.Tensor | None = None
     bits: torch.Tensor
 
     def __init__(self, mask: TreeMask, hidden_states: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class QueryPath:
 
     def of_path(self, keys: torch.Tensor) -> torch.Tensor:
         """[n, D], those of the chunk -> [K, D], those of the path, root first."""
-        known = self.lent
+        known = self.exported
         if known is None:
             if self._keys is None:
                 self._keys = keys.new_empty(self._host.num_tokens, keys.shape[1])

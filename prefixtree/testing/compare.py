@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from prefixtree.forest import PrefixForest
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 
 # nodes with fewer tokens are judged together: the worst of three numbers says little
 POOLED = 16
@@ -157,16 +157,16 @@ def run_replicated(
     sequences: Sequence[np.ndarray],
     objective: Objective,
     watch: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]] = iter,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> Run:
     """Every sequence alone through the model, forward and backward; gradients add up.
 
     Args:
         model: with any attention but prefixtree's.
-        sequences: token ids; with pictures, `pictures.sequences`.
+        sequences: token ids; with images, `images.sequences`.
         objective: the loss.
         watch: wraps the sequences to show progress. Default: does nothing.
-        pictures: those of the sequences. Each sequence gets its own, copies and all, and
+        images: those of the sequences. Each sequence gets its own, copies and all, and
             transformers computes its positions. Default: text alone.
     """
     parameter = next(model.parameters())
@@ -181,7 +181,7 @@ def run_replicated(
             rows = there.scored[i].nonzero().squeeze(1)
             if len(rows) == 0:
                 continue
-            inputs = _alone(tokens, i, pictures, device)
+            inputs = _alone(tokens, i, images, device)
             ids = inputs["input_ids"][0]
             logits = model(**inputs, use_cache=False, logits_to_keep=rows).logits
             # [1, rows, V], as the model gave them: the gradient of logits[0] is one copy more
@@ -207,14 +207,14 @@ def run_replicated(
 
 
 def _alone(
-    tokens: np.ndarray, index: int, pictures: Pictures | None, device: torch.device
+    tokens: np.ndarray, index: int, images: Images | None, device: torch.device
 ) -> dict[str, Any]:
     """The model's keywords of one sequence."""
-    if pictures is None:
+    if images is None:
         return {"input_ids": torch.from_numpy(tokens)[None].to(device)}
     from prefixtree.images.vision import alone_inputs
 
-    inputs = alone_inputs(pictures, tokens, pictures.of_sequences[index])
+    inputs = alone_inputs(images, tokens, images.of_sequences[index])
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
@@ -223,9 +223,9 @@ def run_packed(
     packed: Any,
     objective: Objective,
     loss_masks: Sequence[np.ndarray] | None,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> Run:
-    """The packed forest, with its pictures, through the model once, forward and backward."""
+    """The packed forest, with its images, through the model once, forward and backward."""
     from prefixtree.scoring.logprobs import sequence_logprobs
 
     device = next(model.parameters()).device
@@ -237,7 +237,7 @@ def run_packed(
             packed.to(device),
             loss_mask=loss_masks,
             return_entropy=True,
-            pictures=pictures,
+            images=images,
         )
         assert scores.entropy is not None
         values = torch.cat([*scores.logprobs, *scores.entropy])
@@ -263,7 +263,7 @@ def _finish(
     return Run(logprobs, entropy, gradients, loss, meter.seconds, meter.peak_bytes)
 
 
-# ---- differences ---------------------------------------------------------------------------------
+# ---- differences -------------------------------------------------------------------------------
 
 
 def worst_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -303,7 +303,7 @@ def _or_infinite(value: torch.Tensor) -> float:
     return number if math.isfinite(number) else math.inf
 
 
-# ---- time and memory -----------------------------------------------------------------------------
+# ---- time and memory ---------------------------------------------------------------------------
 
 
 class Meter:

@@ -210,7 +210,7 @@ def _eager(causal_lm: Any) -> Iterator[None]:
     configs |= {id(c): c for c in (causal_lm.config, text)}
     before = [(c, c._attn_implementation) for c in configs.values()]
     try:
-        # those inside come behind: a vision tower keeps its attention
+        # those inside come behind: a vision encoder keeps its attention
         for config, implementation in before:
             of_text = implementation == "prefixtree"
             config._attn_implementation = name if of_text else implementation

@@ -12,7 +12,7 @@ from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.hub import explain, load_config
 from prefixtree.models.family_table import COMPRESSED_TYPES, INDEXED_BLOCKS, layer_types_of
 from prefixtree.rollouts import Rollouts
-from prefixtree.rollouts.picture_messages import FIRST_PICTURE
+from prefixtree.rollouts.image_messages import FIRST_IMAGE
 from prefixtree.testing.reference import EAGER_BY_ROWS
 
 _HALF = ("bfloat16", "float16")
@@ -32,7 +32,7 @@ class Setting:
         device: a torch device, or "auto": cuda where there is one.
         seed: of random weights and of the loss's weights.
         gradient_checkpointing: in all runs.
-        pictures: whether the rollouts hold pictures, for which the model has a vision encoder.
+        images: whether the rollouts hold images, for which the model has a vision encoder.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Setting:
     device: str = "auto"
     seed: int = 0
     gradient_checkpointing: bool = False
-    pictures: bool = False
+    images: bool = False
 
     def resolved(self) -> Setting:
         """The same with the device chosen."""
@@ -106,7 +106,7 @@ def _build(setting: Setting, attention: str) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, setting.dtype)}
     options["attn_implementation"] = attention
     auto_class = AutoModelForCausalLM
-    if setting.pictures:
+    if setting.images:
         auto_class = AutoModelForImageTextToText
         # our own implementations are for the text part
         of_vision = _OF_VISION.get(attention, attention)
@@ -118,9 +118,9 @@ def _build(setting: Setting, attention: str) -> Any:
     if Path(setting.model).is_file():
         config = load_config(setting.model)
         # the usual 0.02 leaves a small random model's attention uniform and its gradients
-        # next to nothing, where a wrong mask or a wrong picture would hardly show
+        # next to nothing, where a wrong mask or a wrong image would hardly show
         parts = [config.get_text_config()]
-        if setting.pictures:
+        if setting.images:
             parts.append(config.vision_config)
         for part in parts:
             for name in ("initializer_range", "init_std"):
@@ -154,20 +154,20 @@ def check_vocabulary(rollouts: Rollouts, config: Any, model: str) -> None:
     """Refuses token ids that the model's embedding does not have.
 
     Raises:
-        InputError: the first line with such a token id, by its number, or pictures with another
+        InputError: the first line with such a token id, by its number, or images with another
             placeholder than the model's.
     """
     size = config.get_text_config().vocab_size
-    if any(sequence.max() >= FIRST_PICTURE for sequence in rollouts.sequences):
+    if any(sequence.max() >= FIRST_IMAGE for sequence in rollouts.sequences):
         known = getattr(config, "image_token_id", None)
         if known != rollouts.placeholder:
             raise InputError(
-                f"{rollouts.source}: holds pictures, for which the tokenizer writes the "
+                f"{rollouts.source}: holds images, for which the tokenizer writes the "
                 f"placeholder {rollouts.placeholder}; {model} "
-                + ("knows no pictures" if known is None else f"knows the placeholder {known}")
+                + ("knows no images" if known is None else f"knows the placeholder {known}")
                 + "; is it the model of this tokenizer?"
             )
-        rollouts = replace(rollouts, sequences=[s[s < FIRST_PICTURE] for s in rollouts.sequences])
+        rollouts = replace(rollouts, sequences=[s[s < FIRST_IMAGE] for s in rollouts.sequences])
     for sequence, line in zip(rollouts.sequences, rollouts.lines, strict=True):
         if sequence.max(initial=0) >= size:
             raise InputError(

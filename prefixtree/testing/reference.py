@@ -57,7 +57,7 @@ def eager_by_rows(
     Args:
         module: the attention layer.
         query, key, value [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv].
-        attention_mask: bool [B, 1, n, n], true where a query sees a key; None in a vision tower
+        attention_mask: bool [B, 1, n, n], true where a query sees a key; None in a vision encoder
             without padding, where every query sees every key.
         indices: int [B, n, k], the keys that an indexer chose. Default: all.
         kwargs: of the family's eager function.
@@ -128,8 +128,8 @@ class FaithfulSums(TorchFunctionMode):
 def float32_convolutions() -> Iterator[None]:
     """Inside, cuDNN computes float32 convolutions in float32, not in TF32 as torch lets it.
 
-    A vision tower of transformers embeds patches by a convolution, which moves log-probabilities by
-    more than a float32 run may be off. Packed forests embed them by a product.
+    A vision encoder of transformers embeds patches by a convolution, which moves log-probabilities
+    by more than a float32 run may be off. Packed forests embed them by a product.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32

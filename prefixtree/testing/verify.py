@@ -14,14 +14,14 @@ import torch
 from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 from prefixtree.models.families import family_of
 from prefixtree.packing.layout import pack
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.recompute.layers import Mode
 from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.estimate import read_cost, read_memory
-from prefixtree.sharing.measure import measure_pictures
+from prefixtree.sharing.measure import measure_images
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -105,7 +105,7 @@ def verify(
     config = load_config(setting.model)
     check_vocabulary(rollouts, config, setting.model)
     sides = _Sides.of(rollouts, config)
-    setting = replace(setting, pictures=sides.pictures is not None)
+    setting = replace(setting, images=sides.images is not None)
     objective = random_objective(rollouts.sequences, rollouts.loss_masks, setting.seed)
     if not any(scored.any() for scored in objective.scored):
         raise InputError(f"{rollouts.source}: loss_mask scores no token; nothing to compare")
@@ -137,7 +137,7 @@ def verify(
     if runs.margins is not None and runs.exact is runs.followed:
         checks.insert(0, Check("chosen keys", runs.margins.largest, least))
     passed = all(check.passed for check in checks)
-    seen = measure_pictures(PrefixForest.from_sequences(rollouts.sequences), rollouts)
+    seen = measure_images(PrefixForest.from_sequences(rollouts.sequences), rollouts)
     return {
         "passed": passed,
         "model": str(setting.model),
@@ -152,7 +152,7 @@ def verify(
             "ratio": forest.replication_ratio,
             "scored": sum(int(scored.sum()) for scored in objective.scored),
         },
-        **({} if seen is None else {"pictures": seen}),
+        **({} if seen is None else {"images": seen}),
         "checks": {
             check.name: {
                 "difference": _finite(check.value),
@@ -178,33 +178,33 @@ def verify(
 
 @dataclass(frozen=True)
 class _Sides:
-    """The sequences as both sides take them; the two differ where there are pictures.
+    """The sequences as both sides take them; the two differ where there are images.
 
     Attributes:
         replicated, packed: token ids. loss_masks: of both; None where every token is scored.
-        copies: the pictures of the replicated side, every copy for itself, so that a picture that
+        copies: the images of the replicated side, every copy for itself, so that an image that
             is taken for another shows in the comparison. None where there are none.
-        pictures: those of the packed side.
+        images: those of the packed side.
     """
 
     replicated: list[np.ndarray]
     packed: list[np.ndarray]
     loss_masks: list[np.ndarray] | None
-    copies: Pictures | None = None
-    pictures: Pictures | None = None
+    copies: Images | None = None
+    images: Images | None = None
 
     @classmethod
     def of(cls, rollouts: Rollouts, config: Any) -> _Sides:
-        batch = rollouts.picture_batch()
+        batch = rollouts.image_batch()
         if batch is None:
             return cls(rollouts.sequences, rollouts.sequences, rollouts.loss_masks)
         given = batch.sequences, batch.pixel_values, batch.image_grid_thw, config
         try:
-            pictures = Pictures.from_batch(*given)
+            images = Images.from_batch(*given)
         except (ForestError, ValueError) as problem:
             raise InputError(f"{rollouts.source}: {problem}") from None
-        copies = Pictures.from_batch(*given, image_keys=range(len(batch.pixel_values)))
-        return cls(copies.sequences, pictures.sequences, rollouts.loss_masks, copies, pictures)
+        copies = Images.from_batch(*given, image_keys=range(len(batch.pixel_values)))
+        return cls(copies.sequences, images.sequences, rollouts.loss_masks, copies, images)
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _run_all(
         _warm_up(model, True, sides, objective)
         batch = pack(forest)
         chosen = PackedChoices(model, batch) if chooses_keys(model.config) else None
-        packed = run_packed(model, batch, objective, sides.loss_masks, sides.pictures)
+        packed = run_packed(model, batch, objective, sides.loss_masks, sides.images)
         del model
     model = build_as_trained(setting)
     attention = model.config._attn_implementation
@@ -322,7 +322,7 @@ def _announcement(forest: PrefixForest, setting: Setting, config: Any, memory: i
         if chooses_keys(config):
             runs.append("once more with the keys of the packed run")
     need = "an unknown amount of" if memory is None else f"about {memory / _GIB:.2g} GiB of"
-    beside = " beside what the vision encoder takes" if setting.pictures else ""
+    beside = " beside what the vision encoder takes" if setting.images else ""
     return (
         f"verify: {config.model_type} in {setting.dtype} on {setting.device}, "
         f"{forest.num_sequences:,} sequences of {forest.num_replicated_tokens:,} tokens, "
@@ -423,12 +423,12 @@ def _warm_up(model: Any, packed: bool, sides: _Sides, objective: Objective) -> N
     if packed:
         masks = None if sides.loss_masks is None else [sides.loss_masks[i]]
         forest = pack(PrefixForest.from_sequences([sides.packed[i]]))
-        run_packed(model, forest, objective.take(i), masks, sides.pictures)
+        run_packed(model, forest, objective.take(i), masks, sides.images)
     else:
         # sequences of which nothing is scored do not run
         scored = [s if j == i else torch.zeros_like(s) for j, s in enumerate(objective.scored)]
         alone = replace(objective, scored=scored)
-        run_replicated(model, sides.replicated, alone, pictures=sides.copies)
+        run_replicated(model, sides.replicated, alone, images=sides.copies)
 
 
 def _cost(run: Run) -> dict[str, Any]:

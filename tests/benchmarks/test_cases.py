@@ -16,12 +16,12 @@ from benchmarks.cases import (
     depth,
     distill,
     head,
+    images,
     layer,
     memory,
     model,
     parallel,
     peers,
-    pictures,
     planning,
     sparse,
 )
@@ -39,15 +39,15 @@ from prefixtree.kernels.latents import gathered
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import TINY, agent_rollouts, case_named
 from tests.support.benchmark_runs import result
-from tests.support.hooks import lose_pictures
+from tests.support.hooks import lose_images
 from tests.support.spawn import run_ranks
 
 
 @pytest.mark.full
 def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, picture = tmp_path / "depth.json", tmp_path / "depth.png"
+    out, image = tmp_path / "depth.json", tmp_path / "depth.png"
     some = ["--depths", "1", "5", "--nodes", "512", "--scale", "0.01"]
-    assert depth.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    assert depth.main([*TINY, *some, "--out", str(out), "--plot", str(image)]) == 0
     data = result(out)
     rows = {row["case"]: row for row in data["rows"]}
     assert len(rows) == 2 + 3 and data["environment"]["skipped"] == ["fa4"]
@@ -60,7 +60,7 @@ def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             speed_up = row["times"][side]["ms"] / row["times"]["packed"]["ms"]
             assert row["speedup"][side] == pytest.approx(speed_up)
             assert row["efficiency"][side] == pytest.approx(speed_up / row["bound"])
-    assert picture.stat().st_size > 20_000
+    assert image.stat().st_size > 20_000
     # what an earlier run wrote is drawn again, and not run again
     again = tmp_path / "again.png"
     assert depth.main(["--read", str(out), "--plot", str(again)]) == 0
@@ -69,9 +69,9 @@ def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    out, image = tmp_path / "peers.json", tmp_path / "peers.png"
     some = ["--workloads", "4K then 4-2-2-1 x 1K", "documents 32 x 4K", "--scale", "0.01"]
-    assert peers.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    assert peers.main([*TINY, *some, "--out", str(out), "--plot", str(image)]) == 0
     data = result(out)
     tree, apart, dense, matrices = data["rows"]
     assert data["environment"]["skipped"] == ["fa4", "flex"]
@@ -86,7 +86,7 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     useful = 4 * 32 * 4 * pairs
     assert dense["forward_tflops"] == pytest.approx(useful / dense["forward_ms"] / 1e9)
     assert dense["backward_tflops"] == pytest.approx(2.5 * useful / dense["backward_ms"] / 1e9)
-    assert matrices["forward_tflops"] > 0 and picture.stat().st_size > 10_000
+    assert matrices["forward_tflops"] > 0 and image.stat().st_size > 10_000
     assert peers.main(["--read", str(out)]) == 0
     assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
 
@@ -102,7 +102,7 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trunks["computed"] == whole["tokens"] and " trunks of 49 tokens" in trunks["trunks"]
     assert auto["computed"] == whole["tokens"]
     assert 0 < steps["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
-    # cut trees repeat the prompt, and steps borrow it
+    # cut trees repeat the prompt, and steps import it
     assert cut["computed"] > whole["tokens"]
     for row in (cut, steps, kept, trunks, auto):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
@@ -170,9 +170,9 @@ def test_parallel_on_two_ranks(tmp_path: Path) -> None:
     assert 0 < gather["received_bytes"] - tokens / 2 * of_layer < tokens / 16 * of_layer + scores
     most = parts["most_received_rows"] * of_layer
     assert most / 3 < parts["received_bytes"] <= most + scores
-    picture = tmp_path / "efficiency.png"
-    read = ["--read", str(out), "--beside", str(out), "--plot", str(picture)]
-    assert parallel.main(read) == 0 and picture.stat().st_size > 10_000
+    image = tmp_path / "efficiency.png"
+    read = ["--read", str(out), "--beside", str(out), "--plot", str(image)]
+    assert parallel.main(read) == 0 and image.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("script", ["peers", "depth", "layer", "model", "memory"])
@@ -208,9 +208,9 @@ def test_dense_attention_is_the_same_by_every_kernel(monkeypatch: pytest.MonkeyP
 
 
 def test_layer(tmp_path: Path) -> None:
-    out, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    out, image = tmp_path / "layer.json", tmp_path / "layer.png"
     some = ["--prompts", "5120", "--micro-batches", "1", "3"]
-    assert layer.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    assert layer.main([*TINY, *some, "--out", str(out), "--plot", str(image)]) == 0
     data = result(out)
     # prefix-grouper is no dependency: with it the side runs, without it it is skipped by name
     skipped = data["environment"]["skipped"]
@@ -223,15 +223,15 @@ def test_layer(tmp_path: Path) -> None:
     bound = own["ms"] / packed["flop_ratio"]
     assert packed["of_bound"] == pytest.approx(bound / packed["ms"])
     assert rows[1, "packed"]["flop_ratio"] == pytest.approx(1)
-    assert picture.stat().st_size > 10_000
+    assert image.stat().st_size > 10_000
 
 
 @pytest.mark.full
 def test_model(tmp_path: Path) -> None:
     rollouts = agent_rollouts(tmp_path)
     out, top = tmp_path / "model.json", tmp_path / "profile.txt"
-    picture = tmp_path / "model.png"
-    where = ["--out", str(out), "--profile", str(top), "--plot", str(picture)]
+    image = tmp_path / "model.png"
+    where = ["--out", str(out), "--profile", str(top), "--plot", str(image)]
     some = ["--layers", "1", "--micro-batches", "32", "--rollouts", str(rollouts)]
     assert model.main([*TINY, *some, *where]) == 0
     found = {(row["case"][:7], row["side"]): row for row in result(out)["rows"]}
@@ -250,7 +250,7 @@ def test_model(tmp_path: Path) -> None:
     assert packed["of_bound"] == pytest.approx(bound / packed["seconds"])
     assert "drift" in packed and packed["drift"] < 0.02
     assert top.read_text().count("== ") == 3 * 2 and "Self CPU" in top.read_text()
-    assert picture.stat().st_size > 10_000
+    assert image.stat().st_size > 10_000
 
 
 EXPERTS = ["--shape", "qwen3-30b-a3b", "--cases", "apart", "--layers", "1"]
@@ -350,14 +350,14 @@ def test_a_side_that_runs_another_sides_attention_is_red(
 
 @pytest.mark.full
 def test_memory(tmp_path: Path) -> None:
-    out, picture = tmp_path / "memory.json", tmp_path / "memory.png"
+    out, image = tmp_path / "memory.json", tmp_path / "memory.png"
     some = ["--layers", "2", "--prompts", "2048", "4096", "--counts", "4", "8"]
-    assert memory.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    assert memory.main([*TINY, *some, "--out", str(out), "--plot", str(image)]) == 0
     data = result(out)
     assert len(data["rows"]) == 8 and set(data["fits"]) == {"packed", "fa2"}
     tokens = {(r["prompt"], r["count"], r["side"]): r["tokens"] for r in data["rows"]}
     assert tokens[41, 8, "packed"] == 41 + 8 * 10 and tokens[41, 8, "fa2"] == 8 * 51
-    assert picture.stat().st_size > 10_000
+    assert image.stat().st_size > 10_000
 
 
 @pytest.mark.full
@@ -457,34 +457,34 @@ def test_distill(tmp_path: Path) -> None:
 @pytest.mark.full
 # dynamo's own look at .grad of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "pictures.json"
-    monkeypatch.setattr(pictures, "compile_layers", partial(compile_layers, backend="eager"))
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "images.json"
+    monkeypatch.setattr(images, "compile_layers", partial(compile_layers, backend="eager"))
     # those left out differ from two of these in one way each
-    sides = [s for s in pictures.SIDES if s not in ("auto-40", "compiled", "compiled-auto")]
-    assert pictures.main([*TINY, "--sides", *sides, "--out", str(out)]) == 0
+    sides = [s for s in images.SIDES if s not in ("auto-40", "compiled", "compiled-auto")]
+    assert images.main([*TINY, "--sides", *sides, "--out", str(out)]) == 0
     found = result(out)
     assert (found["screenshots"], found["distinct_screenshots"]) == (24, 10)
     assert [row["side"] for row in found["rows"]] == sides
     assert all(row["ms"] > 0 and row["red"] == [] for row in found["rows"])
-    assert all(row["checked tower"] < 1e-5 for row in found["rows"])
+    assert all(row["checked vision encoder"] < 1e-5 for row in found["rows"])
 
 
-def test_pictures_without_their_gradients_are_red(
+def test_images_without_their_gradients_are_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lose_pictures(monkeypatch)
-    out = tmp_path / "pictures.json"
-    assert pictures.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
+    lose_images(monkeypatch)
+    out = tmp_path / "images.json"
+    assert images.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
     (row,) = result(out)["rows"]
     assert "ms" not in row
-    assert [text.split()[0] for text in row["red"]] == ["tower"]
+    assert [text.split()[0] for text in row["red"]] == ["encoder"]
 
 
-def test_pictures_of_real_sizes() -> None:
+def test_images_of_real_sizes() -> None:
     """As many tokens and screenshots as the benchmark says, here of one token each."""
-    config = pictures.config_of(True)
-    batch = pictures.Batch.of(replace(pictures.Sizes(), grid=(2, 2)), config, "cpu")
+    config = images.config_of(True)
+    batch = images.Batch.of(replace(images.Sizes(), grid=(2, 2)), config, "cpu")
     found = batch.facts()
     # of 44 x 80 patches
     more = 44 * 80 // 4 - 1
@@ -495,8 +495,8 @@ def test_pictures_of_real_sizes() -> None:
 
 @pytest.mark.full
 def test_planning(tmp_path: Path) -> None:
-    out, picture = tmp_path / "planning.json", tmp_path / "planning.png"
-    arguments = ["--sizes", "3000", "--repeats", "1", "--out", str(out), "--plot", str(picture)]
+    out, image = tmp_path / "planning.json", tmp_path / "planning.png"
+    arguments = ["--sizes", "3000", "--repeats", "1", "--out", str(out), "--plot", str(image)]
     assert planning.main(arguments) == 0
     rows = result(out)["rows"]
     assert [row["workload"] for row in rows] == list(planning.WORKLOADS)
@@ -504,4 +504,4 @@ def test_planning(tmp_path: Path) -> None:
         assert set(row["steps"]) == set(planning.STEPS)
         assert all(step["ms"] > 0 for step in row["steps"].values())
     assert rows[0]["replicated"] > 5 * rows[0]["distinct"]
-    assert picture.stat().st_size > 10_000
+    assert image.stat().st_size > 10_000

@@ -38,12 +38,12 @@ def rows_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["side"]: row for row in data["rows"]}
 
 
-# ---- green --------------------------------------------------------------------------------------
+# ---- green -------------------------------------------------------------------------------------
 
 
 def test_one_process(rollouts: Path, tmp_path: Path, capsys: Any) -> None:
-    out, picture = tmp_path / "update.json", tmp_path / "update.png"
-    where = ["--rollouts", str(rollouts), "--out", str(out), "--plot", str(picture)]
+    out, image = tmp_path / "update.json", tmp_path / "update.png"
+    where = ["--rollouts", str(rollouts), "--out", str(out), "--plot", str(image)]
     assert update.main([*SMALL, *where]) == 0
     data = result(out)
     rows = rows_of(data)
@@ -71,7 +71,7 @@ def test_one_process(rollouts: Path, tmp_path: Path, capsys: Any) -> None:
     assert [line[6] for line in cells] == [""] * 3 + ["1.00x"] * 3
     assert rows["fa2"]["micro_batches"] == rows["verl"]["micro_batches"]
     assert rows["packed"]["computed"] < rows["verl"]["computed"]
-    assert picture.stat().st_size > 10_000
+    assert image.stat().st_size > 10_000
     again = tmp_path / "again.png"
     assert update.main(["--read", str(out), "--plot", str(again)]) == 0
     assert again.stat().st_size > 10_000
@@ -123,7 +123,7 @@ def test_all_sides_have_all_samples_and_one_loss(rollouts: Path) -> None:
             assert side != "packed" or empty > 0
 
 
-# ---- red ----------------------------------------------------------------------------------------
+# ---- red ---------------------------------------------------------------------------------------
 
 
 def red_rows(rollouts: Path, tmp_path: Path, *more: str) -> dict[str, dict[str, Any]]:

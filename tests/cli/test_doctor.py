@@ -107,7 +107,7 @@ def test_what_is_missing_comes_with_the_command_that_adds_it(versions):
         "verl": "verl",
         "matplotlib": "plot",
         "pyarrow": "parquet",
-        "pillow": "pictures",
+        "pillow": "images",
     }.items():
         assert lines[name].startswith("not installed (for ")
         options = "--no-build-isolation " if extra == "fa2" else ""
@@ -238,7 +238,7 @@ def test_the_versions_are_pyprojects():
         ("verl", "verl"),
         ("matplotlib", "plot"),
         ("pyarrow", "parquet"),
-        ("pillow", "pictures"),
+        ("pillow", "images"),
         ("liger-kernel", "test"),
     ):
         (given,) = [r for r in map(Requirement, lists[given_by]) if r.name == name]

@@ -23,7 +23,7 @@ def rollout_file(tmp_path):
     return write_rollouts(tmp_path / "rollouts.jsonl")
 
 
-# ---- the program ---------------------------------------------------------------------------------
+# ---- the program -------------------------------------------------------------------------------
 
 
 def test_help_teaches():
@@ -77,7 +77,7 @@ def test_python_m(rollout_file):
     assert result.stderr == ""
 
 
-# ---- report --------------------------------------------------------------------------------------
+# ---- report ------------------------------------------------------------------------------------
 
 
 def test_measure_on_a_forest_counted_by_hand():
@@ -180,7 +180,7 @@ def test_report_on_real_rollouts(options, sequences, distinct, replicated):
     assert f"{distinct:,}" in run("report", AIRLINE, *options).stdout
 
 
-# ---- groups --------------------------------------------------------------------------------------
+# ---- groups ------------------------------------------------------------------------------------
 
 
 def write_rows(path, *rows):
@@ -245,7 +245,7 @@ def test_groups_are_printed(rollout_file):
     assert "what parts the rollouts of a group first: not sampled by the policy (2)" in text
 
 
-# ---- chats ---------------------------------------------------------------------------------------
+# ---- chats -------------------------------------------------------------------------------------
 
 
 def test_chats_through_a_tokenizer(tmp_path):
@@ -300,7 +300,7 @@ def test_a_template_that_rewrites_turns_is_said_so(tmp_path):
     assert miss["tokens_to_win"] == len("one" + answer) + 1
 
 
-# ---- output that cannot be written ---------------------------------------------------------------
+# ---- output that cannot be written -------------------------------------------------------------
 
 
 def run_program(*arguments, stdout):
@@ -323,12 +323,12 @@ def test_a_full_disk_is_one_line_and_not_a_red_check(rollout_file):
 
 @needs_dev_full
 @pytest.mark.parametrize("ending", [".png", ".pdf", ".svg"])
-def test_a_picture_for_which_there_is_no_room(rollout_file, tmp_path, ending):
-    picture = tmp_path / f"full{ending}"
-    picture.symlink_to("/dev/full")
-    result = run("report", rollout_file, "--plot", picture)
+def test_a_image_for_which_there_is_no_room(rollout_file, tmp_path, ending):
+    image = tmp_path / f"full{ending}"
+    image.symlink_to("/dev/full")
+    result = run("report", rollout_file, "--plot", image)
     assert result.exit_code == 2
-    assert result.stderr == f"prefixtree: {picture}: cannot be written: No space left on device\n"
+    assert result.stderr == f"prefixtree: {image}: cannot be written: No space left on device\n"
 
 
 @pytest.mark.full
@@ -352,7 +352,7 @@ def test_other_errors_of_the_system_name_their_file(monkeypatch, rollout_file):
     assert result.stderr == "prefixtree: somewhere: Permission denied\n"
 
 
-# ---- recorded routes -----------------------------------------------------------------------------
+# ---- recorded routes ---------------------------------------------------------------------------
 
 
 def _routes(*experts):

@@ -11,8 +11,8 @@ from PIL import Image
 from prefixtree.demo.browser import BRANCHING, HEIGHT, TASKS, WIDTH, Browser, write_rollouts
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
-from prefixtree.rollouts.picture_messages import picture_numbers
-from prefixtree.sharing.measure import measure_pictures
+from prefixtree.rollouts.image_messages import image_numbers
+from prefixtree.sharing.measure import measure_images
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,34 +88,34 @@ def test_the_files(folder, tmp_path):
 
 
 def test_what_they_share(folder):
-    page = " ".join((ROOT / "docs" / "pictures.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "images.md").read_text().split())
     tokenizer = ChatTokenizer(folder / "model")
     rollouts = read_rollouts(folder / "rollouts.jsonl", strict=True, tokenizer=tokenizer)
     # a screenshot is 6 x 10 tokens, none is resized
-    assert {(p.height, p.width, p.tokens) for p in rollouts.pictures} == {(HEIGHT, WIDTH, 60)}
-    assert all(len(picture_numbers(sequence)) == 5 for sequence in rollouts.sequences)
+    assert {(p.height, p.width, p.tokens) for p in rollouts.images} == {(HEIGHT, WIDTH, 60)}
+    assert all(len(image_numbers(sequence)) == 5 for sequence in rollouts.sequences)
     expected = {48: (240, 120, 30), 240: (720, 120, 30)}
     for unit in (rollouts, expand_turns(rollouts)):
         forest = PrefixForest.from_sequences(unit.sequences)
-        facts = measure_pictures(forest, unit)
-        assert tuple(facts["pictures"].values()) == expected[len(unit)]
+        facts = measure_images(forest, unit)
+        assert tuple(facts["images"].values()) == expected[len(unit)]
         assert facts["ratio"] == expected[len(unit)][0] / 30
-        tokens, of_pictures = facts["tokens"].values()
+        tokens, of_images = facts["tokens"].values()
         # in their rows, both units side by side
         for row, said in (
             ("tokens", f"{forest.num_replicated_tokens:,} | {forest.num_tokens:,}"),
-            ("of these, tokens of pictures", f"{tokens:,} | {of_pictures:,}"),
-            ("pictures encoded", f"{expected[len(unit)][0]} | 30"),
+            ("of these, tokens of images", f"{tokens:,} | {of_images:,}"),
+            ("images encoded", f"{expected[len(unit)][0]} | 30"),
         ):
             assert said in page.partition(f"| {row} |")[2][:60]
     task = rollouts.first_groups(1)
-    facts = measure_pictures(PrefixForest.from_sequences(task.sequences), task)
-    held, placed, distinct = facts["pictures"].values()
+    facts = measure_images(PrefixForest.from_sequences(task.sequences), task)
+    held, placed, distinct = facts["images"].values()
     assert f"hold {held} screenshots. In the forest they stand in {placed} places" in page
     assert f"places, and {distinct} of them are distinct" in page
 
 
-def test_the_picture_of_the_page(tmp_path):
+def test_the_image_of_the_page(tmp_path):
     script = ROOT / "docs" / "make_images.py"
     spec = importlib.util.spec_from_file_location("make_images", script)
     assert spec is not None and spec.loader is not None

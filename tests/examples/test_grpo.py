@@ -69,7 +69,7 @@ def _worst_weight(one: Any, other: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-# ---- the training --------------------------------------------------------------------------------
+# ---- the training ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ def test_the_command(tmp_path):
         assert result.exit_code == 0, result.output
         lines.append(result.stdout.split(" s ")[0][:-5])
     assert lines[0] == lines[1] and "reward 0." in lines[0]
-    picture = tmp_path / "curves.png"
-    result = CliRunner().invoke(app, [*small, "--plot", str(picture)])
+    image = tmp_path / "curves.png"
+    result = CliRunner().invoke(app, [*small, "--plot", str(image)])
     assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert image.read_bytes().startswith(b"\x89PNG")
     # the battery is for five turns
     for branches in ("2,0", "2,1,1,1,1,1"):
         result = CliRunner().invoke(app, ["--branches", branches])
         assert result.exit_code == 2 and "one to five numbers" in result.output
 
 
-# ---- rollouts ------------------------------------------------------------------------------------
+# ---- rollouts ----------------------------------------------------------------------------------
 
 
 def test_rollouts_are_what_the_model_says_and_the_depot_answers(monkeypatch):
@@ -210,7 +210,7 @@ def test_one_prompt_with_responses_is_dualkvs_case():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-# ---- the method ----------------------------------------------------------------------------------
+# ---- the method --------------------------------------------------------------------------------
 
 
 def test_token_losses():
@@ -244,7 +244,7 @@ def test_a_group_of_one_has_no_loss(dr_grpo):
     assert _worst_weight(model, grpo.make_model(grpo.Settings())) == 0
 
 
-# ---- the assertions can fail ---------------------------------------------------------------------
+# ---- the assertions can fail -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicated", [False, True])

@@ -11,7 +11,7 @@ from prefixtree.errors import ForestError
 from prefixtree.integrations.core.batch import Batch, on_host
 from prefixtree.integrations.core.trunks import all_keep, planned
 from prefixtree.integrations.core.work import Work
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 
 PROMPT = 3
 IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [1, 1, 2, 5, 0, 0], [0, 0, 7, 8, 9, 10]])
@@ -109,7 +109,7 @@ def test_the_forest_has_the_routes_of_rows() -> None:
     assert Batch.jagged(tokens, None, CPU).forest.num_tokens == 4
 
 
-# ---- trunks and metrics --------------------------------------------------------------------------
+# ---- trunks and metrics ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_ranks_keep_trunks_together(
 
 def test_a_plan_that_does_not_fit_is_none() -> None:
     forest = pt.PrefixForest.from_sequences([[1, 2, 3, 4], [1, 2, 3, 5]])
-    cost = BorrowCost(token_bytes=1e9)
+    cost = ImportCost(token_bytes=1e9)
     assert planned(forest, 8, cost) is not None
-    assert planned(forest, 1, BorrowCost(token_bytes=1.0)) is None
+    assert planned(forest, 1, ImportCost(token_bytes=1.0)) is None
 
 
 def test_work_is_added_and_named() -> None:

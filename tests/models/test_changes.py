@@ -18,7 +18,7 @@ from prefixtree.models.changes import changing
 
 ROOT = Path(prefixtree.__file__).parent
 
-# ---- what is taken back --------------------------------------------------------------------------
+# ---- what is taken back -------------------------------------------------------------------------
 
 
 def test_attributes_and_hooks_are_as_before() -> None:
@@ -65,7 +65,7 @@ def test_an_interrupt_of_the_way_back() -> None:
     assert not hasattr(module, "one")
 
 
-# ---- threads and processes -----------------------------------------------------------------------
+# ---- threads and processes ---------------------------------------------------------------------
 
 
 def test_other_threads_wait() -> None:
@@ -124,7 +124,7 @@ def test_a_fork_while_another_thread_changes_a_model() -> None:
     assert not hasattr(theirs, "one")
 
 
-# ---- nobody changes a model elsewhere ------------------------------------------------------------
+# ---- nobody changes a model elsewhere ----------------------------------------------------------
 
 # where else a module or torch's state changes, and why that is not for one call
 ELSEWHERE = {
@@ -135,13 +135,13 @@ ELSEWHERE = {
     "states/layers.py": "prepare: stays, and a second call completes what is missing",
     "experts/routers.py": "hooks of a replay: they stay, and the next call completes them",
     "recompute/probes.py": "on a copy of the model",
-    "recompute/tower_memory.py": "on a copy of the tower",
+    "recompute/encoder_memory.py": "on a copy of the vision encoder",
     "integrations/trl/distillation.py": "eval() of the teacher, as TRL does",
     "integrations/trl/rollouts.py": "eval(), noted before",
     "integrations/verl/engine.py": "of a configuration, and of a critic that is being made",
     "integrations/verl/megatron.py": "of a configuration",
     "integrations/verl/metrics.py": "of a configuration",
-    "images/encodings.py": "the output of a tower, which is no module",
+    "images/encodings.py": "the output of a vision encoder, which is no module",
     "sparse/indexers.py": "prepare: stays",
     "experts/products.py": "prepare: stays",
     "sampling/whole_copy.py": "a copy of its own, which is thrown away",

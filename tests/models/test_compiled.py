@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
 from prefixtree import PackedForest
-from prefixtree.images import tower
-from prefixtree.images.vision import tower_of
+from prefixtree.images import encoder
+from prefixtree.images.vision import encoder_of
 from prefixtree.kernels.attention import operator
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
-from tests.support import alike, picture_cases
+from tests.support import alike, image_cases
 from tests.support.family_configs import FAMILIES, INDEXED
 from tests.support.full import mostly
 from tests.support.models import (
@@ -128,7 +128,7 @@ def test_families_that_repeat_others_are_left_out(word, other, differs, monkeypa
 
 
 def ends_at_attention() -> bool:
-    """Whether graphs ended in the attention of a tower alone."""
+    """Whether graphs ended in the attention of a vision encoder alone."""
     return bool(counters["graph_break"]) and all("_attend" in x for x in counters["graph_break"])
 
 
@@ -139,56 +139,57 @@ def ends_at_attention() -> bool:
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                # the towers of others are these, but for names; qwen2_5_vl's windows are below
+                # the vision encoders of others are these, but for names; qwen2_5_vl's windows are
+                # below
                 ("glm4v", "auto"),
                 ("gemma4", None),
             )
         ),
     ],
 )
-def test_pictures(model_type, recompute):
-    """The tower too, but Gemma 4's: parts of four kinds, whatever the number of pictures. Of
+def test_images(model_type, recompute):
+    """The vision encoder too, but Gemma 4's: parts of four kinds, whatever the number of images. Of
     forward and backward there are graphs in float64."""
-    model, made = picture_cases.build(model_type), picture_cases.batch(model_type)
+    model, made = image_cases.build(model_type), image_cases.batch(model_type)
     compile_layers(model, backend="eager")
-    run = picture_cases.run_packed(model, made, recompute=recompute)
-    found = picture_cases.errors(run, picture_cases.reference(model_type))
-    assert found.largest < picture_cases.tolerance(model_type)
+    run = image_cases.run_packed(model, made, recompute=recompute)
+    found = image_cases.errors(run, image_cases.reference(model_type))
+    assert found.largest < image_cases.tolerance(model_type)
     if model_type == "gemma4":
         assert 0 < graphs() <= 5 and not counters["graph_break"]
         return
-    of_tower = graphs() - len(set(map(type, layers_of(model))))
-    assert ends_at_attention() and 4 <= of_tower <= 6
+    of_encoder = graphs() - len(set(map(type, layers_of(model))))
+    assert ends_at_attention() and 4 <= of_encoder <= 6
     # transformers 5.5 computes with borders, and torch compiles anew for a size of 1
-    picture_cases.run_packed(model, picture_cases.screenshots(1), recompute=recompute)
+    image_cases.run_packed(model, image_cases.screenshots(1), recompute=recompute)
     made_graphs = graphs()
     for count in (2, 5, 1):
-        picture_cases.run_packed(model, picture_cases.screenshots(count), recompute=recompute)
-        assert graphs() == made_graphs, f"{count} pictures compiled anew"
+        image_cases.run_packed(model, image_cases.screenshots(count), recompute=recompute)
+        assert graphs() == made_graphs, f"{count} images compiled anew"
 
 
 @pytest.mark.full
-def test_a_tower_is_exact_in_float64():
-    """Windows of several sizes, and pictures of two."""
-    model = picture_cases.build("qwen2_5_vl", dtype=torch.float64)
-    made = picture_cases.batch("qwen2_5_vl")
-    want = picture_cases.run_forward(model, made)
+def test_a_encoder_is_exact_in_float64():
+    """Windows of several sizes, and images of two."""
+    model = image_cases.build("qwen2_5_vl", dtype=torch.float64)
+    made = image_cases.batch("qwen2_5_vl")
+    want = image_cases.run_forward(model, made)
     compile_layers(model, backend="aot_eager")
-    found = picture_cases.errors(picture_cases.run_forward(model, made), want)
+    found = image_cases.errors(image_cases.run_forward(model, made), want)
     assert ends_at_attention() and found.largest < 1e-12
 
 
-def test_a_compiled_tower_without_gradient_is_seen(monkeypatch):
+def test_a_compiled_encoder_without_gradient_is_seen(monkeypatch):
     """Its attention is between two graphs."""
-    attend = tower.picture_attention
-    monkeypatch.setattr(tower, "picture_attention", lambda *given: (_cut(attend(*given)[0]), None))
-    model = picture_cases.build("qwen3_vl")
+    attend = encoder.image_attention
+    monkeypatch.setattr(encoder, "image_attention", lambda *given: (_cut(attend(*given)[0]), None))
+    model = image_cases.build("qwen3_vl")
     compile_layers(model, backend="eager")
-    wrong = picture_cases.errors(
-        picture_cases.run_packed(model, picture_cases.batch("qwen3_vl")),
-        picture_cases.reference("qwen3_vl"),
+    wrong = image_cases.errors(
+        image_cases.run_packed(model, image_cases.batch("qwen3_vl")),
+        image_cases.reference("qwen3_vl"),
     )
-    assert wrong.logprob < 5e-5 and wrong.tower > 0.1
+    assert wrong.logprob < 5e-5 and wrong.encoder > 0.1
 
 
 def _cut(x: torch.Tensor) -> torch.Tensor:
@@ -196,29 +197,29 @@ def _cut(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.full
-def test_a_hook_inside_a_compiled_tower_is_run():
+def test_a_hook_inside_a_compiled_encoder_is_run():
     """Set on one block alone, after a graph was made of its kind."""
 
     def doubles(module, inputs, output):
         return 2 * output
 
-    made, outcomes = picture_cases.batch("qwen3_vl"), []
+    made, outcomes = image_cases.batch("qwen3_vl"), []
     for compiled in (False, True):
-        model = picture_cases.build("qwen3_vl")
+        model = image_cases.build("qwen3_vl")
         if compiled:
             compile_layers(model, backend="eager")
-            picture_cases.run_packed(model, made)
-        tower_of(model).blocks[1].attn.qkv.register_forward_hook(doubles)
-        outcomes.append(picture_cases.run_packed(model, made))
-    assert picture_cases.errors(outcomes[1], outcomes[0]).largest < 5e-5
-    plain = picture_cases.run_packed(picture_cases.build("qwen3_vl"), made)
-    assert picture_cases.errors(outcomes[0], plain).logprob > 1e-3
+            image_cases.run_packed(model, made)
+        encoder_of(model).blocks[1].attn.qkv.register_forward_hook(doubles)
+        outcomes.append(image_cases.run_packed(model, made))
+    assert image_cases.errors(outcomes[1], outcomes[0]).largest < 5e-5
+    plain = image_cases.run_packed(image_cases.build("qwen3_vl"), made)
+    assert image_cases.errors(outcomes[0], plain).logprob > 1e-3
 
 
 @pytest.mark.parametrize("runs", mostly(["checkpointed by block", "eager"], ["eager"]))
-def test_towers_that_run_uncompiled(runs):
-    """A graph would be made for every number of pictures."""
-    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+def test_encoders_that_run_uncompiled(runs):
+    """A graph would be made for every number of images."""
+    model, made = image_cases.build("qwen3_vl"), image_cases.batch("qwen3_vl")
     if runs == "eager":
         names = {"": "prefixtree", "text_config": "prefixtree", "vision_config": "eager"}
         model.set_attn_implementation(names)
@@ -227,31 +228,31 @@ def test_towers_that_run_uncompiled(runs):
     compile_layers(model, backend="eager")
     # by recompute=None transformers' checkpoints are one per run
     recompute = "nothing" if runs == "checkpointed by block" else None
-    run = picture_cases.run_packed(model, made, recompute=recompute)
-    found = picture_cases.errors(run, picture_cases.reference("qwen3_vl"))
+    run = image_cases.run_packed(model, made, recompute=recompute)
+    found = image_cases.errors(run, image_cases.reference("qwen3_vl"))
     assert found.largest < 5e-5 and graphs() <= 3 and not counters["graph_break"]
 
 
 @pytest.mark.full
-def test_a_sharded_tower():
+def test_a_sharded_encoder():
     """A blank run for other ranks is one more size; what changed is for Dynamo to see."""
-    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+    model, made = image_cases.build("qwen3_vl"), image_cases.batch("qwen3_vl")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         compile_layers(model, backend="eager")
-        for part in (*tower_of(model).blocks, *layers_of(model), model):
+        for part in (*encoder_of(model).blocks, *layers_of(model), model):
             fully_shard(part, mesh=mesh)
         for _ in range(2):
             # behind a forward, parameters of the root are not those that are sharded
             model.zero_grad()
-            run = picture_cases.run_packed(model, made, recompute="all")
+            run = image_cases.run_packed(model, made, recompute="all")
             whole = {n: g.full_tensor() for n, g in run.gradients.items()}
-            run = picture_cases.Run(run.logprobs, whole)
-            found = picture_cases.errors(run, picture_cases.reference("qwen3_vl"))
+            run = image_cases.Run(run.logprobs, whole)
+            found = image_cases.errors(run, image_cases.reference("qwen3_vl"))
             assert found.largest < 5e-5 and ends_at_attention()
             made_graphs = graphs()
-        picture_cases.run_packed(model, picture_cases.screenshots(3), recompute="all")
+        image_cases.run_packed(model, image_cases.screenshots(3), recompute="all")
         assert graphs() == made_graphs
     finally:
         dist.destroy_process_group()
@@ -259,20 +260,20 @@ def test_a_sharded_tower():
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_a_tower():
+def test_adapters_of_a_encoder():
     """The first block's input needs no gradient, those behind it do."""
-    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+    model, made = image_cases.build("qwen3_vl"), image_cases.batch("qwen3_vl")
     model = get_peft_model(model, LoraConfig(r=4, target_modules=r".*\.qkv|.*\.q_proj"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)
-    want = picture_cases.run_packed(model, made, recompute="all")
+    want = image_cases.run_packed(model, made, recompute="all")
     compile_layers(model, backend="eager")
-    run = picture_cases.run_packed(model, made, recompute="all")
+    run = image_cases.run_packed(model, made, recompute="all")
     assert any("visual" in name for name in run.gradients) and ends_at_attention()
-    assert picture_cases.distance(run.gradients, want.gradients) < 5e-5
+    assert image_cases.distance(run.gradients, want.gradients) < 5e-5
     made_graphs = graphs()
-    picture_cases.run_packed(model, picture_cases.screenshots(3), recompute="all")
+    image_cases.run_packed(model, image_cases.screenshots(3), recompute="all")
     assert graphs() == made_graphs
 
 

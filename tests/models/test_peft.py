@@ -205,7 +205,7 @@ def test_experts(model_type, config):
     model, packed = _adapted(model_type, **config), _pack(_objective().sequences)
     assert_same(run_packed(model, packed, _objective()), reference)
     assert_same(
-        run_packed(model, packed, _objective(), max_tokens=33, borrow_cost=LIGHT), reference
+        run_packed(model, packed, _objective(), max_tokens=33, import_cost=LIGHT), reference
     )
 
 
@@ -250,7 +250,7 @@ def test_it_generates_too():
     assert got.shape[1] == ids.shape[1] + 5
 
 
-# ---- several adapters ----------------------------------------------------------------------------
+# ---- several adapters --------------------------------------------------------------------------
 
 _ADAPTER_OF = ["red", "blue", "red"] + ["red", "blue", "blue"] * 2 + ["red"] * 3
 _NUMBERS = [int(name == "blue") for name in _ADAPTER_OF]
@@ -361,7 +361,7 @@ def test_adapters_routed_by_token_in_one_forest():
     assert_same(run, reference)
 
 
-# ---- refused -------------------------------------------------------------------------------------
+# ---- refused -----------------------------------------------------------------------------------
 
 
 def test_active_dropout_of_an_adapter():

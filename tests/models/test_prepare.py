@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 import prefixtree as pt
 from tests.support.models import build, cases, ragged_objective, ragged_packed, run_packed
 
-# attention that is not transformers' default, sinks, latent attention, states, towers
+# attention that is not transformers' default, sinks, latent attention, states, vision encoders
 _LOADED = ["qwen3", "gpt_oss", "deepseek_v3", "gemma2", "qwen3_5", "kimi_linear", "qwen3_vl"]
 
 
 @pytest.mark.parametrize("model_type", cases(_LOADED))
 def test_a_model_loaded_with_another_attention(model_type: str) -> None:
-    """Then it runs as one that was loaded with this one, bit by bit; a tower keeps its own."""
+    """Then it runs as one that was loaded with this one, bit by bit; a vision encoder keeps its
+    own."""
     wanted = run_packed(build(model_type), ragged_packed(), ragged_objective())
     model = build(model_type, "eager")
     assert pt.prepare(nn.Sequential(model))[0] is model
@@ -30,7 +31,7 @@ def test_a_model_loaded_with_another_attention(model_type: str) -> None:
         assert vision._attn_implementation == "eager"
 
 
-def test_a_tower_gets_one_that_generates() -> None:
+def test_a_encoder_gets_one_that_generates() -> None:
     model = pt.prepare(build("qwen3_vl"))
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert model.config.text_config._attn_implementation == "prefixtree"

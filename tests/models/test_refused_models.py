@@ -47,7 +47,7 @@ def packed() -> pt.PackedForest:
     return pt.pack(pt.PrefixForest.from_sequences(ragged_sequences()))
 
 
-# ---- randomness ---------------------------------------------------------------------------------
+# ---- randomness --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
@@ -173,7 +173,7 @@ def test_dropout_outside_the_transformers_model(kind, packed):
         sequence_logprobs(Wrapper(), packed)
 
 
-# ---- models -------------------------------------------------------------------------------------
+# ---- models ------------------------------------------------------------------------------------
 
 
 # what makes each unlike a replicated batch: they drop the mask's keyword (nemotron, stablelm), keep
@@ -296,7 +296,7 @@ def test_something_that_is_no_transformers_model(packed):
         sequence_logprobs(nn.Linear(2, 2), packed)
 
 
-# ---- mixtures of experts: the load-balancing loss ------------------------------------------------
+# ---- mixtures of experts: the load-balancing loss ----------------------------------------------
 
 _MIXTURES = [
     name
@@ -331,7 +331,7 @@ def test_router_logits(model_type, given, packed):
             ready(build(model_type))(**packed.model_inputs(), output_router_logits=True)
 
 
-# ---- the opt-in ---------------------------------------------------------------------------------
+# ---- the opt-in --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "phi3", "granite", "cohere2"])
@@ -363,8 +363,8 @@ def test_the_opt_in_ended_with_its_test():
 def _shows(model: Any = None, routes: Any = None, modality: str = "image") -> image_refusals.Shows:
     model = build("qwen3") if model is None else model
     packed: Any = SimpleNamespace(forest=SimpleNamespace(routes=routes))
-    pictures: Any = SimpleNamespace(distinct=[SimpleNamespace(modality=modality)])
-    return image_refusals.Shows(model, build("qwen3"), packed, pictures)
+    images: Any = SimpleNamespace(distinct=[SimpleNamespace(modality=modality)])
+    return image_refusals.Shows(model, build("qwen3"), packed, images)
 
 
 def _with(layer: nn.Module, **attributes: Any) -> nn.Module:
@@ -398,14 +398,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "MODULES: dropout": lambda: nn.Sequential(nn.Dropout(0.1)),
 }
 SHOWN: dict[str, Callable[[], image_refusals.Shows]] = {
-    "WITH_PICTURES: routes": lambda: _shows(routes=[]),
-    "WITH_PICTURES: DeepSpeed": lambda: _shows(_Engine()),
-    "WITH_PICTURES: FSDP1": lambda: _shows(_fsdp1()),
-    "WITH_PICTURES: compiled modules": lambda: _shows(_compiled()),
-    "WITH_PICTURES: tensor or expert parallel": (
+    "WITH_IMAGES: routes": lambda: _shows(routes=[]),
+    "WITH_IMAGES: DeepSpeed": lambda: _shows(_Engine()),
+    "WITH_IMAGES: FSDP1": lambda: _shows(_fsdp1()),
+    "WITH_IMAGES: compiled modules": lambda: _shows(_compiled()),
+    "WITH_IMAGES: tensor or expert parallel": (
         lambda: _shows(_with(nn.Linear(2, 2), _is_hooked=True))
     ),
-    "WITH_PICTURES: videos under FSDP2": lambda: _shows(_fsdp2(), modality="video"),
+    "WITH_IMAGES: videos under FSDP2": lambda: _shows(_fsdp2(), modality="video"),
 }
 UNPREPARED: dict[str, Callable[[], Any]] = {
     "UNPREPARED: indexers": lambda: build("deepseek_v32").config,
@@ -435,10 +435,10 @@ def test_rows(name: str, two_ranks: None) -> None:
         elif name in UNPREPARED:
             refuse(prepared.UNPREPARED, UNPREPARED[name]())
         else:
-            refuse(image_refusals.WITH_PICTURES, SHOWN[name]())
+            refuse(image_refusals.WITH_IMAGES, SHOWN[name]())
 
 
 def test_what_the_rows_serve(two_ranks: None) -> None:
     families.check_modules(MODULES["MODULES: neftune_noise_alpha"]().eval())
-    refuse(image_refusals.WITH_PICTURES, _shows(_fsdp2()))
-    refuse(image_refusals.WITH_PICTURES, _shows(modality="video"))
+    refuse(image_refusals.WITH_IMAGES, _shows(_fsdp2()))
+    refuse(image_refusals.WITH_IMAGES, _shows(modality="video"))

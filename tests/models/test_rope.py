@@ -94,8 +94,8 @@ def replicated(name: str, objective: Objective) -> Run:
 def kept(model: Any, objective: Objective) -> Run:
     """The same in micro-batches with kept trunks."""
     model.zero_grad(set_to_none=True)
-    cost = pt.borrow_cost(model)
-    plan = pt.plan_micro_batches(objective.sequences, 24, trunks=True, borrow_cost=cost)
+    cost = pt.import_cost(model)
+    plan = pt.plan_micro_batches(objective.sequences, 24, trunks=True, import_cost=cost)
     logprobs: dict[int, torch.Tensor] = {}
     with pt.kept_trunks(model, plan[0]) as scored:
         for batch, scores in scored:

@@ -247,7 +247,7 @@ def test_families_give_the_same_bits(family, dtype):
         assert torch.equal(few, a[rows.which])
 
 
-# ---- how the probe runs --------------------------------------------------------------------------
+# ---- how the probe runs ------------------------------------------------------------------------
 
 
 def _kept(model: Any) -> None:
@@ -381,7 +381,7 @@ def test_a_sharded_model_is_probed_alike_on_all_ranks(monkeypatch):
 
 
 def test_tokens_of_the_probe():
-    """Text: neither padding nor pictures."""
+    """Text: neither padding nor images."""
     config = build("qwen3_vl").config
     rows = rows_alone._Rows.of(config)
     special = [config.image_token_id, config.video_token_id]

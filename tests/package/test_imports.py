@@ -17,7 +17,7 @@ import prefixtree
 from prefixtree import loops
 from tests.support.warm import run_warm
 from tools.rooms import ROOMS, found
-from tools.rooms import room_of as room_of_picture
+from tools.rooms import room_of as room_of_image
 
 ROOT = Path(prefixtree.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -181,7 +181,7 @@ def recurrence_backend_of(module: str) -> str | None:
     return next((name for name, parts in RECURRENCE_PARTS.items() if room in parts), room)
 
 
-# ---- cost of an import --------------------------------------------------------------------------
+# ---- cost of an import -------------------------------------------------------------------------
 
 
 @cache
@@ -276,7 +276,7 @@ def test_unknown_names_of_the_package() -> None:
         prefixtree.nothing  # noqa: B018
 
 
-# ---- direction ----------------------------------------------------------------------------------
+# ---- direction ---------------------------------------------------------------------------------
 
 
 def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ ENTRIES = ("prefixtree.scoring.logprobs", "prefixtree.models.attention")
 
 def wing_of(module: str) -> str | None:
     """The room of a module that the core may not import."""
-    layer, room = room_of_picture(module)
+    layer, room = room_of_image(module)
     return room if layer in ("wings", WAYS) else None
 
 

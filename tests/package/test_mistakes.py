@@ -160,7 +160,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         _NO_NUMBERS,
     ),
     "lists": (lambda: pt.batch_logprobs(without_numbers(), ROWS, ONES), ValueError, _NO_NUMBERS),
-    "costs": (lambda: pt.borrow_cost(without_numbers()), ValueError, _NO_NUMBERS),
+    "costs": (lambda: pt.import_cost(without_numbers()), ValueError, _NO_NUMBERS),
     "sizes": (lambda: pt.max_micro_batch_tokens(without_numbers()), ValueError, _NO_NUMBERS),
     "kept trunks": (lambda: kept(TRUNKS), ValueError, _NO_NUMBERS),
     "a teacher": (lambda: pt.Teacher(without_numbers(), PACKED), ValueError, _NO_NUMBERS),

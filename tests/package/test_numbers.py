@@ -97,8 +97,8 @@ def sampled(**given: Any) -> Any:
     )
 
 
-def pictured(kind: str, **given: Any) -> pt.Pictures:
-    """One picture of one placeholder."""
+def image_of(kind: str, **given: Any) -> pt.Images:
+    """One image of one placeholder."""
     config = SimpleNamespace(
         model_type="qwen2_5_vl",
         image_token_id=60,
@@ -112,9 +112,7 @@ def pictured(kind: str, **given: Any) -> pt.Pictures:
     if kind == "video":
         other = {"pixel_values_videos": np.ones((4, 3)), "video_grid_thw": grid}
         one, token = {"pixel_values": None, "image_grid_thw": None, **other}, 61
-    return pt.Pictures.from_batch(
-        **{"sequences": [[3, token, 4]], **one, "config": config, **given}
-    )
+    return pt.Images.from_batch(**{"sequences": [[3, token, 4]], **one, "config": config, **given})
 
 
 def rollouts() -> Rollouts:
@@ -170,14 +168,14 @@ add(
     routes=Kind([x[0] for x in K.ROUTES.right], [5, "ab", *(x[0] for x in K.ROUTES.wrong[4:])]),
 )
 add("PrefixForest.path", FOREST.path, sequence=K.INDEX)
-add("Pictures.from_batch", partial(pictured, "image"), 0, sequences=K.TOKENS)
-image, video = partial(pictured, "image"), partial(pictured, "video")
-add("Pictures.from_batch", image, pixel_values=K.PIXELS, image_grid_thw=K.GRIDS)
-add("Pictures.from_batch", video, pixel_values_videos=K.PIXELS, video_grid_thw=K.GRIDS)
-add("Pictures.from_batch", video, second_per_grid_ts=K.SECONDS)
+add("Images.from_batch", partial(image_of, "image"), 0, sequences=K.TOKENS)
+image, video = partial(image_of, "image"), partial(image_of, "video")
+add("Images.from_batch", image, pixel_values=K.PIXELS, image_grid_thw=K.GRIDS)
+add("Images.from_batch", video, pixel_values_videos=K.PIXELS, video_grid_thw=K.GRIDS)
+add("Images.from_batch", video, second_per_grid_ts=K.SECONDS)
 add(
-    "picture_key",
-    lambda pixels=HEADS[:, 0], grid=(1, 2, 2), seconds=None: pt.picture_key(
+    "image_key",
+    lambda pixels=HEADS[:, 0], grid=(1, 2, 2), seconds=None: pt.image_key(
         pixels, grid, "video", seconds
     ),
     pixels=K.PIXELS,
@@ -225,7 +223,7 @@ add("MicroBatchPlan.loss_weights", partial(PLAN.loss_weights, "constant"), const
 add("MicroBatchPlan[...]", lambda rank: PLAN[rank], 1, rank=K.INDEX)
 add("MicroBatch.take", PLAN[0][0].take, values=K.TAKEN)
 add("CostModel", pt.CostModel, linear=K.AT_LEAST_0, attention=K.AT_LEAST_0)
-add("CostModel", pt.CostModel, picture=K.AT_LEAST_0, first_picture=K.FROM_0)
+add("CostModel", pt.CostModel, image=K.AT_LEAST_0, first_image=K.FROM_0)
 add("CostModel", partial(pt.CostModel, window=4), windowed=K.COSTS)
 add("CostModel", partial(pt.CostModel, windowed=1.0), window=K.COUNT)
 add(
@@ -235,8 +233,8 @@ add(
     scored_share=K.SHARE,
 )
 add(
-    "BorrowCost",
-    pt.BorrowCost,
+    "ImportCost",
+    pt.ImportCost,
     layers=K.COUNT,
     kv_heads=K.FROM_0,
     head_dim=K.FROM_0,
@@ -332,8 +330,8 @@ add("Rollouts.first_groups", lambda count: rollouts().first_groups(count), count
 RESULTS = (
     "BlockTables",
     "MaskStats",
-    "Pictures",
-    "Picture",
+    "Images",
+    "Image",
     "MicroBatchPlan",
     "MicroBatch",
     "Rows",
@@ -342,8 +340,8 @@ RESULTS += ("PlanStats", "ReuseStats", "StepStats", "PackedForest", "RecomputePl
 RESULTS += (
     "TrunkStats",
     "Rollouts",
-    "RolloutPicture",
-    "PictureBatch",
+    "RolloutImage",
+    "ImageBatch",
     "Conversation",
     "SequenceScores",
     "BatchScores",
@@ -353,31 +351,31 @@ RESULTS += (
 ELSEWHERE = {
     "tree_attention(chosen)": "bits in a tensor",
     "PrefixForest": "arrays that its invariants check",
-    "Pictures.with_placeholders": "tokens of a forest",
+    "Images.with_placeholders": "tokens of a forest",
     "MeasuredEdges": "made by the lm_head, for a measure",
     "MeasuredEdges.tokens_in": "a packed forest",
-    "Pictures.from_batch(config)": "no number",
+    "Images.from_batch(config)": "no number",
     "use_slime(args)": "slime's, which are not read",
-    "Pictures.from_batch(image_position_ids)": "read as grids are",
-    "Pictures.from_batch(image_keys)": "any labels",
-    "Pictures.from_batch(video_keys)": "any labels",
+    "Images.from_batch(image_position_ids)": "read as grids are",
+    "Images.from_batch(image_keys)": "any labels",
+    "Images.from_batch(video_keys)": "any labels",
     "TreeMask.given_with": "of a packed forest",
     "TreeMask.is_given": "compared by memory",
     "TreeMask.adopt": "of a packed forest",
     "CostModel.from_config(config)": "no number",
     "CostModel.cost": "runs of a forest",
-    "BorrowCost.compute_seconds": "runs of a forest",
+    "ImportCost.compute_seconds": "runs of a forest",
     "StateBorders": "tokens of a mask, in tests of its own",
     "tree_delta_rule(initial)": "goes with StateBorders",
     "tree_ssd(initial)": "goes with StateBorders",
-    "BorrowCost.exchange_seconds": "rows of parts",
+    "ImportCost.exchange_seconds": "rows of parts",
     "PackedForest.selected_tokens": "for adapters: of flat_selection",
     "PackedForest.scored_tokens": "for adapters: of flat_selection",
     "PackedForest.copy_index": "for adapters: of flat_selection",
     "plot_mask(window)": "read by TreeMask.tables",
     "compile_layers": "options of torch.compile",
     "read_rollouts(watch)": "no number",
-    "PictureBatch.model_inputs": "an index of a list",
+    "ImageBatch.model_inputs": "an index of a list",
     "ChatTokenizer.decode": "ids of its own",
     "ChatTokenizer.place": "ids of its own",
     "Draws.choose": "of a decode step",

@@ -75,7 +75,7 @@ def attend_in_parts(
         exchange = ListExchange(parts, part.index, (k, v), returned, lost, dtype)
         options["sinks"] = None if sinks is None else leaves[3]
         graphs.append((part_attention(*leaves[:3], part, exchange, **options), leaves))
-    # what borrowers return is there in the second one
+    # what importers return is there in the second one
     for _ in range(2):
         found = [
             torch.autograd.grad(out, leaves, part.own(dout), retain_graph=True)
@@ -112,7 +112,7 @@ def test_all_parts_together_are_the_whole(parts, seed, window, extras, shape, ba
     assert_close(attend_in_parts(parts, case, backend=backend, **options), expected)
 
 
-def test_red_without_one_borrowers_gradients() -> None:
+def test_red_without_one_importers_gradients() -> None:
     rng = np.random.default_rng(0)
     checked = 0
     for _ in range(10):
@@ -120,8 +120,8 @@ def test_red_without_one_borrowers_gradients() -> None:
         parts = Parts(packed, random_owner(rng, packed.num_tokens, 3, "runs"), 3)
         case = random_case(packed.num_tokens)
         expected = attend_whole(parts, case)
-        for borrower, lender in zip(*np.nonzero(parts.borrowed), strict=True):
-            got = attend_in_parts(parts, case, lost=(borrower, lender))
+        for importer, exporter in zip(*np.nonzero(parts.imported), strict=True):
+            got = attend_in_parts(parts, case, lost=(importer, exporter))
             # the forward and dq know nothing of it
             assert_close(got[:2], expected[:2])
             assert all(
@@ -133,18 +133,18 @@ def test_red_without_one_borrowers_gradients() -> None:
 
 
 def test_gradients_in_bfloat16_are_as_good_as_one_launchs() -> None:
-    """And they are not if borrowers' shares are rounded before they are summed."""
+    """And they are not if importers' shares are rounded before they are summed."""
     packed = pack(PrefixForest.from_parents([-1, *[0] * 24], [64, *[32] * 24]))
     parts = Parts(packed, np.repeat([0, *[i % 8 for i in range(24)]], [64, *[32] * 24]), 8)
     exact = random_case(packed.num_tokens, dims=(16, 16))
     half = tuple(x.bfloat16() for x in exact)
     # of what the rounded inputs give
     reference = attend_whole(parts, tuple(x.double() for x in half))
-    lent = slice(0, 64)
+    exported = slice(0, 64)
 
     def mean_errors(results: list[torch.Tensor]) -> list[float]:
         pairs = zip(results[2:], reference[2:], strict=True)
-        return [float((a.double() - b)[lent].abs().mean()) for a, b in pairs]
+        return [float((a.double() - b)[exported].abs().mean()) for a, b in pairs]
 
     one_launch = mean_errors(attend_whole(parts, half, backend="sdpa"))
     ours = mean_errors(attend_in_parts(parts, half, backend="sdpa"))
@@ -216,7 +216,7 @@ def test_wrong_arguments() -> None:
         part_attention(*own, parts[0], exchange, backend="dense")
 
 
-# ---- through a model -----------------------------------------------------------------------------
+# ---- through a model ---------------------------------------------------------------------------
 
 
 class Alone:
@@ -224,7 +224,7 @@ class Alone:
 
     times = 0
 
-    def borrow(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def import_rows(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.times += 1
         return own
 

@@ -1,4 +1,4 @@
-"""The ledger of steps: what they lend, where it waits, and attention over it."""
+"""The ledger of steps: what they export, where it waits, and attention over it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from prefixtree.parallel import ledger as module
 from prefixtree.parallel.attention import part_attention
 from prefixtree.parallel.ledger import Ledger
 from prefixtree.planning import schedule
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.division import Division
 from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.steps import Steps, plan_steps
 from tests.support.part_exchange import attend_whole, random_values
 from tests.support.strategies import forests, random_forest
 
-# one layer, whose borrowed tokens count next to nothing
-COST = BorrowCost(layers=1, kv_heads=1, head_dim=4, value_dim=4, element_bytes=4, token_bytes=1e6)
+# one layer, whose imported tokens count next to nothing
+COST = ImportCost(layers=1, kv_heads=1, head_dim=4, value_dim=4, element_bytes=4, token_bytes=1e6)
 LAYER = "layer"
 RUNS = (schedule.FORWARD, schedule.KEEP, schedule.BACKWARD)
 
 
 def some_steps(forest: PrefixForest, size: int) -> Steps:
     """Steps of about `size` own tokens."""
-    return plan_steps(pack(forest), size, borrow_cost=COST)
+    return plan_steps(pack(forest), size, import_cost=COST)
 
 
 def ledger_of(steps: Steps, trains: bool = True, **options: Any) -> Ledger:
@@ -45,27 +45,28 @@ def place(ledger: Ledger, kind: str, step: int) -> int:
 
 
 @given(forests(), st.integers(2, 9))
-def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
+def test_exports_are_what_steps_import(forest: PrefixForest, size: int) -> None:
     steps = some_steps(forest, size)
-    loans = list(ledger_of(steps).loans(KEYS))
+    exports = list(ledger_of(steps).exports(KEYS))
     for step in steps:
-        borrowed = [loan for loan in loans if step.index in loan.readers]
-        lenders = [steps[loan.lender] for loan in borrowed]
+        imported = [export for export in exports if step.index in export.readers]
+        exporters = [steps[export.exporter] for export in imported]
         tokens = [
-            lender.own_tokens[loan.rows.rows]
-            for lender, loan in zip(lenders, borrowed, strict=True)
+            exporter.own_tokens[export.rows.rows]
+            for exporter, export in zip(exporters, imported, strict=True)
         ]
-        assert np.concatenate([[], *tokens]).tolist() == step.borrowed_tokens.tolist()
-        # the borrowed rows stand before the own ones
-        assert step.tokens.tolist() == [*step.borrowed_tokens, *step.own_tokens]
-        lent = [loan.rows.rows for loan in loans if loan.lender == step.index]
-        assert np.concatenate([[], *lent]).tolist() == step.lent_rows.tolist()
+        assert np.concatenate([[], *tokens]).tolist() == step.imported_tokens.tolist()
+        # the imported rows stand before the own ones
+        assert step.tokens.tolist() == [*step.imported_tokens, *step.own_tokens]
+        exported = [export.rows.rows for export in exports if export.exporter == step.index]
+        assert np.concatenate([[], *exported]).tolist() == step.exported_rows.tolist()
     assert all(
-        loan.readers == tuple(range(loan.lender + 1, loan.readers[-1] + 1)) for loan in loans
+        export.readers == tuple(range(export.exporter + 1, export.readers[-1] + 1))
+        for export in exports
     )
 
 
-# ---- where rows wait -----------------------------------------------------------------------------
+# ---- where rows wait ---------------------------------------------------------------------------
 
 
 class Places:
@@ -99,8 +100,8 @@ class Places:
     def bytes(self, ledger: Ledger) -> tuple[int, int]:
         """Bytes of the ledger on the device and on the host."""
         found = [0, 0]
-        for loan in ledger.loans(KEYS):
-            for pair in (*loan.values.values(), *loan.gradients.values()):
+        for export in ledger.exports(KEYS):
+            for pair in (*export.values.values(), *export.gradients.values()):
                 for x in pair:
                     found[id(x) in self.on_host] += x.nbytes
         return found[0], found[1]
@@ -140,8 +141,8 @@ def attend(
         leaves = [part.own(x).requires_grad_() for x in qkv]
         with ledger.running(place(ledger, schedule.KEEP, part.index)) as exchanges:
             if part.index == lost:
-                for loan in ledger.loans(KEYS).of_lender[lost]:
-                    loan.gradients.clear()
+                for export in ledger.exports(KEYS).of_exporter[lost]:
+                    export.gradients.clear()
             if places:
                 seen[1].append(places.bytes(ledger))
             out = part_attention(*leaves, part, exchanges(LAYER), **options)
@@ -162,7 +163,7 @@ def worst(got: Any, expected: Any) -> float:
 
 @given(forests(), st.integers(2, 9), st.booleans())
 def test_what_waits_beside_each_step(forest: PrefixForest, size: int, parks: bool) -> None:
-    """Event by event: rows from their lender on, gradients until the lender's backward."""
+    """Event by event: rows from their exporter on, gradients until the exporter's backward."""
     steps = some_steps(forest, size)
     events = schedule.steps(len(steps), trains=True)
     ledger = Ledger(Division(steps), events, parks=parks)
@@ -172,21 +173,25 @@ def test_what_waits_beside_each_step(forest: PrefixForest, size: int, parks: boo
         if kind not in (schedule.KEEP, schedule.BACKWARD):
             continue
         waiting = [0, 0]
-        for loan in ledger.loans(KEYS):
-            lent = any(event.at == loan.lender for event in before)
-            read = any(e.at in loan.readers and e.kind in RUNS for e in behind)
-            if parks and lent and read:
+        for export in ledger.exports(KEYS):
+            exported = any(event.at == export.exporter for event in before)
+            read = any(e.at in export.readers and e.kind in RUNS for e in behind)
+            if parks and exported and read:
                 # of those that have run without a graph, the host has them until one has a graph
-                first = events.index((schedule.KEEP, max(loan.readers)))
+                first = events.index((schedule.KEEP, max(export.readers)))
                 last = max(
-                    (i for i, e in enumerate(events) if e == (schedule.FORWARD, max(loan.readers))),
+                    (
+                        i
+                        for i, e in enumerate(events)
+                        if e == (schedule.FORWARD, max(export.readers))
+                    ),
                     default=first,
                 )
                 read = not last < at < first
-            began = any((schedule.BACKWARD, reader) in before for reader in loan.readers)
-            ended = (schedule.BACKWARD, loan.lender) in events[:at]
-            waiting[0] += len(loan.tokens) * (lent and read)
-            waiting[1] += len(loan.tokens) * (began and not ended)
+            began = any((schedule.BACKWARD, reader) in before for reader in export.readers)
+            ended = (schedule.BACKWARD, export.exporter) in events[:at]
+            waiting[0] += len(export.tokens) * (exported and read)
+            waiting[1] += len(export.tokens) * (began and not ended)
         expected[step] = np.maximum(expected[step], waiting)
     assert ledger.most_waiting(KEYS).tolist() == expected.tolist()
 
@@ -210,9 +215,9 @@ def test_the_check_turns_red_where_returned_gradients_are_lost() -> None:
         steps = some_steps(random_forest(rng, 8, 8), 9)
         *qkv, dout = random_values(steps.packed.num_tokens, seed)
         expected = attend_whole(steps.packed, qkv, dout)
-        for lender in range(len(steps)):
-            if len(steps[lender].lent_rows):
-                got, _ = attend(steps, ledger_of(steps), qkv, dout, lost=lender)
+        for exporter in range(len(steps)):
+            if len(steps[exporter].exported_rows):
+                got, _ = attend(steps, ledger_of(steps), qkv, dout, lost=exporter)
                 assert worst(got[:2], expected[:2]) < 1e-12
                 assert worst(got[2:], expected[2:]) > 1e-6
                 checked += 1
@@ -220,16 +225,16 @@ def test_the_check_turns_red_where_returned_gradients_are_lost() -> None:
 
 
 def test_gradients_are_added_in_float32() -> None:
-    """The sum over many borrowers is as exact as in one launch; rounded in between it is not."""
-    steps = plan_steps(comb(40), 11, borrow_cost=COST)
+    """The sum over many importers is as exact as in one launch; rounded in between it is not."""
+    steps = plan_steps(comb(40), 11, import_cost=COST)
     assert len(steps) > 30
     *qkv, dout = (x.bfloat16() for x in random_values(steps.packed.num_tokens))
-    lent = np.concatenate([part.own_tokens[part.lent_rows] for part in steps])
+    exported = np.concatenate([part.own_tokens[part.exported_rows] for part in steps])
     exact = attend_whole(steps.packed, [x.double() for x in qkv], dout.double())
 
     def error(results: Any) -> float:
         pairs = zip(results[2:], exact[2:], strict=True)
-        return sum(float((a[lent].double() - b[lent]).abs().mean()) for a, b in pairs)
+        return sum(float((a[exported].double() - b[exported]).abs().mean()) for a, b in pairs)
 
     leaves = [x.clone().requires_grad_() for x in qkv]
     out = tree_attention(*leaves, steps.packed.mask)
@@ -254,53 +259,53 @@ def comb(teeth: int = 9, spine: int = 3, tooth: int = 4) -> PackedForest:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_memory_is_that_of_the_formula(places: Places, on_host: bool) -> None:
-    steps = plan_steps(comb(), 11, borrow_cost=COST)
-    assert len(steps) > 5 and max(steps.stats.borrowed_tokens) > 10
+    steps = plan_steps(comb(), 11, import_cost=COST)
+    assert len(steps) > 5 and max(steps.stats.imported_tokens) > 10
     *qkv, dout = (x.float() for x in random_values(steps.packed.num_tokens))
     ledger = ledger_of(steps, on_host=on_host)
     results, (forwards, before, backwards) = attend(steps, ledger, qkv, dout, places)
     assert worst(results, attend_whole(steps.packed, qkv, dout)) < 1e-4
     row, gradient, stats = COST.row_bytes, COST.gradient_row_bytes, steps.stats
-    everything = zip(stats.borrowed_tokens, stats.own_lent_tokens, strict=True)
-    for (borrowed, lent), forward, start, backward in zip(
+    everything = zip(stats.imported_tokens, stats.own_exported_tokens, strict=True)
+    for (imported, exported), forward, start, backward in zip(
         everything, forwards, reversed(before), reversed(backwards), strict=True
     ):
         if on_host:
             assert forward[0] == start[0] == backward[0] == 0
             continue
-        assert forward[0] == (borrowed + lent) * row
-        # later steps borrow all that this one borrows, so all have returned their gradients
-        alone = replace(stats, borrowed_tokens=(borrowed,), own_lent_tokens=(lent,))
-        assert start[0] == alone.held_bytes(COST) or not lent
-        # what it lends is added, and free, once its backward has run
-        assert backward[0] == borrowed * (row + gradient)
+        assert forward[0] == (imported + exported) * row
+        # later steps import all that this one imports, so all have returned their gradients
+        alone = replace(stats, imported_tokens=(imported,), own_exported_tokens=(exported,))
+        assert start[0] == alone.held_bytes(COST) or not exported
+        # what it exports is added, and free, once its backward has run
+        assert backward[0] == imported * (row + gradient)
     most = max(device for device, _ in (*forwards, *before, *backwards))
     assert 0.9 * stats.held_bytes(COST) < most <= stats.held_bytes(COST) or on_host
-    # a lent row is copied to the host once, and back once
-    assert max(host for _, host in forwards) <= stats.lent_bytes
+    # an exported row is copied to the host once, and back once
+    assert max(host for _, host in forwards) <= stats.exported_bytes
     if not on_host:
-        assert places.copies == {"host": stats.lent_bytes, "device": stats.lent_bytes}
+        assert places.copies == {"host": stats.exported_bytes, "device": stats.exported_bytes}
     # nothing is left
     assert ledger.held_bytes() == (0, 0)
 
 
 def test_without_a_backward_only_the_path_is_kept(places: Places) -> None:
-    steps = plan_steps(comb(), 11, borrow_cost=COST)
+    steps = plan_steps(comb(), 11, import_cost=COST)
     *qkv, _ = (x.float() for x in random_values(steps.packed.num_tokens))
     ledger = ledger_of(steps, trains=False)
     for part in steps:
         with ledger.running(part.index) as exchanges:
             part_attention(*map(part.own, qkv), part, exchanges(LAYER))
-            rows = part.num_borrowed + len(part.lent_rows)
+            rows = part.num_imported + len(part.exported_rows)
             assert places.bytes(ledger) == (rows * COST.row_bytes, 0)
     assert ledger.held_bytes() == (0, 0) and not places.kept
 
 
-# ---- what goes wrong is seen ---------------------------------------------------------------------
+# ---- what goes wrong is seen -------------------------------------------------------------------
 
 
 def test_a_module_that_attends_twice_is_refused() -> None:
-    ledger = ledger_of(plan_steps(comb(), 11, borrow_cost=COST))
+    ledger = ledger_of(plan_steps(comb(), 11, import_cost=COST))
     with ledger.running(0) as exchanges:
         exchanges(LAYER)
         with pytest.raises(UnsupportedError, match="str attends twice in one forward"):
@@ -312,7 +317,7 @@ def test_a_module_that_attends_twice_is_refused() -> None:
 
 
 def test_gradients_that_no_backward_takes_are_missed() -> None:
-    steps = plan_steps(comb(), 11, borrow_cost=COST)
+    steps = plan_steps(comb(), 11, import_cost=COST)
     *qkv, dout = random_values(steps.packed.num_tokens)
     ledger = ledger_of(steps)
     for part in steps:

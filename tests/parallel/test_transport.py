@@ -66,7 +66,7 @@ def joined(division: Division, slot: int, rank: int, kind: int) -> np.ndarray:
 def run_all(
     division: Division, kind: int, values: torch.Tensor, weights: torch.Tensor
 ) -> list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]]:
-    """Per rank, what each of its cells borrows, and the gradients of its own rows, by slot.
+    """Per rank, what each of its cells imports, and the gradients of its own rows, by slot.
 
     Args:
         values: [T, 2], the rows. weights: [cells, T, 2], the gradient of a row in a cell.
@@ -83,7 +83,7 @@ def run_all(
             if what in (schedule.FORWARD, schedule.KEEP):
                 with ledger.running(at) as of_cell:
                     exchanges[slot] = of_cell.exchange(kind, ("layer", 1), in_place=False)
-                    (rows[slot],) = exchanges[slot].borrow(values[part.own_tokens])
+                    (rows[slot],) = exchanges[slot].import_rows(values[part.own_tokens])
             elif what == schedule.BACKWARD:
                 tokens = joined(division, slot, rank, kind)
                 cell = slot * division.ranks + rank

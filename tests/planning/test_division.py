@@ -1,4 +1,4 @@
-"""Forests divided among slots and ranks: what cells read and lend, token by token."""
+"""Forests divided among slots and ranks: what cells read and export, token by token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_by(division: Division, kind: int, cell: int) -> set[int]:
 
 @settings(max_examples=150)
 @given(st.data(), st.sampled_from([KEYS, STATES, 2, 4]))
-def test_cells_read_and_lend(data: st.DataObject, kind: int) -> None:
+def test_cells_read_and_export(data: st.DataObject, kind: int) -> None:
     division = drawn_division(data.draw)
     owner, ranks, cells = division.parts.owner, division.ranks, range(len(division.parts))
     read = [read_by(division, kind, cell) for cell in cells]
@@ -59,12 +59,12 @@ def test_cells_read_and_lend(data: st.DataObject, kind: int) -> None:
             later = tuple(slot for slot in slots if slot > owner[token] // ranks)
             if later:
                 expected.setdefault((int(owner[token]) // ranks, later), []).append(token)
-        loans = division.loans(kind, rank)
-        assert {(slot, by): tokens.tolist() for slot, by, tokens in loans} == expected
-        assert len(loans) == len(expected)
-        firsts = [(slot, tokens[0]) for slot, _, tokens in loans]
+        exports = division.exports(kind, rank)
+        assert {(slot, by): tokens.tolist() for slot, by, tokens in exports} == expected
+        assert len(exports) == len(expected)
+        firsts = [(slot, tokens[0]) for slot, _, tokens in exports]
         assert firsts == sorted(firsts)
-        for slot, _, tokens in loans if kind == STATES else ():
+        for slot, _, tokens in exports if kind == STATES else ():
             assert set(tokens.tolist()) <= set(division.states(slot, rank).left.tolist())
     if kind == KEYS:
         assert division.in_time.parts.owner.tolist() == (owner // ranks).tolist()

@@ -23,7 +23,7 @@ from tests.support.models import make_objective as objective_of
 from tests.support.step_ranks import LIGHT
 from tests.support.strategies import batches_of, indices_of, many_trees
 
-# ---- empty steps and what moves between processes ------------------------------------------------
+# ---- empty steps and what moves between processes -----------------------------------------------
 
 
 def test_more_ranks_than_sequences():
@@ -105,7 +105,7 @@ def test_what_stands_for_a_micro_batch_is_named():
         pack(batch)
 
 
-@pytest.mark.parametrize("options", mostly([{}, {"max_tokens": 20, "borrow_cost": LIGHT}], [{}]))
+@pytest.mark.parametrize("options", mostly([{}, {"max_tokens": 20, "import_cost": LIGHT}], [{}]))
 def test_a_micro_batch_takes_its_own_of_the_plan(options):
     """The bits of `batch.packed` with what `take` gives, an empty step too."""
     its, model = _OBJECTIVE, build("qwen3")
@@ -193,7 +193,7 @@ def test_packed_is_made_once():
     assert batch.packed is batch.packed
 
 
-# ---- losses that do not depend on the plan -------------------------------------------------------
+# ---- losses that do not depend on the plan -----------------------------------------------------
 
 _SEQUENCES = ragged_sequences()
 _OBJECTIVE = objective_of(_SEQUENCES)
@@ -307,7 +307,7 @@ def test_denominators():
     assert plan.loss_weights().tolist() == [2 / 6] * 4
 
 
-# ---- the cost model ------------------------------------------------------------------------------
+# ---- the cost model ----------------------------------------------------------------------------
 
 
 def _weights_a_token_meets(model: Any) -> float:
@@ -414,7 +414,7 @@ def test_a_config_without_sizes():
         CostModel.from_config(Config())
 
 
-# ---- refusals ------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 def test_a_sequence_beyond_the_budget_is_named():

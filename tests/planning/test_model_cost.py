@@ -11,13 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
-from prefixtree.images.encodings import blank_picture
-from prefixtree.images.vision import grid_keyword_of, tower_of
+from prefixtree.images.encodings import blank_image
+from prefixtree.images.vision import encoder_of, grid_keyword_of
 from prefixtree.packing.host_mask import pairs_per_run, visible_keys, visible_pairs
 from prefixtree.planning.costs import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches
 from prefixtree.planning.model_cost import model_cost, state_cost
-from tests.support import picture_cases
+from tests.support import image_cases
 from tests.support.family_configs import FAMILIES
 from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS
@@ -125,34 +125,34 @@ def test_pairs_of_runs(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma4", "glm4v"])
-def test_the_cost_of_a_picture_is_what_its_tower_computes(model_type: str) -> None:
+def test_the_cost_of_a_image_is_what_its_encoder_computes(model_type: str) -> None:
     """But for attention; a placeholder stands for 2 x 2 patches."""
-    model = picture_cases.build(model_type, "sdpa")
+    model = image_cases.build(model_type, "sdpa")
     side = 2
-    pixels, grids = blank_picture(model.config, side)
+    pixels, grids = blank_image(model.config, side)
     with FlopCounterMode(display=False) as counter:
-        tower_of(model)(pixels, **{grid_keyword_of(model.config): grids})
+        encoder_of(model)(pixels, **{grid_keyword_of(model.config): grids})
     of_attention = ("_scaled_dot_product", "bmm")
     counts = counter.get_flop_counts()["Global"]
     linear = sum(n for name, n in counts.items() if not any(x in str(name) for x in of_attention))
     costs = CostModel.from_config(model.config)
-    print(f"{model_type}: derived / counted {costs.picture / 3 * side**2} / {linear}")
-    assert costs.picture == 3 * linear / side**2
+    print(f"{model_type}: derived / counted {costs.image / 3 * side**2} / {linear}")
+    assert costs.image == 3 * linear / side**2
     again = CostModel.from_config(model.config, gradient_checkpointing=True)
-    assert again.picture * 3 == costs.picture * 4
-    pictures = picture_cases.pictures_of(model, picture_cases.batch(model_type))
-    assert costs.first_picture == pictures.first_id
+    assert again.image * 3 == costs.image * 4
+    images = image_cases.images_of(model, image_cases.batch(model_type))
+    assert costs.first_image == images.first_id
     text = CostModel.from_config(build("qwen3", "eager").config)
-    assert (text.picture, text.first_picture) == (0, None)
+    assert (text.image, text.first_image) == (0, None)
 
 
-def test_plans_count_pictures() -> None:
-    """Of two ranks each gets a picture; by the tokens alone one would get both, and the other all
+def test_plans_count_images() -> None:
+    """Of two ranks each gets an image; by the tokens alone one would get both, and the other all
     the text."""
     rows = [np.append(1, np.full(39, 100)), np.append(2, np.full(39, 101)), np.arange(3, 83)]
     held, total = {}, {}
     for cost in (0.0, 1e12):
-        costs = CostModel(attention=0.0, picture=cost, first_picture=100)
+        costs = CostModel(attention=0.0, image=cost, first_image=100)
         plan = plan_micro_batches(rows, 1000, num_ranks=2, cost_model=costs)
         held[cost] = sorted(plan[rank][0].sequence_indices.tolist() for rank in (0, 1))
         total[cost] = sum(plan[rank][0].cost for rank in (0, 1))

@@ -16,8 +16,8 @@ from prefixtree.planning.parts import Parts
 from tests.support.part_exchange import (
     attend_in_parts,
     attend_whole,
-    borrow,
     give_back,
+    import_rows,
     random_values,
     whole,
 )
@@ -33,7 +33,7 @@ def visible_pairs(packed: PackedForest) -> np.ndarray:
     return visible
 
 
-# ---- what a part is -----------------------------------------------------------------------------
+# ---- what a part is ----------------------------------------------------------------------------
 
 
 @given(divisions())
@@ -47,7 +47,7 @@ def test_a_part_is_the_whole_restricted_to_its_rows(parts: Parts) -> None:
         assert part.own_tokens.tolist() == np.flatnonzero(own).tolist()
         assert part.tokens.tolist() == np.flatnonzero(rows).tolist()
         assert part.tokens[part.own_rows].tolist() == part.own_tokens.tolist()
-        assert sorted(part.borrowed_tokens) == np.flatnonzero(rows & ~own).tolist()
+        assert sorted(part.imported_tokens) == np.flatnonzero(rows & ~own).tolist()
         assert part.num_rows == parts.num_rows[part.index]
         assert (part.mask.dense().numpy() == visible[np.ix_(own, rows)]).all()
         # windows are distances in these
@@ -57,26 +57,28 @@ def test_a_part_is_the_whole_restricted_to_its_rows(parts: Parts) -> None:
 
 
 @given(divisions())
-def test_what_is_borrowed_is_lent(parts: Parts) -> None:
+def test_what_is_imported_is_exported(parts: Parts) -> None:
     owner = parts.owner
     for part in parts:
-        lenders = owner[part.borrowed_tokens]
-        assert part.index not in lenders and (np.diff(part.borrowed_tokens) > 0).all()
-        assert np.bincount(lenders, minlength=len(parts)).tolist() == (
-            parts.borrowed[part.index].tolist()
+        exporters = owner[part.imported_tokens]
+        assert part.index not in exporters and (np.diff(part.imported_tokens) > 0).all()
+        assert np.bincount(exporters, minlength=len(parts)).tolist() == (
+            parts.imported[part.index].tolist()
         )
-        borrowed = [t for p in parts for t in p.borrowed_tokens if owner[t] == part.index]
-        assert part.own_tokens[part.lent_rows].tolist() == np.unique(borrowed).tolist()
-        assert part.num_lent == len(borrowed)
-    border, lent = parts.lent_runs()
-    tokens = [t for p in parts for t in p.borrowed_tokens]
-    assert np.flatnonzero(np.repeat(lent, np.diff(border))).tolist() == np.unique(tokens).tolist()
+        imported = [t for p in parts for t in p.imported_tokens if owner[t] == part.index]
+        assert part.own_tokens[part.exported_rows].tolist() == np.unique(imported).tolist()
+        assert part.num_exported == len(imported)
+    border, exported = parts.exported_runs()
+    tokens = [t for p in parts for t in p.imported_tokens]
+    assert (
+        np.flatnonzero(np.repeat(exported, np.diff(border))).tolist() == np.unique(tokens).tolist()
+    )
 
 
 @given(divisions())
 def test_the_exchange_brings_the_owners_rows_and_returns_every_gradient(parts: Parts) -> None:
     values = torch.arange(parts.packed.num_tokens, dtype=torch.float64)[:, None]
-    rows = borrow(parts, [part.own(values) for part in parts])
+    rows = import_rows(parts, [part.own(values) for part in parts])
     for part, got in zip(parts, rows, strict=True):
         assert got[:, 0].tolist() == part.tokens.tolist()
     # every part that holds a token returns 1 for it
@@ -104,7 +106,7 @@ def test_every_scored_edge_is_scored_once_by_the_owner_of_its_predictor(parts, d
     assert (count == 1).all()
 
 
-# ---- attention -----------------------------------------------------------------------------------
+# ---- attention ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -150,7 +152,7 @@ def test_a_convolution_over_a_part_and_its_tails_reads_the_true_ancestors(
             assert [tokens[t] for t in near(row, above)] == read[token]
 
 
-def test_the_check_turns_red_without_one_borrowers_gradient() -> None:
+def test_the_check_turns_red_without_one_importers_gradient() -> None:
     rng = np.random.default_rng(0)
     checked = 0
     for _ in range(20):
@@ -158,8 +160,8 @@ def test_the_check_turns_red_without_one_borrowers_gradient() -> None:
         parts = Parts(packed, random_owner(rng, packed.num_tokens, 3, "runs"), 3)
         *qkv, dout = random_values(packed.num_tokens)
         expected = attend_whole(packed, qkv, dout)
-        for borrower, lender in zip(*np.nonzero(parts.borrowed), strict=True):
-            got = attend_in_parts(parts, tuple(qkv), dout, left_out=(borrower, lender))
+        for importer, exporter in zip(*np.nonzero(parts.imported), strict=True):
+            got = attend_in_parts(parts, tuple(qkv), dout, left_out=(importer, exporter))
             # the forward and dq know nothing of it
             for one, other in zip(got[:2], expected[:2], strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
@@ -185,12 +187,12 @@ def test_options_of_the_mask_go_to_the_parts() -> None:
         assert (part.mask.backend, part.mask.deterministic) == ("reference", True)
 
 
-def test_a_part_that_borrows_nothing_has_a_mask_for_all_queries() -> None:
+def test_a_part_that_imports_nothing_has_a_mask_for_all_queries() -> None:
     packed = pack(PrefixForest.from_sequences([[1, 2], [3, 4, 5]]))
     for part in Parts(packed, [0, 0, 0, 1, 1], 2):
         assert part.mask.query_tokens is None
     (only,) = Parts(packed, [0] * 5, 1)
-    assert only.mask.query_tokens is None and only.num_borrowed == 0
+    assert only.mask.query_tokens is None and only.num_imported == 0
 
 
 def test_parts_are_a_sequence_and_survive_pickling() -> None:
@@ -202,12 +204,12 @@ def test_parts_are_a_sequence_and_survive_pickling() -> None:
     again = pickle.loads(pickle.dumps(parts))
     for one, other in zip(parts, again, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.lent_rows.tolist() == other.lent_rows.tolist()
+        assert one.exported_rows.tolist() == other.exported_rows.tolist()
         assert (one.mask.dense() == other.mask.dense()).all()
-    assert "2 own tokens, 1 borrowed" in repr(parts[1])
+    assert "2 own tokens, 1 imported" in repr(parts[1])
 
 
-# ---- bad input -----------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.workloads import airline_sequences, forest_of, single
 from prefixtree import CostModel, ForestError, plan_micro_batches
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.steps import plan_steps
 from tests.support.strategies import token_sequences
 
-# a borrowed token counts a twentieth of an own one
-LIGHT = BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
+# an imported token counts a twentieth of an own one
+LIGHT = ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 # beside the project, where it is developed
 ROLLOUTS = Path(__file__).parents[3] / "shared/data/airline_rollouts.jsonl.gz"
 
@@ -27,9 +27,9 @@ def test_trees_stay_whole_on_a_rank(sequences, max_tokens, num_ranks, data) -> N
     labels = st.sampled_from([None, 0, 1])
     count = len(sequences)
     groups = data.draw(st.none() | st.lists(labels, min_size=count, max_size=count))
-    cost = BorrowCost(token_bytes=1e12)
+    cost = ImportCost(token_bytes=1e12)
     plan = plan_micro_batches(
-        sequences, max_tokens, num_ranks, groups, reuse=True, borrow_cost=cost
+        sequences, max_tokens, num_ranks, groups, reuse=True, import_cost=cost
     )
     found = np.concatenate([batch.sequence_indices for rank in plan for batch in rank])
     assert sorted(found) == list(range(count))
@@ -40,7 +40,7 @@ def test_trees_stay_whole_on_a_rank(sequences, max_tokens, num_ranks, data) -> N
         for batch in rank:
             assert (batch.steps is not None) == (batch.num_tokens > max_tokens)
             if batch.steps:
-                again = plan_steps(batch.packed, max_tokens, borrow_cost=cost).stats
+                again = plan_steps(batch.packed, max_tokens, import_cost=cost).stats
                 assert again == batch.steps == pickle.loads(pickle.dumps(batch)).steps
                 assert sum(batch.steps.own_tokens) == batch.num_tokens
     if groups:
@@ -59,15 +59,15 @@ def test_trees_stay_whole_on_a_rank(sequences, max_tokens, num_ranks, data) -> N
 
 def test_both_costs_are_known() -> None:
     forest = forest_of(single(24, 16, 8))
-    cut = plan_micro_batches(forest, 48, borrow_cost=LIGHT)
-    whole = plan_micro_batches(forest, 48, reuse=True, borrow_cost=LIGHT)
+    cut = plan_micro_batches(forest, 48, import_cost=LIGHT)
+    whole = plan_micro_batches(forest, 48, reuse=True, import_cost=LIGHT)
     assert cut.stats.reuse is None
     (batch,) = whole[0]
     assert batch.steps is not None and whole.stats.reuse is not None
     reuse = whole.stats.reuse
     assert (reuse.stepped, reuse.forwards) == (1, len(batch.steps.own_tokens))
-    assert reuse.borrowed_tokens == max(batch.steps.borrowed_tokens) >= 24
-    assert reuse.lent_bytes == batch.steps.lent_bytes
+    assert reuse.imported_tokens == max(batch.steps.imported_tokens) >= 24
+    assert reuse.exported_bytes == batch.steps.exported_bytes
     assert reuse.cut_tokens == cut.stats.packed_tokens > whole.stats.packed_tokens
     assert reuse.cut_cost == pytest.approx(sum(cut.stats.rank_costs), rel=1e-6)
     model = CostModel()
@@ -93,20 +93,20 @@ def test_a_sequence_may_be_longer_than_the_budget() -> None:
     sequences = [np.arange(100), np.arange(5) + 200]
     with pytest.raises(ForestError, match=r"or compute it in steps \(reuse=True\)"):
         plan_micro_batches(sequences, 60)
-    plan = plan_micro_batches(sequences, 60, reuse=True, borrow_cost=LIGHT)
+    plan = plan_micro_batches(sequences, 60, reuse=True, import_cost=LIGHT)
     assert [batch.num_tokens for batch in plan[0]] == [100, 5]
     assert plan.stats.reuse is not None and plan.stats.reuse.cut_tokens is None
     assert "a sequence is too long to cut trees" in str(plan.stats)
-    # what is borrowed fills the device, and waits on the host
+    # what is imported fills the device, and waits on the host
     (batch, _) = plan_micro_batches(sequences, 60, reuse=True)[0]
     assert batch.steps is not None and batch.steps.on_host
-    assert batch.steps.borrow_weight == pytest.approx(BorrowCost().weight * 2 / 36)
-    assert batch.steps.held_bytes(BorrowCost()) == 0
-    assert "lent (" in str(batch.steps) and "and borrowed from the host" in str(batch.steps)
+    assert batch.steps.import_weight == pytest.approx(ImportCost().weight * 2 / 36)
+    assert batch.steps.held_bytes(ImportCost()) == 0
+    assert "exported (" in str(batch.steps) and "and imported from the host" in str(batch.steps)
     # one layer's rows alone fill the budget
-    heavy = BorrowCost(token_bytes=1e4)
+    heavy = ImportCost(token_bytes=1e4)
     with pytest.raises(ForestError, match="the least max_tokens that works for this forest is"):
-        plan_micro_batches(sequences, 60, reuse=True, borrow_cost=heavy)
+        plan_micro_batches(sequences, 60, reuse=True, import_cost=heavy)
 
 
 def test_long_prompts() -> None:

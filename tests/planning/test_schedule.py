@@ -43,11 +43,11 @@ def plans(draw: st.DrawFn) -> Trunks:
 
 
 def readers(trunks: Trunks) -> dict[int, set[int]]:
-    """Per part, those that borrow from it: token by token."""
+    """Per part, those that import from it: token by token."""
     steps = trunks.on(torch.device("cpu"))
     found: dict[int, set[int]] = {part: set() for part in range(len(steps))}
     for part in steps:
-        for token in part.borrowed_tokens.tolist():
+        for token in part.imported_tokens.tolist():
             found[int(steps.owner[token])].add(part.index)
     return found
 
@@ -89,13 +89,13 @@ def test_kept_trunks(trunks: Trunks, trains: bool, again: bool, more: int) -> No
     if not trains:
         return
     place = {event: i for i, event in enumerate(events)}
-    for part, borrowers in readers(trunks).items():
-        for borrower in borrowers:
+    for part, importers in readers(trunks).items():
+        for importer in importers:
             # whose rows are there before it runs, and whose gradients are there behind it
             assert events.index((FORWARD if again else KEEP, part)) < events.index(
-                (FORWARD if again and spans[borrower].is_trunk else KEEP, borrower)
+                (FORWARD if again and spans[importer].is_trunk else KEEP, importer)
             )
-            assert place[BACKWARD, borrower] < place[BACKWARD, part]
+            assert place[BACKWARD, importer] < place[BACKWARD, part]
     for part, span in enumerate(spans):
         # what a micro-batch gets was computed, and comes back before its backward
         assert (
@@ -156,7 +156,7 @@ def test_a_trunk_above_another() -> None:
     assert order_of(schedule.kept(spans, 3, True)) == "FFBFFBBBFB"
 
 
-# ---- when what parts lend is read ----------------------------------------------------------------
+# ---- when what parts export is read ------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -170,12 +170,12 @@ def test_lives(trunks: Trunks, in_steps: bool, trains: bool, again: bool) -> Non
         events = schedule.kept(trunks.spans, len(trunks.sequences), trains, again)
     lives = schedule.Lives(events, len(parts))
     runs = [i for i, (kind, _) in enumerate(events) if kind in RUNS]
-    for lender, borrowers, _ in Division(parts).loans(KEYS, 0):
-        life = lives.of(borrowers)
-        reads = [i for i in runs if events[i].at in borrowers]
-        own = [i for i in runs if events[i].at == lender]
-        # lent once, before anybody reads; freed when the lender takes what came back
-        assert lives.first[lender] == own[0] < reads[0] and life.last == reads[-1]
+    for exporter, importers, _ in Division(parts).exports(KEYS, 0):
+        life = lives.of(importers)
+        reads = [i for i in runs if events[i].at in importers]
+        own = [i for i in runs if events[i].at == exporter]
+        # exported once, before anybody reads; freed when the exporter takes what came back
+        assert lives.first[exporter] == own[0] < reads[0] and life.last == reads[-1]
         assert not trains or life.last < own[-1]
         without = [i for i in reads if events[i].kind == FORWARD]
         others = [i for i in reads if i not in without]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.workloads import AIRLINE, NAMES, forest_of, single, workload
 from prefixtree import CostModel, ForestError, PackedForest, PrefixForest, pack
-from prefixtree.planning.costs import BorrowCost, borrow_cost_of
+from prefixtree.planning.costs import ImportCost, import_cost_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.parts import Parts
 from prefixtree.planning.split import Split, split_stats, split_tokens
@@ -32,7 +32,7 @@ def split_by(monkeypatch, chunks: int, packed: PackedForest, num_parts: int) -> 
         return split_tokens(packed, num_parts)
 
 
-# ---- balance -------------------------------------------------------------------------------------
+# ---- balance -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiple", [3, 8])
@@ -63,10 +63,10 @@ def test_ranks_have_equal_tokens_and_nearly_equal_work(name, monkeypatch) -> Non
 
 
 def test_the_number_of_chunks_follows_the_predicted_time() -> None:
-    """A slow link wants few borrowed rows, a fast one even work."""
+    """A slow link wants few imported rows, a fast one even work."""
     packed = pack(workload("caterpillar 12"))
-    slow = split_tokens(packed, 8, borrow_cost=BorrowCost(link_rate=1e10))
-    fast = split_tokens(packed, 8, borrow_cost=BorrowCost(link_rate=1e15))
+    slow = split_tokens(packed, 8, import_cost=ImportCost(link_rate=1e10))
+    fast = split_tokens(packed, 8, import_cost=ImportCost(link_rate=1e15))
     assert slow.chunks_per_part < fast.chunks_per_part
     assert max(slow.stats.received_rows) < max(fast.stats.received_rows)
     assert fast.stats.work_balance < slow.stats.work_balance
@@ -100,7 +100,7 @@ def test_every_part_has_tokens_and_every_token_one_part(forest, data) -> None:
     assert same_runs(parts, Parts(packed, parts.owner, ranks))
 
 
-# ---- predictions ---------------------------------------------------------------------------------
+# ---- predictions -------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
@@ -113,14 +113,14 @@ def test_flops_are_those_of_the_tokens_one_by_one(forest, data) -> None:
     )
     parts = Parts(packed, owner, ranks)
     cost = CostModel(linear=100.0, attention=3.0, windowed=2.0, window=4)
-    borrow = BorrowCost(lm_head=40.0, linear_rate=10.0, attention_rate=5.0)
+    imports = ImportCost(lm_head=40.0, linear_rate=10.0, attention_rate=5.0)
     masks = [
         data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
         for n in forest.sequence_lengths.tolist()
     ]
     edges = packed.edges(masks)
     for scored in (None, edges):
-        stats = split_stats(parts, cost, scored, borrow_cost=borrow)
+        stats = split_stats(parts, cost, scored, import_cost=imports)
         flops, seconds = np.zeros(ranks), np.zeros(ranks)
         for token, position in enumerate(packed.position_ids.tolist()):
             predicts = 1 if scored is None else edges.predictor.tolist().count(token)
@@ -134,12 +134,12 @@ def test_flops_are_those_of_the_tokens_one_by_one(forest, data) -> None:
 
 def test_stats_add_up() -> None:
     packed = pack(workload("prompt 8K x 16 x 2K"))
-    cost, borrow = CostModel(), BorrowCost()
-    parts = split_tokens(packed, 4, cost, borrow_cost=borrow)
+    cost, imports = CostModel(), ImportCost()
+    parts = split_tokens(packed, 4, cost, import_cost=imports)
     stats = parts.stats
     assert stats.own_tokens == tuple(part.num_tokens for part in parts)
-    assert stats.received_rows == tuple(part.num_borrowed for part in parts)
-    assert stats.sent_rows == tuple(part.num_lent for part in parts)
+    assert stats.received_rows == tuple(part.num_imported for part in parts)
+    assert stats.sent_rows == tuple(part.num_exported for part in parts)
     # 8 kv heads of 128 + 128 columns: bf16 twice and fp32 once, in 36 layers
     row = 36 * 8 * 256 * (2 + 2 + 4)
     assert stats.received_bytes == tuple(rows * row for rows in stats.received_rows)
@@ -166,10 +166,10 @@ def test_unscored_prompts_are_lighter() -> None:
     """Two trees of 4,096 tokens; where one is not scored, its owner can do more of the other."""
     packed = pack(PrefixForest.from_sequences([np.arange(4096), np.arange(4096) + 9000]))
     masks = [np.ones(4096), np.zeros(4096)]
-    borrow = BorrowCost(lm_head=4e10)
-    even = split_tokens(packed, 2, borrow_cost=borrow)
-    scored = split_tokens(packed, 2, CostModel(), packed.edges(masks), borrow_cost=borrow)
-    assert split_stats(even, None, packed.edges(masks), borrow_cost=borrow).work_balance > 1.4
+    imports = ImportCost(lm_head=4e10)
+    even = split_tokens(packed, 2, import_cost=imports)
+    scored = split_tokens(packed, 2, CostModel(), packed.edges(masks), import_cost=imports)
+    assert split_stats(even, None, packed.edges(masks), import_cost=imports).work_balance > 1.4
     assert scored.stats.work_balance < 1.01
 
 
@@ -187,16 +187,16 @@ def test_the_defaults_are_a_qwen3_8b_in_bfloat16_with_checkpointing() -> None:
         tie_word_embeddings=False,
     )
     cost = model_cost(config, element_bytes=2)
-    read = borrow_cost_of(cost, token_bytes=559_928)
-    assert dataclasses.replace(read, lm_head=4.98e9) == BorrowCost()
+    read = import_cost_of(cost, token_bytes=559_928)
+    assert dataclasses.replace(read, lm_head=4.98e9) == ImportCost()
     assert read.lm_head == pytest.approx(4.98e9, rel=1e-3)
     # keys and values in bf16, their gradients in fp32
     assert read.weight == 36 * 8 * 256 * (2 + 4) / 559_928
     with pytest.raises(ValueError, match="needs token_bytes, the memory per own token; got None"):
-        _ = borrow_cost_of(cost).weight
+        _ = import_cost_of(cost).weight
 
 
-# ---- bad input -----------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------
 
 
 def test_bad_input() -> None:
@@ -213,7 +213,7 @@ def test_bad_input() -> None:
     subset = PackedForest(packed.forest, packed._buffer, packed.mask.for_queries([(0, 3)]))
     with pytest.raises(ForestError, match=r"split_tokens takes .* got a mask for 3 of 4"):
         split_tokens(subset, 2)
-    with pytest.raises(ValueError, match=r"at least borrow_cost.lm_head 4.98e\+09, got 5"):
+    with pytest.raises(ValueError, match=r"at least import_cost.lm_head 4.98e\+09, got 5"):
         split_tokens(packed, 2, CostModel(linear=5.0), packed.edges())
     edges = packed.edges()._replace(predictor=[9])
     with pytest.raises(ForestError, match=r"scored.predictor\[0\] is 9; expected 0 to 3"):
@@ -232,4 +232,4 @@ def test_bad_input() -> None:
 )
 def test_costs_that_make_no_sense(bad) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
-        BorrowCost(**bad)
+        ImportCost(**bad)

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lib.workloads import caterpillar, forest_of, single
-from prefixtree import BorrowCost, CostModel, ForestError, PrefixForest, plan_micro_batches
+from prefixtree import CostModel, ForestError, ImportCost, PrefixForest, plan_micro_batches
 from prefixtree.packing.layout import pack
 from prefixtree.planning.schedule import BACKWARD, GIVE, KEEP, kept
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from tests.support.strategies import forests
 
 # of a trunk a token counts 1.1 with its graph, 0.6 without, and 0.06 on the host
-LAYERS = BorrowCost(
+LAYERS = ImportCost(
     layers=20,
     kv_heads=1,
     head_dim=5,
@@ -29,12 +29,12 @@ LAYERS = BorrowCost(
     graph_bytes=1000,
 )
 # a token of a trunk counts a quarter, and its returned gradients a tenth
-COST = BorrowCost(
+COST = ImportCost(
     layers=1, kv_heads=1, head_dim=5, value_dim=5, element_bytes=2, token_bytes=400, graph_bytes=40
 )
 
 
-def held(trunks: Trunks, owner: np.ndarray, cost: BorrowCost) -> float:
+def held(trunks: Trunks, owner: np.ndarray, cost: ImportCost) -> float:
     """The most that is held at once, run after run as `kept_trunks` runs them."""
     sizes = np.bincount(owner, minlength=len(trunks.spans))
     alive: list[int] = []
@@ -60,9 +60,9 @@ def held(trunks: Trunks, owner: np.ndarray, cost: BorrowCost) -> float:
 def states_held(forest: PrefixForest, trunks: Trunks, owner: np.ndarray) -> int:
     """The most states that trunks hold at once for others, token by token."""
     predictor = pack(forest).mask.host.predictor
-    lent = {int(p) for t, p in enumerate(predictor) if p >= 0 and owner[p] != owner[t]}
+    exported = {int(p) for t, p in enumerate(predictor) if p >= 0 and owner[p] != owner[t]}
     return max(
-        sum(trunks.spans[owner[t]].first <= at <= trunks.spans[owner[t]].last for t in lent)
+        sum(trunks.spans[owner[t]].first <= at <= trunks.spans[owner[t]].last for t in exported)
         for at in range(len(trunks.sequences))
     )
 
@@ -113,9 +113,9 @@ def test_plans_hold_what_they_promise(
                 start = int(forest.node_start[node])
                 assert own[start : start + int(forest.node_length[node])].all()
     for part, span in zip(steps, trunks.spans, strict=True):
-        for lender in np.unique(steps.owner[part.borrowed_tokens]).tolist():
-            lends = trunks.spans[lender]
-            assert lends.is_trunk and lends.first <= span.first and span.last <= lends.last
+        for exporter in np.unique(steps.owner[part.imported_tokens]).tolist():
+            exports = trunks.spans[exporter]
+            assert exports.is_trunk and exports.first <= span.first and span.last <= exports.last
     again, on_host = trunks.stats.again, trunks.stats.on_host
     states = states_held(forest, trunks, steps.owner)
     assert trunks.stats.states == (states if state_weight else 0)
@@ -157,7 +157,7 @@ def test_small_trunks_are_computed_with_those_above() -> None:
 
 
 def test_trunks_that_do_not_fit_with_their_graphs_keep_none() -> None:
-    """Then what they lend waits on the host, and then a path does not fit."""
+    """Then what they export waits on the host, and then a path does not fit."""
     forest = PrefixForest.from_parents([-1, 0, 0], [100, 10, 10])
     # of 26 tokens, in pieces
     whole, again, host = (plan_trunks(forest, n, LAYERS) for n in (150, 70, 30))
@@ -169,7 +169,7 @@ def test_trunks_that_do_not_fit_with_their_graphs_keep_none() -> None:
 
 def test_a_path_that_does_not_fit() -> None:
     forest = PrefixForest.from_parents([-1, 0, 0], [100, 10, 10])
-    # what a token lends takes as much as the token, wherever it waits
+    # what a token exports takes as much as the token, wherever it waits
     cost = replace(COST, token_bytes=60)
     with pytest.raises(ForestError, match="max_tokens 20 is too little for the trunks") as error:
         plan_trunks(forest, 20, cost)
@@ -187,7 +187,7 @@ def test_plans_of_ranks(num_ranks: int) -> None:
         np.concatenate([trunk[: 10 * (i % 6) + 10], rng.integers(0, 999, 20)]) for i in range(30)
     ]
     groups = [i % 5 for i in range(30)]
-    plan = plan_micro_batches(sequences, 90, num_ranks, groups, trunks=True, borrow_cost=COST)
+    plan = plan_micro_batches(sequences, 90, num_ranks, groups, trunks=True, import_cost=COST)
     cut = plan_micro_batches(sequences, 90, num_ranks, groups)
     assert len({len(rank) for rank in plan}) == 1 and plan.max_tokens == 90
     everything = [batch.sequence_indices for rank in plan for batch in rank]

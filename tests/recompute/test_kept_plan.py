@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixtree.planning.costs import borrow_cost_of
+from prefixtree.planning.costs import import_cost_of
 from prefixtree.planning.trunks import Span
+from prefixtree.recompute.image_work import ImageWork
 from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import MODES
-from prefixtree.recompute.memory import TowerMemory
-from prefixtree.recompute.picture_work import PictureWork
+from prefixtree.recompute.memory import EncoderMemory
 from prefixtree.recompute.plan import PartWork, scoring_bytes
 from tests.recompute.test_recompute import memory_of
 
-# a trunk above two others, of which one borrows from both, and their micro-batches
+# a trunk above two others, of which one imports from both, and their micro-batches
 _NESTED = [
     (Span(0, 3, True), 30, 0, 30),
     (Span(0, 1, True), 9, 30, 8),
@@ -55,8 +55,8 @@ _BYTES = st.tuples(st.integers(1, 50), st.integers(1, 90))
 
 def works_of(case: str) -> tuple[list[PartWork], list[Span]]:
     works = [
-        PartWork((np.array([2]), np.array([own])), borrowed, own // 2, False, lent)
-        for _, own, borrowed, lent in _CASES[case]
+        PartWork((np.array([2]), np.array([own])), imported, own // 2, False, exported)
+        for _, own, imported, exported in _CASES[case]
     ]
     return works, [span for span, *_ in _CASES[case]]
 
@@ -77,7 +77,7 @@ class ByDefinition:
         tokens, cost = work.num_tokens, memory.cost
         held = most = memory.before * tokens
         for at, mode in enumerate(modes):
-            layer, rows = memory.layers[mode][at], self.rows[at] * work.borrowed
+            layer, rows = memory.layers[mode][at], self.rows[at] * work.imported
             held += layer.held[0] * tokens + layer.held[1] + rows * (mode == "nothing")
             working = layer.working[0] * tokens + layer.working[1] + rows * 4 / cost.element_bytes
             most = max(most, held + working + rows * (mode != "nothing"))
@@ -85,10 +85,10 @@ class ByDefinition:
         edges = 2 * work.scored * cost.hidden * cost.element_bytes
         return most, held + memory.after * tokens + edges
 
-    def lent(self, part: int, own_turn: bool = False) -> float:
+    def exported(self, part: int, own_turn: bool = False) -> float:
         count = sum(layer.per_pair > 0 for layer in self.memory.cost.layers)
         both = max(self.row, self.gradient) if own_turn else self.row + self.gradient
-        return self.works[part].lent * count * both
+        return self.works[part].exported * count * both
 
     def peaks(self, modes: list[tuple[str, ...]], again: bool) -> list[float]:
         """Of each part, beside what else is held while it runs: turn after turn, as
@@ -97,8 +97,10 @@ class ByDefinition:
         found = [0.0] * len(self.works)
 
         def run(part: int) -> None:
-            beside = sum(self.lent(t) + (0 if again else self.part(t, modes[t])[1]) for t in alive)
-            own = self.lent(part, own_turn=True) if self.spans[part].is_trunk else 0
+            beside = sum(
+                self.exported(t) + (0 if again else self.part(t, modes[t])[1]) for t in alive
+            )
+            own = self.exported(part, own_turn=True) if self.spans[part].is_trunk else 0
             found[part] = max(found[part], self.part(part, modes[part])[0] + own + beside)
 
         for turn in range(max(span.last for span in self.spans) + 1):
@@ -177,7 +179,7 @@ def test_the_plan_recomputes_least_of_those_that_fit(case, layers, per_pair, sha
     available = least + share * (most - least) + 1
     expected = by_definition.best(available)
     if not np.isfinite(expected):
-        with pytest.raises(torch.OutOfMemoryError, match="beside what trunks lend"):
+        with pytest.raises(torch.OutOfMemoryError, match="beside what trunks export"):
             plan_kept(memory, works, spans, available)
         return
     plan = plan_kept(memory, works, spans, available)
@@ -219,23 +221,25 @@ def test_a_trunk_whose_backward_runs_beside_another():
     assert plan.of_part[0].peak_bytes > alone.of_part[0].peak_bytes
 
 
-def test_trunks_that_run_again_pay_for_a_tower_that_keeps_nothing():
-    """A frozen tower, which their forward runs again; its backward runs nothing again."""
+def test_trunks_that_run_again_pay_for_a_encoder_that_keeps_nothing():
+    """A frozen vision encoder, which their forward runs again; its backward runs nothing again."""
     memory = memory_of([[(1, 8), (3, 6), (9, 2)]] * 3, 3, 1 << 26)
     spans = [Span(0, 5, True), *(Span(at, at, False) for at in range(6))]
     trunk, own = ((np.array([2]), np.array([tokens])) for tokens in (30, 28))
-    pictures = PictureWork({0: 4096, 1: 4096}, 2048, 0)
+    images = ImageWork({0: 4096, 1: 4096}, 2048, 0)
     works = [
-        PartWork(trunk, 0, 15, False, 2, pictures=pictures),
+        PartWork(trunk, 0, 15, False, 2, images=images),
         *[PartWork(own, 2, 14, False)] * 6,
     ]
-    frozen = TowerMemory(10.0, 0.0, 2, torch.bfloat16, 0, products=4e8, pairs=64.0, may_keep=False)
-    most = plan_kept(memory, works, spans, 1 << 60, tower=frozen)
+    frozen = EncoderMemory(
+        10.0, 0.0, 2, torch.bfloat16, 0, products=4e8, pairs=64.0, may_keep=False
+    )
+    most = plan_kept(memory, works, spans, 1 << 60, encoder=frozen)
     assert most.of_part[0].kept == 0
     again = []
-    for tower in (frozen, replace(frozen, products=0.0, pairs=0.0)):
+    for encoder in (frozen, replace(frozen, products=0.0, pairs=0.0)):
         rooms = [share * most.peak_bytes for share in (0.26, 0.28, 0.31, 0.33)]
-        plans = [plan_kept(memory, works, spans, room, tower=tower) for room in rooms]
+        plans = [plan_kept(memory, works, spans, room, encoder=encoder) for room in rooms]
         again.append([plan.runs_again for plan in plans])
     assert not any(again[0]) and all(again[1])
 
@@ -243,9 +247,9 @@ def test_trunks_that_run_again_pay_for_a_tower_that_keeps_nothing():
 def test_rows_on_the_host():
     """They count as those of two layers."""
     memory = memory_of([[(1, 1)] * 3] * 4, 1, 1)
-    cost = borrow_cost_of(memory.cost)
+    cost = import_cost_of(memory.cost)
     works, spans = works_of("one")
     plan = plan_kept(memory, works, spans, 1 << 40)
     on_host = plan_kept(memory, works, spans, 1 << 40, on_host=True)
-    saved = works[0].lent * 2 * (cost.row_bytes + cost.gradient_row_bytes)
+    saved = works[0].exported * 2 * (cost.row_bytes + cost.gradient_row_bytes)
     assert plan.of_part[1].peak_bytes - on_host.of_part[1].peak_bytes == saved

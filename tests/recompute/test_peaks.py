@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.cases.pictures import config_of
 
 import prefixtree as pt
-from benchmarks.cases.pictures import config_of
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.forward import memory_of as memory_of_model
+from prefixtree.recompute.image_work import ImageWork
 from prefixtree.recompute.layers import MODES
-from prefixtree.recompute.memory import TowerMemory
-from prefixtree.recompute.picture_work import PictureWork
+from prefixtree.recompute.memory import EncoderMemory
 from prefixtree.recompute.plan import (
     RecomputePlan,
     Work,
@@ -89,21 +89,21 @@ def test_plans_that_keep_anything_leave_something_free(unit):
 
 @pytest.mark.full
 def test_an_h100_that_ran_out_of_memory():
-    """Qwen3-VL-2B's shape with 78 screenshots (`python -m benchmarks pictures`): where 70.74 GiB
+    """Qwen3-VL-2B's shape with 78 screenshots (`python -m benchmarks images`): where 70.74 GiB
     were allocated, 7.44 GiB were in blocks that were too small for one of 654 MiB."""
     config = config_of(is_tiny=False)
     memory = memory_of_config(config, torch.bfloat16)
-    # of its tower, probed
+    # of its vision encoder, probed
     line = (815_303.0, 0.0)
     pairs = {"products": 328_728_576.0, "pairs": 49_152.0}
-    tower = TowerMemory(line[0], 1 << 25, 16_384, torch.bfloat16, 813_914_112, line, **pairs)
+    encoder = EncoderMemory(line[0], 1 << 25, 16_384, torch.bfloat16, 813_914_112, line, **pairs)
     forest = pt.PrefixForest.from_parents([-1] + [0] * 96, [83_667 - 96 * 224] + [224] * 96)
-    pictures = PictureWork(dict.fromkeys(range(78), 3520), 2 * 78 * 880, 0)
-    work = Work(forest, 96 * 64, pictures=pictures)
+    images = ImageWork(dict.fromkeys(range(78), 3520), 2 * 78 * 880, 0)
+    work = Work(forest, 96 * 64, images=images)
     # beside the context of CUDA, weights, gradients and pixels
     free = round((79.18 - 0.75 - 8.72) * _GIB)
     available = free - reserve(round(79.18 * _GIB))
-    plan = plan_for(memory, work, available, tower, with_spare=True)
+    plan = plan_for(memory, work, available, encoder, with_spare=True)
     assert plan.modes.count("all") == 0 and plan.modes.count("nothing") > 0
     assert plan.peak_bytes + 7.44 * _GIB + (654 << 20) < free
     assert set(plan.modes) <= set(MODES)

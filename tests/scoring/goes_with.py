@@ -163,7 +163,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[Cell, Cell, Cell]]] = {
                 f"{_SAMPLER}sampler.py::test_placeholders_that_were_sampled_before_are_text", "no"
             ),
             Held(f"{_TRL}images.py::test_a_run_is_trls_own", "yes, no distillation"),
-            Held(f"{_VERL}pictures.py::test_one_rank"),
+            Held(f"{_VERL}images.py::test_one_rank"),
         ),
     ),
     "entropies, [statistics](losses.md)": (

@@ -42,7 +42,7 @@ MAX_TOKENS = 24
 
 def plan_of(objective: Objective, max_tokens: int = MAX_TOKENS, **options: Any) -> MicroBatchPlan:
     return plan_micro_batches(
-        objective.sequences, max_tokens, trunks=True, **{"borrow_cost": LIGHT, **options}
+        objective.sequences, max_tokens, trunks=True, **{"import_cost": LIGHT, **options}
     )
 
 

@@ -14,7 +14,7 @@ from prefixtree.parallel.ledger import CellExchanges, Ledger
 from prefixtree.parallel.run import Run as PartRun
 from prefixtree.parallel.states import part_mask
 from prefixtree.planning import schedule
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.division import Division
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.plan import RecomputePlan
@@ -38,9 +38,9 @@ PLAN = RecomputePlan(("all",), 0)
 
 def score(model: nn.Module, objective: Objective, packed: Any = None, **options: Any) -> Any:
     """Log-probabilities and entropies; in steps unless `max_tokens` is None."""
-    options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT, **options}
+    options = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT, **options}
     if options["max_tokens"] is None:
-        options["borrow_cost"] = None
+        options["import_cost"] = None
     return sequence_logprobs(
         model,
         pack_sequences(objective.sequences) if packed is None else packed,
@@ -74,14 +74,14 @@ def compare(model: nn.Module, objective: Objective | None = None, **options: Any
 
 def number_of_steps(max_tokens: int = MAX_TOKENS) -> int:
     """Of the ragged forest."""
-    return len(plan_steps(ragged_packed(), max_tokens, borrow_cost=LIGHT))
+    return len(plan_steps(ragged_packed(), max_tokens, import_cost=LIGHT))
 
 
 def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[torch.Tensor]:
-    """Log-probabilities of each sequence in float64, which `sequence_logprobs` rounds; a borrowed
+    """Log-probabilities of each sequence in float64, which `sequence_logprobs` rounds; an imported
     token counts a tenth of an own one."""
-    cost = BorrowCost(token_bytes=10 * BorrowCost().weight * 559_928)
-    steps = plan_steps(packed, budget, borrow_cost=cost)
+    cost = ImportCost(token_bytes=10 * ImportCost().weight * 559_928)
+    steps = plan_steps(packed, budget, import_cost=cost)
     assert len(steps) >= 4
     inputs = packed.model_inputs()
     if (rows := families.family_of(model.config).position_rows) > 1:

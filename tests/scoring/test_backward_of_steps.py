@@ -73,7 +73,9 @@ def test_a_second_backward_says_what_to_do() -> None:
     scores = score(build("qwen3"), ragged_objective())
     loss = torch.cat(scores.logprobs).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="ran already, and what its steps lent one another is"):
+    with pytest.raises(
+        RuntimeError, match="ran already, and what its steps exported one another is"
+    ):
         loss.backward()
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import picture_ranks
+from tests.support import image_ranks
 from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case, balanced
+from tests.support.image_cases import Run as ImageRun
+from tests.support.image_cases import errors as image_errors
+from tests.support.image_cases import reference
 from tests.support.models import Run, run_replicated, tolerance
-from tests.support.picture_cases import Run as PictureRun
-from tests.support.picture_cases import errors as picture_errors
-from tests.support.picture_cases import reference
 from tests.support.replay import drawn_routes, run_replayed
 from tests.support.spawn import WORLD_SIZE, run_ranks
 
@@ -105,37 +105,37 @@ def test_two_ranks(results, case, step):
         assert _distance({n: got[n] - before[n] for n in moved}, moved) <= 1e-4
 
 
-@pytest.mark.parametrize(("wrapper", "model_type", "kind"), picture_ranks.RUNS)
-def test_pictures(results, wrapper, model_type, kind):
-    """Rank 1 has no image: its tower runs all the same, with gradients of zero. DDP waits for it
-    without find_unused_parameters, and FSDP2 in every block."""
+@pytest.mark.parametrize(("wrapper", "model_type", "kind"), image_ranks.RUNS)
+def test_images(results, wrapper, model_type, kind):
+    """Rank 1 has no image: its vision encoder runs all the same, with gradients of zero. DDP waits
+    for it without find_unused_parameters, and FSDP2 in every block."""
     expected = reference(model_type, "videos" if kind == "videos" else "images")
-    found = _of(results, "pictures", f"{wrapper}, {model_type}, {kind}")
+    found = _of(results, "images", f"{wrapper}, {model_type}, {kind}")
     gradients = {name: g / WORLD_SIZE for name, g in expected.gradients.items()}
     logprobs = [p for each in found for p in each["logprobs"]]
-    if kind in picture_ranks.KEPT:
-        order = np.concatenate(picture_ranks.OF_RANKS[kind])
+    if kind in image_ranks.KEPT:
+        order = np.concatenate(image_ranks.OF_RANKS[kind])
         logprobs = [logprobs[i] for i in np.argsort(order)]
     for rank, each in enumerate(found):
-        run = PictureRun(logprobs, each["gradients"])
-        differences = picture_errors(run, PictureRun(expected.logprobs, gradients))
+        run = ImageRun(logprobs, each["gradients"])
+        differences = image_errors(run, ImageRun(expected.logprobs, gradients))
         print(f"{wrapper}, {model_type}, {kind}: {differences}")
         assert differences.largest < 5e-5
         if kind == "steps":
             # as many on both ranks, in both passes
             assert each["calls"] == found[0]["calls"] > 8
             assert wrapper == "ddp" or each["blocks"] == found[0]["blocks"] > each["calls"]
-        elif kind in picture_ranks.KEPT:
-            # FSDP2's other rank follows, in runs where pictures are recomputed or have no graph yet
+        elif kind in image_ranks.KEPT:
+            # FSDP2's other rank follows, in runs where images are recomputed or have no graph yet
             same = each["calls"], each["blocks"]
             assert wrapper == "ddp" or same == (found[0]["calls"], found[0]["blocks"])
             assert each["blocks"] > each["calls"] or kind == "kept"
-            refusal = "UnsupportedError: ranks of FSDP2 gather the vision tower together"
+            refusal = "UnsupportedError: ranks of FSDP2 gather the vision encoder together"
             assert (refusal in each["two modes"]) == (wrapper == "fsdp2")
         else:
-            # once per micro-batch, without pictures too; the first rank's have images and videos
+            # once per micro-batch, without images too; the first rank's have images and videos
             assert each["calls"] == (4 if (kind, rank) == ("videos", 0) else 2)
-            # rank 0 has two pictures and then three; blank ones stand beside them on rank 1
+            # rank 0 has two images and then three; blank ones stand beside them on rank 1
             # what the first rank keeps runs once, beside at least one that the other computes again
             runs = {"runs": 2 * (2 + 3), "plans": 2 * (1 + 2) + 1 + 1}
             assert each["blocks"] == runs.get(kind, each["calls"])

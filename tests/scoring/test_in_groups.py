@@ -221,7 +221,7 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
         "ValueError: return_statistics",
     ),
     "other group_mode": _differs(r"group_mode \('heads', on rank 0 'parts'\)"),
-    "unknown group_mode": ("group_mode must be one of 'parts', 'heads', got 'ring'",) * 2,
+    "unknown group_mode": ("group_mode must be one of 'parts', 'ulysses', got 'ring'",) * 2,
     "other dtype": _differs(
         r"dtype of model.embed_tokens.weight \(torch.bfloat16, on rank 0 torch.float32\)",
         *[".*"] * 3,
@@ -245,13 +245,13 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     * 2,
     "router loss": _differs(r"output_router_logits \(True, on rank 0 False\)"),
     "routes": _differs("its recorded routes"),
-    "other pixels": _differs(*(f"the pixels of picture {n}" for n in range(3))),
-    "pictures of one rank": (
+    "other pixels": _differs(*(f"the pixels of image {n}" for n in range(3))),
+    "images of one rank": (
         "RuntimeError: rank 1 of the group refused this call",
-        "ids of Pictures.sequences need sequence_logprobs(pictures=)",
+        "ids of Images.sequences need sequence_logprobs(images=)",
     ),
-    "a cut picture": (
-        "it is cut inside a picture",
+    "a cut image": (
+        "it is cut inside an image",
         "RuntimeError: rank 0 of the group refused this call, so no rank computes it: ForestError",
     ),
     "auto": (

@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.lib.workloads import forest_of, single
 from prefixtree import ForestError, PrefixForest, UnsupportedError, pack, plan_micro_batches
 from prefixtree.parallel.ledger import Exchange
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.scoring.in_steps import step_cost_of
@@ -51,7 +51,7 @@ from tests.support.variant_configs import VARIANTS
 _OTHERS = {*HYBRIDS, *INDEXED}
 ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] not in _OTHERS]
 
-# ---- what is computed ----------------------------------------------------------------------------
+# ---- what is computed ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", mostly_full(ATTENDING))
@@ -77,7 +77,7 @@ def test_calls_of_attention_under_checkpointing(use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("max_tokens", [8, 33, 60, 90])
 def test_budgets(max_tokens: int) -> None:
-    compare(build("qwen3"), max_tokens=max_tokens, borrow_cost=BorrowCost(token_bytes=1e9))
+    compare(build("qwen3"), max_tokens=max_tokens, import_cost=ImportCost(token_bytes=1e9))
 
 
 def test_a_forest_that_fits_is_computed_in_one_forward() -> None:
@@ -94,12 +94,12 @@ def test_a_sequence_longer_than_a_step() -> None:
     branches = [np.concatenate([trunk[:at], rng.integers(3, 90, 9)]) for at in (280, 150, 40, 290)]
     objective = make_objective([trunk, *branches])
     model = build("qwen3")
-    cost = BorrowCost(token_bytes=36 * 8 * 256 * 6 / 0.3)
-    steps = plan_steps(pack_sequences(objective.sequences), 128, borrow_cost=cost)
-    assert len(steps) > 3 and max(steps.stats.borrowed_tokens) > 128 and not steps.stats.on_host
-    compare(model, objective, max_tokens=128, borrow_cost=cost)
-    # what is borrowed fills the device: it waits on the host
-    compare(model, objective, max_tokens=80, borrow_cost=cost)
+    cost = ImportCost(token_bytes=36 * 8 * 256 * 6 / 0.3)
+    steps = plan_steps(pack_sequences(objective.sequences), 128, import_cost=cost)
+    assert len(steps) > 3 and max(steps.stats.imported_tokens) > 128 and not steps.stats.on_host
+    compare(model, objective, max_tokens=128, import_cost=cost)
+    # what is imported fills the device: it waits on the host
+    compare(model, objective, max_tokens=80, import_cost=cost)
 
 
 def test_steps_that_score_nothing() -> None:
@@ -174,7 +174,7 @@ def test_the_same_bits_every_time() -> None:
     assert same_bits(run(model), run(model))
 
 
-# ---- the checks can fail -------------------------------------------------------------------------
+# ---- the checks can fail -----------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
@@ -183,7 +183,7 @@ def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
         run(build("qwen3"))
 
 
-# ---- work and memory -----------------------------------------------------------------------------
+# ---- work and memory ---------------------------------------------------------------------------
 
 
 class Tokens:
@@ -205,7 +205,7 @@ def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     prompt = rng.integers(3, 90, 24)
     sequences = [np.concatenate([prompt, [i % 97], rng.integers(3, 90, 7)]) for i in range(90)]
     forest = PrefixForest.from_sequences(sequences)
-    plan = plan_micro_batches(forest, 32, reuse=True, borrow_cost=LIGHT)
+    plan = plan_micro_batches(forest, 32, reuse=True, import_cost=LIGHT)
     (batch,) = plan[0]
     model = build("qwen3")
     enable_checkpointing(model, False)
@@ -213,7 +213,7 @@ def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     torch.cat(sequence_logprobs(model, batch.packed).logprobs).sum().backward()
     whole, tokens.count = tokens.count, 0
     assert whole == 2 * forest.num_tokens
-    cost = {"max_tokens": 32, "borrow_cost": LIGHT, "recompute": "nothing"}
+    cost = {"max_tokens": 32, "import_cost": LIGHT, "recompute": "nothing"}
     torch.cat(sequence_logprobs(model, batch.packed, **cost).logprobs).sum().backward()
     stepped, tokens.count = tokens.count, 0
     assert batch.steps is not None
@@ -223,7 +223,7 @@ def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     assert tokens.count > 3 * whole
 
 
-def test_the_weight_of_a_borrowed_token_is_read_from_the_model() -> None:
+def test_the_weight_of_a_imported_token_is_read_from_the_model() -> None:
     model = build("qwen3")
     device = torch.device("cpu")
     kept = step_cost_of(model, model, device, None)
@@ -234,22 +234,22 @@ def test_the_weight_of_a_borrowed_token_is_read_from_the_model() -> None:
     assert recomputed.kept_copies == 0 and recomputed.token_bytes < 0.5 * kept.token_bytes
     assert recomputed == step_cost_of(model, model, device, "all")
     expected = run(model, max_tokens=None)
-    assert_same(run(model, max_tokens=40, borrow_cost=None), expected)
+    assert_same(run(model, max_tokens=40, import_cost=None), expected)
 
 
 def test_large_prompts_of_the_issue() -> None:
     """A prompt of 24K with 128 responses of 8K: what is kept, and where."""
     stats = plan_steps(pack(forest_of(single(24576, 128, 8192))), 32768).stats
-    assert stats.lent_tokens == 24576 and stats.lent_bytes == 24576 * 36 * 4096
+    assert stats.exported_tokens == 24576 and stats.exported_bytes == 24576 * 36 * 4096
     assert sum(stats.own_tokens) == 24576 + 128 * 8192
-    cost = BorrowCost()
+    cost = ImportCost()
     held = stats.held_bytes(cost)
     assert held == 24576 * 36 * (4096 + 8192)
-    # with the activations of a step: no more than the budget, and what a step lends
+    # with the activations of a step: no more than the budget, and what a step exports
     assert stats.peak * cost.token_bytes <= 32768 * cost.token_bytes
 
 
-# ---- bad input -----------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "20"])
@@ -261,18 +261,18 @@ def test_budgets_that_are_none(value: Any) -> None:
 def test_a_budget_that_is_too_little() -> None:
     objective = make_objective([np.arange(3, 90)])
     with pytest.raises(ForestError, match=r"max_tokens 10 is too little .* the least max_tokens"):
-        score(build("qwen3"), objective, max_tokens=10, borrow_cost=BorrowCost(token_bytes=1e4))
+        score(build("qwen3"), objective, max_tokens=10, import_cost=ImportCost(token_bytes=1e4))
 
 
 def test_arguments_that_do_not_go_together() -> None:
     model = build("qwen3")
-    with pytest.raises(ValueError, match="borrow_cost goes with max_tokens"):
-        sequence_logprobs(model, ragged_packed(), borrow_cost=LIGHT)
+    with pytest.raises(ValueError, match="import_cost goes with max_tokens"):
+        sequence_logprobs(model, ragged_packed(), import_cost=LIGHT)
     for bad, message in (("some", "recompute must be None, 'auto'"), (PLAN, "a plan for 1 layers")):
         with pytest.raises(ValueError, match=message):
-            score(model, ragged_objective(), recompute=bad, borrow_cost=None)
-    with pytest.raises(ValueError, match="the weight of a borrowed token needs token_bytes"):
-        score(model, ragged_objective(), borrow_cost=replace(LIGHT, token_bytes=None))
+            score(model, ragged_objective(), recompute=bad, import_cost=None)
+    with pytest.raises(ValueError, match="the weight of an imported token needs token_bytes"):
+        score(model, ragged_objective(), import_cost=replace(LIGHT, token_bytes=None))
 
 
 @pytest.mark.parametrize("model_type", mostly_full(["gpt_oss", "qwen3_next"], {"gpt_oss"}))

@@ -1,4 +1,5 @@
-"""Steps and kept trunks of models whose indexers choose keys: parts lend an indexer's keys too."""
+"""Steps and kept trunks of models whose indexers choose keys: parts export an indexer's keys
+too."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ FEW = cases(["glm_moe_dsa", BLOCKS])
 TIES = {"index_n_heads": 2}, {"index_local_blocks": 4}
 
 
-# ---- what is computed ----------------------------------------------------------------------------
+# ---- what is computed --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, ties", each_once(SERVED, [False, True]))
@@ -91,21 +92,21 @@ def test_any_chunks_of_own_tokens_give_their_keys(
     compare(build(family))
 
 
-def test_keys_of_indexers_are_lent_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_indexers_are_exported_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head's, without gradients, of the layers that have an indexer; none of short paths."""
     model, longest = prepare(build("glm_moe_dsa")), ragged_packed().mask.host.deepest
     index = {module for module in model.modules() if hasattr(module, "index_topk")}
     ledgers: set[Ledger] = set()
-    shapes, borrow = {}, Exchange.borrow
+    shapes, import_rows = {}, Exchange.import_rows
 
     def noted(self: Exchange, *own: torch.Tensor) -> Any:
         ledgers.add(self.ledger)
         if len(own) == 1:
             shapes[self.key[0]] = own[0].shape[1:]
             assert not own[0].requires_grad
-        return borrow(self, *own)
+        return import_rows(self, *own)
 
-    monkeypatch.setattr(Exchange, "borrow", noted)
+    monkeypatch.setattr(Exchange, "import", noted)
     run(model)
     kept_cases.run(model)
     assert len(index) == 2 and shapes == dict.fromkeys(index, (16,))
@@ -136,7 +137,7 @@ def test_triton_scores_the_queries_of_a_part(monkeypatch: pytest.MonkeyPatch) ->
     assert any(chunks)
 
 
-# ---- the checks can fail -------------------------------------------------------------------------
+# ---- the checks can fail -----------------------------------------------------------------------
 
 
 def _errors(family: str, monkeypatch: pytest.MonkeyPatch, *mistake: Any) -> Any:
@@ -182,7 +183,7 @@ def test_another_choice_turns_it_red(
         assert found.logprob > 1e-2
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_compressed_keys_are_refused() -> None:
@@ -196,6 +197,6 @@ def test_compressed_keys_are_refused() -> None:
 def test_heads_that_do_not_divide_group_by_group_are_refused_before_a_forward() -> None:
     config = build(BLOCKS).config
     packed, heads = ragged_packed(), config.num_key_value_heads
-    group_refusals.check_mode("heads", config, packed, config.num_attention_heads // heads)
+    group_refusals.check_mode("ulysses", config, packed, config.num_attention_heads // heads)
     with pytest.raises(ValueError, match=f"of each of {heads} groups of heads.*do not divide"):
-        group_refusals.check_mode("heads", config, packed, config.num_attention_heads)
+        group_refusals.check_mode("ulysses", config, packed, config.num_attention_heads)

@@ -14,12 +14,12 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.experts import routers
-from prefixtree.images import vision as pictures
+from prefixtree.images import vision as images
 from prefixtree.kernels import operators
 from prefixtree.models import changes
 from prefixtree.models import checks as model_checks
 from prefixtree.parallel.ledger import Ledger
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.recompute import layers
 from prefixtree.sampling import TreeSampler
 from prefixtree.sampling.forward import CachedForward
@@ -27,13 +27,13 @@ from prefixtree.scoring import forward as scoring
 from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring import part_runs
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support import picture_cases
+from tests.support import image_cases
 from tests.support.interrupts import interrupted_at_each_line
 from tests.support.models import build, pack_sequences
 from tests.support.replay import drawn_routes
 
 _SEQUENCES = [[1, 2, 3, 4], [1, 2, 5], [6, 7]]
-_STEPS: dict[str, Any] = {"max_tokens": 4, "borrow_cost": BorrowCost(token_bytes=1e9)}
+_STEPS: dict[str, Any] = {"max_tokens": 4, "import_cost": ImportCost(token_bytes=1e9)}
 
 
 @pytest.fixture
@@ -127,12 +127,12 @@ def test_steps_of_ddp(lone_group: None) -> None:
     check(wrapped, run, part_runs.Wrapped.as_in_the_forward)
 
 
-def test_pictures() -> None:
-    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
-    known = picture_cases.pictures_of(model, made)
+def test_images() -> None:
+    model, made = image_cases.build("qwen3_vl"), image_cases.batch("qwen3_vl")
+    known = image_cases.images_of(model, made)
     packed = pack_sequences(known.sequences)
-    run = lambda: sequence_logprobs(model, packed, pictures=known).logprobs  # noqa: E731
-    check(model, run, pictures.EncodedPictures.encoded)
+    run = lambda: sequence_logprobs(model, packed, images=known).logprobs  # noqa: E731
+    check(model, run, images.EncodedImages.encoded)
 
 
 def test_routes() -> None:

@@ -12,7 +12,7 @@ import torch
 from prefixtree import (
     PrefixForest,
     UnsupportedError,
-    borrow_cost,
+    import_cost,
     kept_trunks,
     sequence_logprobs,
 )
@@ -72,8 +72,8 @@ class Memory:
     def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
         """What a call counts in a share of the memory is what was planned for it.
 
-        A plan may be above: gradients of lent rows count beside every micro-batch, as if all were
-        there when its backward begins.
+        A plan may be above: gradients of exported rows count beside every micro-batch, as if all
+        were there when its backward begins.
         """
         # layers are measured, and tables of the forest are made once
         counted()
@@ -178,7 +178,7 @@ def test_peaks_are_those_that_were_predicted(
     masks = [np.arange(len(each)) >= 600 for each in sequences]
     members = [np.arange(at, at + 2) for at in range(0, 12, 2)]
     forest = PrefixForest.from_sequences(sequences)
-    trunks = plan_trunks(forest, 10**6, borrow_cost(model, "auto"), members)
+    trunks = plan_trunks(forest, 10**6, import_cost(model, "auto"), members)
     assert trunks.stats.trunks == 3
 
     def counted() -> int:
@@ -196,7 +196,7 @@ def test_peaks_are_those_that_were_predicted(
 
 @pytest.mark.parametrize("share", mostly([0, 0.4, 1], [0.4]))
 def test_peaks_of_steps(memory: Memory, share: float) -> None:
-    """Each step recomputes what does not fit beside what steps lend."""
+    """Each step recomputes what does not fit beside what steps export."""
     model = build("qwen3", num_hidden_layers=6)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -208,7 +208,7 @@ def test_peaks_of_steps(memory: Memory, share: float) -> None:
         live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
         with live:
             scores = sequence_logprobs(
-                model, packed, recompute="auto", chunk_size=64, max_tokens=300, borrow_cost=LIGHT
+                model, packed, recompute="auto", chunk_size=64, max_tokens=300, import_cost=LIGHT
             )
             torch.cat(scores.logprobs).sum().backward()
             del scores
@@ -231,14 +231,14 @@ def test_steps_give_the_same_bits_whatever_the_memory(memory: Memory) -> None:
         in_steps(model, recompute="auto")
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused_before_it_runs(memory: Memory) -> None:
     model = build("qwen3")
     run(model, recompute="auto")
     memory.left = memory.share(0) // 2
-    with pytest.raises(torch.OutOfMemoryError, match="beside what trunks lend"):
+    with pytest.raises(torch.OutOfMemoryError, match="beside what trunks export"):
         run(model, recompute="auto")
 
 

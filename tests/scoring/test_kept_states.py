@@ -1,4 +1,4 @@
-"""`kept_trunks` of models with recurrent layers: states and tails that trunks lend."""
+"""`kept_trunks` of models with recurrent layers: states and tails that trunks export."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prefixtree import borrow_cost, kept_trunks
+from prefixtree import import_cost, kept_trunks
 from prefixtree.parallel import ledger
 from prefixtree.parallel.ledger import Rows
 from prefixtree.planning.part_states import KEYS, STATES
@@ -32,7 +32,7 @@ pytestmark = needs_states
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
 def test_each_sequence_alone_and_each_micro_batch(family: str) -> None:
-    """The other families are in test_states_in_steps.py: steps borrow as micro-batches do."""
+    """The other families are in test_states_in_steps.py: steps import as micro-batches do."""
     model = build(family)
     # rounding of float32; float64 is below
     compare(model, tolerance=tolerance(family))
@@ -59,7 +59,7 @@ def test_float64_is_exact(
 
 
 def test_states_on_the_host_and_several_trunks_at_once() -> None:
-    plan = plan_of(ragged_objective(), 17, borrow_cost=replace(LIGHT, on_host=True))
+    plan = plan_of(ragged_objective(), 17, import_cost=replace(LIGHT, on_host=True))
     assert plan.stats.trunks.on_host
     compare(build("nemotron_h"), plan=plan, recompute="all", recompute_trunks="again")
 
@@ -92,19 +92,19 @@ def most_states(trunks: Trunks) -> int:
 
 
 def test_what_waits_is_what_the_plan_says() -> None:
-    """Bytes of lent states turn after turn, those of which all readers are done left out, and that
-    all is freed."""
+    """Bytes of exported states turn after turn, those of which all readers are done left out, and
+    that all is freed."""
     model = build("qwen3_5")
-    cost = borrow_cost(model, "all", "again")
-    plan = plan_of(ragged_objective(), 17, borrow_cost=replace(cost, token_bytes=1e9))
+    cost = import_cost(model, "all", "again")
+    plan = plan_of(ragged_objective(), 17, import_cost=replace(cost, token_bytes=1e9))
     stats = plan.stats.trunks
     assert stats.states > 0 and f"with {stats.states} states" in str(plan.stats)
     most = 0
     with kept_trunks(model, plan[0]) as scored:
         for _, scores in scored:
             torch.cat(scores.logprobs).sum().backward()
-            loans = scored._run.ledger.loans(STATES)
-            values = [x for loan in loans for rows in loan.values.values() for x in rows]
+            exports = scored._run.ledger.exports(STATES)
+            values = [x for export in exports for rows in export.values.values() for x in rows]
             most = max(most, sum(x.nbytes for x in values))
     assert most == most_states(plan[0].trunks) * cost.state_layers * cost.state_bytes
     assert 0 < most <= stats.states * cost.state_layers * cost.state_bytes
@@ -125,7 +125,7 @@ def test_rows_of_trunks_stay_where_they_are(family: str, monkeypatch: pytest.Mon
     assert copies
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from prefixtree import (
-    BorrowCost,
+    ImportCost,
     PrefixForest,
     UnsupportedError,
-    borrow_cost,
+    import_cost,
     kept_trunks,
     plan_micro_batches,
 )
@@ -61,7 +61,7 @@ def chains(seed: int, count: int = 9) -> list[np.ndarray]:
     return found
 
 
-# ---- what is computed ----------------------------------------------------------------------------
+# ---- what is computed --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -101,7 +101,7 @@ def test_micro_batches_that_are_given(model_type: str, seed: int) -> None:
 
 
 def test_several_trunks_are_alive_at_once() -> None:
-    """A trunk that borrows from a trunk, and one that a micro-batch alone needs."""
+    """A trunk that imports from a trunk, and one that a micro-batch alone needs."""
     plan = plan_of(ragged_objective(), 17)
     spans = plan[0].trunks.spans
     trunks = [span for span in spans if span.is_trunk]
@@ -168,9 +168,9 @@ def test_trunks_that_recompute_otherwise(model_type: str, modes: tuple[str, str]
     compare(build(model_type), recompute=recompute, recompute_trunks=trunks)
 
 
-def test_lent_rows_on_the_host() -> None:
+def test_exported_rows_on_the_host() -> None:
     cost = replace(LIGHT, on_host=True)
-    plan = plan_of(ragged_objective(), borrow_cost=cost)
+    plan = plan_of(ragged_objective(), import_cost=cost)
     assert plan.stats.trunks.on_host
     compare(build("qwen3"), plan=plan, recompute="all", recompute_trunks="again")
 
@@ -260,9 +260,9 @@ def test_empty_micro_batches_and_ranks() -> None:
 
 
 def test_what_waits_is_what_the_plan_says() -> None:
-    """Bytes of lent keys and values and of their gradients, turn after turn."""
+    """Bytes of exported keys and values and of their gradients, turn after turn."""
     model, plan = build("qwen3"), plan_of(ragged_objective(), 17)
-    cost = borrow_cost(model, "nothing")
+    cost = import_cost(model, "nothing")
     token = cost.layers * (cost.row_bytes + cost.gradient_row_bytes)
     most = 0
     with kept_trunks(model, plan[0]) as scored:
@@ -283,7 +283,7 @@ def _given(objective: Objective) -> tuple[Any, Any]:
     return objective.temperatures, objective.loss_masks
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
@@ -451,13 +451,13 @@ def test_models_that_are_not_verified() -> None:
 def test_the_cost_of_a_model() -> None:
     model = build("qwen3").train()
     kept, little, again = (
-        borrow_cost(model, "nothing", trunks) for trunks in ("nothing", "all", "again")
+        import_cost(model, "nothing", trunks) for trunks in ("nothing", "all", "again")
     )
-    all_of_it = borrow_cost(model, "all").token_bytes
+    all_of_it = import_cost(model, "all").token_bytes
     assert kept.token_bytes == little.token_bytes > all_of_it and kept.kept_copies == 1
     assert kept.graph_bytes > 3 * little.graph_bytes > again.graph_bytes == 0
     assert kept.trunk_weight > 1 > little.trunk_weight > again.trunk_weight == again.weight
-    assert BorrowCost().trunk_weight == pytest.approx(0.79 + 0.557, abs=1e-3)
+    assert ImportCost().trunk_weight == pytest.approx(0.79 + 0.557, abs=1e-3)
     # the least that "auto" may take, also without gradients
     with torch.no_grad():
-        assert borrow_cost(model, "auto") == replace(again, kept_copies=0, token_bytes=all_of_it)
+        assert import_cost(model, "auto") == replace(again, kept_copies=0, token_bytes=all_of_it)

@@ -20,6 +20,7 @@ from tests.scoring.kept_cases import plan_of
 from tests.scoring.test_kept_modes import Memory
 from tests.scoring.test_values import classifier
 from tests.support.full import mostly
+from tests.support.image_cases import Float64
 from tests.support.models import (
     adapted,
     build,
@@ -27,7 +28,6 @@ from tests.support.models import (
     ragged_objective,
     ragged_sequences,
 )
-from tests.support.picture_cases import Float64
 
 TOKEN, SEQUENCE = AutoModelForTokenClassification, AutoModelForSequenceClassification
 Loss = Callable[[Any, list[torch.Tensor]], torch.Tensor]
@@ -166,7 +166,7 @@ def test_peaks_are_those_that_were_predicted(
     sequences = [np.concatenate([trunk, rng.integers(3, 90, 150)]) for _ in range(6)]
     forest = pt.PrefixForest.from_sequences(sequences)
     members = [np.arange(at, at + 2) for at in (0, 2, 4)]
-    trunks = plan_trunks(forest, 10**6, pt.borrow_cost(model, "auto"), members)
+    trunks = plan_trunks(forest, 10**6, pt.import_cost(model, "auto"), members)
     assert trunks.stats.trunks == 1
 
     def counted() -> int:
@@ -184,7 +184,7 @@ def test_peaks_are_those_that_were_predicted(
 
 def test_the_cost_of_a_classifier() -> None:
     critic, model = classifier(TOKEN, "qwen3"), build("qwen3")
-    assert pt.borrow_cost(critic, "all") == pt.borrow_cost(model, "all")
+    assert pt.import_cost(critic, "all") == pt.import_cost(model, "all")
 
 
 def test_what_is_refused() -> None:

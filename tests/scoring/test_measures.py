@@ -64,7 +64,7 @@ def test_what_a_measure_takes_is_planned_for(monkeypatch):
 def test_what_edges_are_called(steps):
     """`edge` counts the rows of `packed.edges`, `scored_edge` those of `measured_edges`."""
     packed, masks = ragged_packed(), ragged_objective().loss_masks
-    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT} if steps else {}
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT} if steps else {}
     for temperatures in (0.7, ragged_objective().temperatures):
         with torch.no_grad():
             scores = sequence_logprobs(
@@ -129,7 +129,7 @@ def test_refused():
         sequence_logprobs(build("qwen3"), ragged_packed(), measure="kl")  # type: ignore[arg-type]
 
 
-# ---- kept trunks ---------------------------------------------------------------------------------
+# ---- kept trunks -------------------------------------------------------------------------------
 
 
 def test_the_numbers_of_edges_in_kept_trunks():
@@ -156,7 +156,7 @@ def test_the_numbers_of_edges_in_kept_trunks():
             (torch.cat(scores.measured).sum() + torch.cat(scores.logprobs).sum()).backward()
 
 
-# ---- edges of other calls ------------------------------------------------------------------------
+# ---- edges of other calls ----------------------------------------------------------------------
 
 
 def _ids(logits: torch.Tensor, edges: Any) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_what_another_call_measured(temperatures):
         )
     assert _read(every, packed, temperatures, masks, chunk_size=5) < 1e-5
     assert _read(masked, packed, temperatures, masks) < 1e-5
-    assert _read(every, packed, temperatures, max_tokens=MAX_TOKENS, borrow_cost=LIGHT) < 1e-5
+    assert _read(every, packed, temperatures, max_tokens=MAX_TOKENS, import_cost=LIGHT) < 1e-5
     for batch in plan[0]:
         assert _read(pickle.loads(pickle.dumps(every)), batch, temperatures, masks) < 1e-5
     with pytest.raises(

@@ -67,7 +67,7 @@ def test_a_rank_holds_what_was_planned_for_it(results, name):
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_rows_that_a_backward_has_at_once_are_planned(results, owner):
-    """Also on a rank that lends alone, or borrows alone, as of runs."""
+    """Also on a rank that exports alone, or imports alone, as of runs."""
     for result in results:
         counted, planned = result["rows", owner]
         assert counted == planned

@@ -60,10 +60,10 @@ CASES: dict[str, Callable[[], None]] = {
     "STEPS: DeepSpeed": of_model(refusals.STEPS, Engine),
     "SEVERAL_STEPS: static_graph": of_model(refusals.SEVERAL_STEPS, static),
     "STEPS_IN_GROUPS: auto": of_model(
-        refusals.STEPS_IN_GROUPS, lambda: {"recompute": "auto", "pictures": None}
+        refusals.STEPS_IN_GROUPS, lambda: {"recompute": "auto", "images": None}
     ),
-    "STEPS_IN_GROUPS: pictures": of_model(
-        refusals.STEPS_IN_GROUPS, lambda: {"recompute": None, "pictures": object()}
+    "STEPS_IN_GROUPS: images": of_model(
+        refusals.STEPS_IN_GROUPS, lambda: {"recompute": None, "images": object()}
     ),
     "KEPT_TRUNKS: DeepSpeed": of_model(refusals.KEPT_TRUNKS, Engine),
     "KEPT_TRUNKS: static_graph": of_model(refusals.KEPT_TRUNKS, static),
@@ -72,7 +72,7 @@ CASES: dict[str, Callable[[], None]] = {
         lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")),
     ),
     "KEPT_TRUNKS: tensor or expert parallel": of_model(refusals.KEPT_TRUNKS, divided),
-    "KEPT_PICTURES: recompute_trunks": lambda: check_modes(
+    "KEPT_IMAGES: recompute_trunks": lambda: check_modes(
         fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), "all", "nothing", True
     ),
     "VALUES: routes": of_model(refusals.VALUES, lambda: SimpleNamespace(routes=[])),

@@ -136,7 +136,7 @@ def test_half_precision_of_shared_groups(of_four: Results, family: str) -> None:
     _check_half(of_four, family)
 
 
-# ---- the checks can fail -------------------------------------------------------------------------
+# ---- the checks can fail -----------------------------------------------------------------------
 
 
 def _check_red(results: Results, mistake: str, family: str) -> None:
@@ -154,7 +154,7 @@ def test_gradients_that_are_left_out_turn_it_red(results: Results, mistake: str)
 
 
 @pytest.mark.skipif(not WITH_INDEXERS, reason="transformers before 5.23 has no verified indexer")
-@pytest.mark.parametrize("mode", ["parts", "heads"])
+@pytest.mark.parametrize("mode", ["parts", "ulysses"])
 def test_a_choice_among_own_tokens_turns_it_red(results: Results, mode: str) -> None:
     for result in results:
         assert isinstance(result["choice", mode], dict), result["choice", mode]

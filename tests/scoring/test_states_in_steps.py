@@ -16,7 +16,7 @@ from prefixtree import UnsupportedError, plan_micro_batches
 from prefixtree.parallel.ledger import Ledger
 from prefixtree.parallel.states import LayerStates
 from prefixtree.planning import schedule
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.division import Division
 from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.planning.steps import plan_steps
@@ -31,7 +31,7 @@ from tests.scoring.steps_cases import (
     number_of_steps,
     run,
 )
-from tests.support.hooks import forget_all_but, round_lent
+from tests.support.hooks import forget_all_but, round_exported
 from tests.support.hybrid_cases import (
     SERVED,
     Float64,
@@ -59,7 +59,7 @@ from tests.support.step_ranks import LIGHT
 
 pytestmark = pytest.mark.skipif(not SERVED, reason="recurrent layers of newer transformers")
 
-# ---- what is computed ----------------------------------------------------------------------------
+# ---- what is computed ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", mostly_full(HYBRIDS, {"qwen3_5"}))
@@ -92,7 +92,7 @@ def test_float64_is_exact(family: str, checkpointed: bool) -> None:
         model = pt.prepare(in_float64(family))
         if checkpointed:
             checkpointed_in_float64(model)
-        # a borrowed token counts a tenth of an own one
+        # an imported token counts a tenth of an own one
         got = logprobs_in_steps(model, packed, 64 if checkpointed else 90)
         _loss(got, weights).backward()
     largest, gradient = worst(got, model, expected, eager)
@@ -112,7 +112,7 @@ def test_a_plan_of_several_modes() -> None:
 
 @pytest.mark.parametrize("family, max_tokens", [("lfm2", 8), ("nemotron_h", 60)])
 def test_budgets(family: str, max_tokens: int) -> None:
-    compare(build(family), max_tokens=max_tokens, borrow_cost=BorrowCost(token_bytes=1e9))
+    compare(build(family), max_tokens=max_tokens, import_cost=ImportCost(token_bytes=1e9))
 
 
 def test_a_sequence_longer_than_a_step_waits_on_the_host() -> None:
@@ -120,8 +120,8 @@ def test_a_sequence_longer_than_a_step_waits_on_the_host() -> None:
     trunk = rng.integers(3, 90, 120)
     branches = [np.concatenate([trunk[:at], rng.integers(3, 90, 9)]) for at in (110, 60, 40)]
     objective = make_objective([trunk, *branches])
-    cost = BorrowCost(token_bytes=36 * 8 * 256 * 6 / 0.3, on_host=True)
-    compare(build("qwen3_5"), objective, max_tokens=40, borrow_cost=cost)
+    cost = ImportCost(token_bytes=36 * 8 * 256 * 6 / 0.3, on_host=True)
+    compare(build("qwen3_5"), objective, max_tokens=40, import_cost=cost)
 
 
 def test_the_same_bits_every_time() -> None:
@@ -137,8 +137,8 @@ def test_a_plan_that_reuses_trunks(family: str) -> None:
     forest = pt.PrefixForest.from_sequences(sequences)
     model = build(family)
     found = []
-    for options in ({}, {"max_tokens": 32, "borrow_cost": LIGHT}):
-        (batch,) = plan_micro_batches(forest, 32, reuse=True, borrow_cost=LIGHT)[0]
+    for options in ({}, {"max_tokens": 32, "import_cost": LIGHT}):
+        (batch,) = plan_micro_batches(forest, 32, reuse=True, import_cost=LIGHT)[0]
         model.zero_grad(set_to_none=True)
         logprobs = torch.cat(sequence_logprobs(model, batch.packed, **options).logprobs)
         (logprobs.square().sum() + logprobs.sum()).backward()
@@ -146,14 +146,14 @@ def test_a_plan_that_reuses_trunks(family: str) -> None:
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-5
 
 
-# ---- the checks can fail -------------------------------------------------------------------------
+# ---- the checks can fail -----------------------------------------------------------------------
 
 
 def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_5")
     expected = run(model, max_tokens=None)
     exact = errors(run(model), expected)
-    round_lent(monkeypatch, STATES)
+    round_exported(monkeypatch, STATES)
     assert errors(run(model), expected).gradient > 100 * exact.gradient
 
 
@@ -172,7 +172,7 @@ def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.Mon
         run(build("nemotron_h"))
 
 
-def test_what_was_lent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_exported_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     ledgers = []
     real = Ledger.__init__
 
@@ -188,7 +188,7 @@ def test_what_was_lent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ledgers[-1].kinds == {KEYS}
 
 
-# ---- memory and what is refused ------------------------------------------------------------------
+# ---- memory and what is refused ----------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -206,7 +206,7 @@ def test_states_that_wait_take_room_from_the_steps() -> None:
     assert step_cost_of(build("qwen3"), build("qwen3"), device, "all").state_weight == 0
     packed = pack_sequences(ragged_objective().sequences)
     light = replace(LIGHT, state_layers=1, state_bytes=int(LIGHT.token_bytes))
-    steps = plan_steps(packed, 40, borrow_cost=light)
+    steps = plan_steps(packed, 40, import_cost=light)
     assert steps.stats.state_weight == 2 and steps.stats.peak <= 40
     owner, predictor = steps.owner, packed.mask.host.predictor
     alive = [
@@ -222,20 +222,20 @@ def test_states_that_wait_take_room_from_the_steps() -> None:
         for step in range(len(steps))
     ]
     assert steps.stats.states == max(alive) > 0
-    compare(model, max_tokens=40, borrow_cost=light)
+    compare(model, max_tokens=40, import_cost=light)
     with pytest.raises(pt.ForestError, match="leaves no room beside the states behind"):
-        plan_steps(packed, 4, borrow_cost=light)
+        plan_steps(packed, 4, import_cost=light)
 
 
 def test_a_layer_that_runs_twice_is_refused() -> None:
     layer, packed = nn.Linear(2, 2), pack_sequences(ragged_objective().sequences)
-    steps = plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT)
+    steps = plan_steps(packed, MAX_TOKENS, import_cost=LIGHT)
     events = schedule.steps(len(steps), trains=True)
     ledger = Ledger(Division(steps), events, parks=True)
-    with ledger.running(0) as lending:
-        LayerStates(lending, layer)
+    with ledger.running(0) as exporting:
+        LayerStates(exporting, layer)
         with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):
-            LayerStates(lending, layer)
+            LayerStates(exporting, layer)
     # checkpointing runs it again
     with ledger.running(events.index((schedule.KEEP, 0))) as again:
         assert LayerStates(again, layer).num_tokens == LayerStates(again, layer).num_tokens > 0

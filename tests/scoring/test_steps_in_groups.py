@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixtree import PrefixForest, pack
-from prefixtree.planning.costs import BorrowCost, CostModel
+from prefixtree.planning.costs import CostModel, ImportCost
 from prefixtree.planning.division import Division
 from prefixtree.planning.split import split_slots, split_tokens
 from prefixtree.planning.steps import plan_steps
@@ -86,18 +86,18 @@ def test_a_forest_that_fits_is_scored_at_once(two: Results) -> None:
     assert of(two, "fits") == ["scores", "scores"]
 
 
-# ---- how slots are divided -----------------------------------------------------------------------
+# ---- how slots are divided ---------------------------------------------------------------------
 
 
 @given(forests(max_nodes=12, max_length=40), st.integers(1, 4), st.integers(8, 60))
 def test_each_rank_has_tokens_of_each_slot(forest: PrefixForest, ranks: int, size: int) -> None:
     packed = pack(forest, ranks)
-    cost = BorrowCost(token_bytes=1e9)
-    steps = plan_steps(packed, size, borrow_cost=cost)
+    cost = ImportCost(token_bytes=1e9)
+    steps = plan_steps(packed, size, import_cost=cost)
     border = with_at_least(steps.runs[0], ranks)
     assert border[0] == 0 and border[-1] == packed.num_tokens
     assert (np.diff(border) >= ranks).all() and len(border) <= len(steps.runs[0])
-    parts = split_slots(packed, border, ranks, CostModel(), borrow_cost=cost)
+    parts = split_slots(packed, border, ranks, CostModel(), import_cost=cost)
     division = Division(parts, ranks)
     assert len(division) == len(border) - 1
     slot = np.searchsorted(border, np.arange(packed.num_tokens), side="right") - 1
@@ -106,5 +106,5 @@ def test_each_rank_has_tokens_of_each_slot(forest: PrefixForest, ranks: int, siz
     # equal but for a chunk's tile
     assert (counts > 0).all() and (np.ptp(counts, axis=1) <= counts.mean(1) / 2 + 1).all()
     if len(division) == 1:
-        whole = split_tokens(packed, ranks, CostModel(), borrow_cost=cost)
+        whole = split_tokens(packed, ranks, CostModel(), import_cost=cost)
         assert (whole.owner == parts.owner).all()

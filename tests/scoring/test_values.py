@@ -23,6 +23,7 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 from tests.support.full import mostly
 from tests.support.hooks import limit
+from tests.support.image_cases import Float64
 from tests.support.models import (
     Run,
     assert_same,
@@ -35,7 +36,6 @@ from tests.support.models import (
     randomise,
 )
 from tests.support.operator_calls import count_attentions
-from tests.support.picture_cases import Float64
 from tests.support.step_ranks import LIGHT
 
 _CLASSES = {
@@ -212,7 +212,7 @@ def test_dtypes_and_no_gradients():
         assert sequence_values(model.double(), ragged_packed())[0].dtype == torch.float64
 
 
-# ---- in steps ------------------------------------------------------------------------------------
+# ---- in steps ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("qwen3", "token"), ("qwen3_next", "sequence")])
@@ -227,31 +227,31 @@ def test_in_steps(model_type: str, kind: str) -> None:
         model.zero_grad()
         with counted([model]) as forwards:
             values = sequence_values(
-                model, ragged_packed(), max_tokens=max_tokens, borrow_cost=LIGHT
+                model, ragged_packed(), max_tokens=max_tokens, import_cost=LIGHT
             )
             got = run(values, squares(values), model)
             calls.append(forwards())
         assert_same(got, want)
     assert calls[0] > 5 and calls[1] == 1
     with torch.no_grad():
-        found = sequence_values(model, ragged_packed(), max_tokens=20, borrow_cost=LIGHT)
+        found = sequence_values(model, ragged_packed(), max_tokens=20, import_cost=LIGHT)
     torch.testing.assert_close(found, want_values, atol=1e-5, rtol=1e-5)
 
 
 def test_what_steps_refuse() -> None:
     model = classifier(AutoModelForTokenClassification, "qwen3")
-    with pytest.raises(ValueError, match="borrow_cost goes with max_tokens"):
-        sequence_values(model, ragged_packed(), borrow_cost=LIGHT)
+    with pytest.raises(ValueError, match="import_cost goes with max_tokens"):
+        sequence_values(model, ragged_packed(), import_cost=LIGHT)
     with pytest.raises(ValueError, match="max_tokens must be"):
         sequence_values(model, ragged_packed(), max_tokens=0)
-    values = sequence_values(model, ragged_packed(), max_tokens=20, borrow_cost=LIGHT)
+    values = sequence_values(model, ragged_packed(), max_tokens=20, import_cost=LIGHT)
     with torch.no_grad():
         model.score.weight.mul_(2)
     with pytest.raises(RuntimeError, match="between a call with max_tokens= and its backward"):
         squares(values).backward()
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_a_language_model():

@@ -12,8 +12,8 @@ import prefixtree as pt
 from tests.scoring.kept_cases import plan_of
 from tests.scoring.ways import AXES
 from tests.scoring.ways_runs import check, run
+from tests.support.image_cases import build as build_with_encoder
 from tests.support.models import make_objective, pack_sequences, skips_of
-from tests.support.picture_cases import build as build_with_tower
 from tests.support.step_ranks import LIGHT
 
 
@@ -22,7 +22,7 @@ from tests.support.step_ranks import LIGHT
     [
         # shapes states, and is no input of the recurrence
         pytest.param("steps", "Mamba-2", "dt_bias", marks=skips_of("nemotron_h")),
-        # the convolution below all that trains: what it borrows needs no gradient
+        # the convolution below all that trains: what it imports needs no gradient
         pytest.param("kept trunks", "Mamba-2", "conv1d.weight", marks=skips_of("nemotron_h")),
         pytest.param("steps", "delta rule", "conv1d.weight", marks=skips_of("qwen3_5")),
         pytest.param("kept trunks", "delta rule", "conv1d.weight", marks=skips_of("qwen3_5")),
@@ -38,8 +38,8 @@ def test_a_first_recurrent_layer_of_which_one_parameter_trains(
 
 @pytest.mark.parametrize("again", [None, "again"])
 def test_scores_that_nothing_that_trains_reaches_have_no_graph(again: Any) -> None:
-    """A vision tower alone trains, and there are no pictures: as in one forward."""
-    model = build_with_tower("qwen3_vl")
+    """A vision encoder alone trains, and there are no images: as in one forward."""
+    model = build_with_encoder("qwen3_vl")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".visual." in name)
     pt.prepare(model)
@@ -47,7 +47,7 @@ def test_scores_that_nothing_that_trains_reaches_have_no_graph(again: Any) -> No
     objective.sequences[1][:12] = objective.sequences[0][:12]
     packed = pack_sequences(objective.sequences)
     whole = pt.sequence_logprobs(model, packed)
-    in_steps = pt.sequence_logprobs(model, packed, max_tokens=16, borrow_cost=LIGHT)
+    in_steps = pt.sequence_logprobs(model, packed, max_tokens=16, import_cost=LIGHT)
     for scores in (whole, in_steps):
         assert not any(x.requires_grad for x in scores.logprobs)
     assert torch.allclose(torch.cat(in_steps.logprobs), torch.cat(whole.logprobs))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from tests.scoring.ways import VALUES
-from tests.support import picture_cases
+from tests.support import image_cases
 from tests.support.models import adapted, build, quantised, randomise
 
 LAYERS = {
@@ -36,7 +36,7 @@ def model_of(case: dict[str, str], implementation: str = "prefixtree") -> Any:
     family = LAYERS[case["layers"]]
     torch.manual_seed(0)
     if case["layers"] == "images":
-        model = picture_cases.build(family, implementation)
+        model = image_cases.build(family, implementation)
     else:
         # the head of some models is their embedding
         tied = {"tie_word_embeddings": True} if case["layers"] == "sinks" else {}
@@ -78,7 +78,7 @@ def _upper_lora(model: nn.Module) -> Any:
         if isinstance(module, nn.Linear)
         and "layers." in name
         and "layers.0." not in name
-        and not name.startswith(picture_cases.TOWERS)
+        and not name.startswith(image_cases.ENCODERS)
         # PEFT refuses what mixers of Mamba-2 read as a weight
         and name.rpartition(".")[2]
         in (

@@ -24,7 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 import prefixtree as pt
 from tests.scoring.ways import AXES, GROUPS, KEPT, STEPS, VALUES, goes, label
 from tests.scoring.ways_models import LAYERS, model_of
-from tests.support import picture_cases
+from tests.support import image_cases
 from tests.support.models import (
     enable_checkpointing,
     gradients,
@@ -34,8 +34,8 @@ from tests.support.models import (
 )
 from tests.support.replay import drawn_routes, recorded_choice
 
-# a borrowed token counts a twentieth of an own one, so that a step borrows much
-LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
+# an imported token counts a twentieth of an own one, so that a step imports much
+LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 MAX_TOKENS = 20
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 BALANCE = 0.5
@@ -60,13 +60,13 @@ class Found:
     balance: float = 0.0
 
 
-# ---- inputs --------------------------------------------------------------------------------------
+# ---- inputs ------------------------------------------------------------------------------------
 
 
 @cache
-def pictures() -> Any:
+def images() -> Any:
     """The sequences with images."""
-    return picture_cases.batch(LAYERS["images"])
+    return image_cases.batch(LAYERS["images"])
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Inputs:
 
 @cache
 def inputs_of(layers: str, scored: str) -> Inputs:
-    sequences = pictures().sequences if layers == "images" else ragged_sequences()
+    sequences = images().sequences if layers == "images" else ragged_sequences()
     drawn = make_objective(sequences)
     temperatures: list[Any] = [1.0] * len(sequences)
     if scored == "temperatures":
@@ -105,7 +105,7 @@ def inputs_of(layers: str, scored: str) -> Inputs:
     return Inputs(sequences, temperatures, masks, routes, drawn.weights)
 
 
-# ---- each sequence alone -------------------------------------------------------------------------
+# ---- each sequence alone -----------------------------------------------------------------------
 
 
 def alone(case: dict[str, str]) -> Found:
@@ -177,8 +177,8 @@ def _rows_alone(
     ids = torch.from_numpy(tokens)
     keywords: dict[str, Any] = {"input_ids": ids[None]}
     if case["layers"] == "images":
-        shown = picture_cases.pictures_of(model, pictures())
-        keywords = picture_cases.alone_inputs(shown, shown.sequences[i], shown.of_sequences[i])
+        shown = image_cases.images_of(model, images())
+        keywords = image_cases.alone_inputs(shown, shown.sequences[i], shown.of_sequences[i])
         ids = keywords["input_ids"][0]
     if case["way"] in VALUES:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -211,10 +211,10 @@ def _rows_alone(
     return rows
 
 
-# ---- the case ------------------------------------------------------------------------------------
+# ---- the case ----------------------------------------------------------------------------------
 
 
-# each picture is a run of a tower
+# each image is a run of a vision encoder
 @patch("prefixtree.images.vision.RUN", 1)
 def run(case: dict[str, str], group: Any = None) -> Found:
     """The case through prefixtree. group: of the ranks, for the ways of groups."""
@@ -292,7 +292,7 @@ def forest_of(inputs: Inputs, tokens: Sequence[np.ndarray]) -> pt.PrefixForest:
 
 def kept_plan(forest: pt.PrefixForest, budget: int = 24, **options: Any) -> pt.MicroBatchPlan:
     """Micro-batches that keep trunks."""
-    plan = pt.plan_micro_batches(forest, budget, trunks=True, borrow_cost=LIGHT, **options)
+    plan = pt.plan_micro_batches(forest, budget, trunks=True, import_cost=LIGHT, **options)
     assert plan.stats.trunks.trunks > 0
     return plan
 
@@ -308,15 +308,15 @@ class Call:
             self.options["recompute"] = case["recomputed"]
         self.tokens = list(inputs.sequences)
         if case["layers"] == "images":
-            shown = picture_cases.pictures_of(model, pictures())
-            self.options["pictures"], self.tokens = shown, shown.sequences
+            shown = image_cases.images_of(model, images())
+            self.options["images"], self.tokens = shown, shown.sequences
         if self.way not in VALUES:
             self.options["chunk_size"] = 7
             self.options |= _ASKED[case["returned"]]
         if self.way in STEPS:
-            self.options |= {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
+            self.options |= {"max_tokens": MAX_TOKENS, "import_cost": LIGHT}
         if self.way in GROUPS:
-            mode = "heads" if self.way.endswith("heads") else "parts"
+            mode = "ulysses" if self.way.endswith("heads") else "parts"
             self.options |= {"group": group, "group_mode": mode}
         elif self.way == "again":
             self.options["recompute_trunks"] = "again"
@@ -438,7 +438,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g.double() for name, g in gradients(model).items()}
 
 
-# ---- comparison ----------------------------------------------------------------------------------
+# ---- comparison --------------------------------------------------------------------------------
 
 
 def check(case: dict[str, str], found: Found) -> None:
@@ -512,7 +512,7 @@ def _check_shapes(found: Found, expected: Found) -> None:
         assert np.isfinite(each.balance)
 
 
-# ---- cases at random -----------------------------------------------------------------------------
+# ---- cases at random ---------------------------------------------------------------------------
 
 
 def drawn(count: int, seed: int) -> Iterator[dict[str, str]]:

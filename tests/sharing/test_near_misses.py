@@ -52,7 +52,7 @@ class Words:
         return " ".join(words.get(i, str(i)) for i in ids)
 
 
-# ---- tokens to win -------------------------------------------------------------------------------
+# ---- tokens to win -----------------------------------------------------------------------------
 
 
 def test_a_timestamp_hides_what_follows(find):
@@ -275,7 +275,7 @@ def test_kept_hashes_cover_every_window():
     assert hashes[: pointers[1]].tolist() == hashes[pointers[1] :].tolist()
 
 
-# ---- text ----------------------------------------------------------------------------------------
+# ---- text --------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_gives_the_text(find):
@@ -448,7 +448,7 @@ def test_tool_calls_and_parts_are_text(find):
     assert set(difference.texts) == {"1", "2"} and difference.before == 'find({"x": '
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------
 
 
 def test_report_describes_near_misses(tmp_path):

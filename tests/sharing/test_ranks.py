@@ -10,7 +10,7 @@ from transformers import GptOssConfig, Qwen3Config
 
 from prefixtree import CostModel, PrefixForest, pack
 from prefixtree.errors import InputError
-from prefixtree.planning.costs import BorrowCost, borrow_cost_of, cost_model_of
+from prefixtree.planning.costs import ImportCost, cost_model_of, import_cost_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.split import split_tokens
 from prefixtree.rollouts import read_rollouts
@@ -41,12 +41,12 @@ def test_the_report_predicts_what_split_tokens_finds(rollout_file, config) -> No
     cost = model_cost(Qwen3Config.from_pretrained(config.parent))
     of_model = (
         cost_model_of(cost),
-        borrow_cost_of(cost),
+        import_cost_of(cost),
     )
-    plain, modelled = ((), (CostModel(), BorrowCost())), (("--model", config), of_model)
-    for options, (flops, borrow) in (plain, modelled):
+    plain, modelled = ((), (CostModel(), ImportCost())), (("--model", config), of_model)
+    for options, (flops, imports) in (plain, modelled):
         facts = run_json("report", rollout_file, "--ranks", 2, *options)["ranks"]
-        split = split_tokens(packed, 2, flops, scored, borrow_cost=borrow)
+        split = split_tokens(packed, 2, flops, scored, import_cost=imports)
         assert facts["ranks"] == 2 and facts["chunks_per_rank"] == split.chunks_per_part
         assert facts["model_type"] == ("qwen3" if options else None)
         assert facts["own_tokens"] == list(split.stats.own_tokens)
@@ -61,11 +61,11 @@ def test_the_report_predicts_what_split_tokens_finds(rollout_file, config) -> No
 def test_the_table(rollout_file) -> None:
     text = run("report", rollout_file, "--ranks", 4, env={"COLUMNS": "120"}).stdout
     assert "one forest on 4 ranks, a model like Qwen3-8B" in text
-    assert "rows borrowed, per layer" in text and "predicted efficiency" in text
+    assert "rows imported, per layer" in text and "predicted efficiency" in text
     words = " ".join(text.split())
     assert "sequence_logprobs(group=) divides a forest like this" in words
     # what the prediction assumes of a GPU is said
-    rates = BorrowCost()
+    rates = ImportCost()
     for assumed in (rates.linear_rate / 1e12, rates.attention_rate / 1e12, rates.link_rate / 1e9):
         assert f" {assumed:.0f} " in words
 
@@ -86,7 +86,7 @@ def test_layers_without_keys_are_not_counted(rollout_file) -> None:
         vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2
     ))  # fmt: skip
-    assert borrow_cost_of(cost).layers == 2
+    assert import_cost_of(cost).layers == 2
     without = dataclasses.replace(
         cost, layers=tuple(dataclasses.replace(x, per_pair=0) for x in cost.layers)
     )

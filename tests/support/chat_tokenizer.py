@@ -21,13 +21,13 @@ CHATML = (
 
 
 # parts of a message as Qwen's templates write them
-PICTURE_CHATML = CHATML.replace(
+IMAGE_CHATML = CHATML.replace(
     "{{ m.content }}",
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     "{% if 'image' in part or 'image_url' in part %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
 )
-PICTURE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 
 def save_tokenizer(folder: Path, template: str | None, more: Sequence[str] = ()) -> Path:
@@ -46,9 +46,9 @@ def save_tokenizer(folder: Path, template: str | None, more: Sequence[str] = ())
     return folder
 
 
-def save_picture_tokenizer(folder: Path, template: str = PICTURE_CHATML) -> Path:
+def save_image_tokenizer(folder: Path, template: str = IMAGE_CHATML) -> Path:
     """The same with an image processor: a token is 8 x 8 pixels, 4 patches of 4 x 4."""
-    save_tokenizer(folder, template, PICTURE_TOKENS)
+    save_tokenizer(folder, template, IMAGE_TOKENS)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": 4,

@@ -70,7 +70,7 @@ _NOT_TRIED = {
     "id2label",
     "label2id",
     "problem_type",
-    "vision_config",  # pictures have tests of their towers
+    "vision_config",  # images have tests of their vision encoders
     "audio_config",
     "sub_configs",
 }
@@ -128,7 +128,7 @@ class Trial:
     said: str = ""
 
 
-# ---- fields --------------------------------------------------------------------------------------
+# ---- fields ------------------------------------------------------------------------------------
 
 
 def fields(name: str) -> list[Field]:
@@ -221,7 +221,7 @@ def changed(name: str, field: Field, value: Any) -> dict[str, Any]:
     return arguments
 
 
-# ---- trials --------------------------------------------------------------------------------------
+# ---- trials ------------------------------------------------------------------------------------
 
 
 @cache
@@ -358,7 +358,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
-# ---- the file ------------------------------------------------------------------------------------
+# ---- the file ----------------------------------------------------------------------------------
 
 
 def recorded() -> dict[str, dict[str, str]]:

@@ -23,7 +23,7 @@ from prefixtree.models.layers import layers_of
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support import picture_ranks
+from tests.support import image_ranks
 from tests.support.models import (
     Objective,
     backward_of,
@@ -251,10 +251,10 @@ def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:
             results[name, step_name] = traceback.format_exc()
-    for run in picture_ranks.RUNS:
-        name = "pictures", ", ".join(run)
+    for run in image_ranks.RUNS:
+        name = "images", ", ".join(run)
         try:
-            results[name] = picture_ranks.run(*run, rank)
+            results[name] = image_ranks.run(*run, rank)
         except Exception:
             results[name] = traceback.format_exc()
     return results

@@ -29,7 +29,7 @@ _SEQUENCES = [s.tolist() for s in ragged_sequences()[:6]]
 
 def plan_of(ranks: int, trunks: bool = False) -> Any:
     """All sequences are of rank 0, in several micro-batches; the steps of other ranks are empty."""
-    options: dict[str, Any] = {"trunks": True, "borrow_cost": LIGHT} if trunks else {}
+    options: dict[str, Any] = {"trunks": True, "import_cost": LIGHT} if trunks else {}
     return pt.plan_micro_batches(_SEQUENCES, 48, ranks, ["a"] * len(_SEQUENCES), **options)
 
 
@@ -108,10 +108,10 @@ def _kept_values(model: nn.Module, batches: Sequence[Any]) -> None:
 WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None], bool]] = {
     "one forward": (mixture, _scored, False),
     "recomputed": (mixture, lambda *of: _scored(*of, recompute="all"), False),
-    "steps": (mixture, lambda *of: _scored(*of, max_tokens=20, borrow_cost=LIGHT), False),
+    "steps": (mixture, lambda *of: _scored(*of, max_tokens=20, import_cost=LIGHT), False),
     "batch_logprobs": (mixture, _padded, False),
     "sequence_values": (critic, _valued, False),
-    "values in steps": (critic, lambda *of: _valued(*of, max_tokens=20, borrow_cost=LIGHT), False),
+    "values in steps": (critic, lambda *of: _valued(*of, max_tokens=20, import_cost=LIGHT), False),
     "kept_trunks": (mixture, _kept, True),
     "kept_values": (critic, _kept_values, True),
 }
@@ -125,7 +125,10 @@ OF_WRAPPERS = [
 #: name -> the same, where both ranks compute each micro-batch together
 IN_GROUPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "group": (mixture, lambda *of: _scored(*of, group=dist.group.WORLD)),
-    "group, heads": (mixture, lambda *of: _scored(*of, group=dist.group.WORLD, group_mode="heads")),
+    "group, heads": (
+        mixture,
+        lambda *of: _scored(*of, group=dist.group.WORLD, group_mode="ulysses"),
+    ),
     "group, batch_logprobs": (mixture, lambda *of: _padded(*of, group=dist.group.WORLD)),
     "group, values": (critic, lambda *of: _valued(*of, group=dist.group.WORLD)),
 }

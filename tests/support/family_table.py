@@ -80,7 +80,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "gemma2": ("Gemma 2", "softcap of scores and of logits, windows, scale"),
     "gemma3_text": ("Gemma 3 (text)", "windows, two RoPEs (linear), softcap of logits, scale"),
     "gemma3n_text": ("Gemma 3n (text)", "AltUp, Laurel, shared keys, windows, softcap of logits"),
-    "gemma4": ("Gemma 4 with pictures", "as gemma4_text, [pictures](pictures.md) where causal"),
+    "gemma4": ("Gemma 4 with images", "as gemma4_text, [images](images.md) where causal"),
     "gemma4_text": (
         "Gemma 4 (text)",
         "two head sizes, windows, shared keys, keys as values, experts, softcap of logits",
@@ -91,7 +91,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "glm": ("GLM-4 9B", "partial RoPE, biases"),
     "glm4": ("GLM-4-0414", "partial RoPE, biases, sandwich norm"),
-    "glm4v": ("GLM-4.1V", "3-D RoPE, partial RoPE, biases, [pictures](pictures.md)"),
+    "glm4v": ("GLM-4.1V", "3-D RoPE, partial RoPE, biases, [images](images.md)"),
     "glm46v": ("GLM-4.6V (dense)", "as glm4v"),
     "glm4_moe": ("GLM-4.5, 4.6", "partial RoPE, experts (grouped, shared), normed queries"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "MLA (D != Dv), experts (grouped, shared)"),
@@ -175,13 +175,13 @@ ABOUT: dict[str, tuple[str, str]] = {
     "phi": ("Phi 1, 1.5, 2", "partial RoPE, parallel block, head bias, normed queries"),
     "phi3": ("Phi 3, Phi 4", "fused projections, partial RoPE, windows"),
     "qwen2": ("Qwen 2, 2.5; R1 distills", "biases, windows"),
-    "qwen2_5_vl": ("Qwen2.5-VL", "3-D RoPE, windows, biases, [pictures](pictures.md)"),
+    "qwen2_5_vl": ("Qwen2.5-VL", "3-D RoPE, windows, biases, [images](images.md)"),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B", "experts (gated shared one), biases"),
     "qwen3": ("Qwen 3", "normed queries and keys, windows, bias"),
     "qwen3_5": (
         "Qwen3.5, 3.6",
         "states (gated delta rule, fewer key heads), gated attention, 3-D RoPE, "
-        "[pictures](pictures.md)",
+        "[images](images.md)",
     ),
     "qwen3_5_moe": ("Qwen3.5 MoE", "as qwen3_5, experts (gated shared one)"),
     "qwen3_moe": ("Qwen3 30B-A3B, 235B", "experts, windows"),
@@ -189,7 +189,7 @@ ABOUT: dict[str, tuple[str, str]] = {
         "Qwen3-Next 80B-A3B",
         "states (gated delta rule), gated attention, experts (gated shared one)",
     ),
-    "qwen3_vl": ("Qwen3-VL", "interleaved 3-D RoPE, biases, [pictures](pictures.md)"),
+    "qwen3_vl": ("Qwen3-VL", "interleaved 3-D RoPE, biases, [images](images.md)"),
     "qwen3_vl_moe": ("Qwen3-VL 30B-A3B, 235B", "as qwen3_vl, experts"),
     "sarvam_mla": ("Sarvam 105B", "MLA (D != Dv), experts (grouped, shared), bias, YaRN"),
     "sarvam_moe": ("Sarvam 30B", "experts (grouped, shared), bias"),
@@ -226,7 +226,7 @@ to 1e-11, gradients to 1e-10.
   `sequence_logprobs` prepares both by itself. Call `prefixtree.prepare(model)` before a bare
   `model(...)`.
 - Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
-- This table is of text. The page on [pictures](pictures.md) has their figures.
+- This table is of text. The page on [images](images.md) has their figures.
 - Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE at
   [some lengths](exactness.md#refused), and [more](refusals.md#every-model). The model types
   that are refused are [below](#refused).

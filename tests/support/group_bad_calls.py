@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from prefixtree import PrefixForest, pack
 from prefixtree.planning import division
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support import picture_cases
+from tests.support import image_cases
 from tests.support.hooks import place
 from tests.support.models import build, pack_sequences, ragged_sequences
 from tests.support.replay import drawn_routes
@@ -59,7 +59,7 @@ def _other_gradient_mode(rank: int, group: Any) -> Any:
 
 
 def _other_group_mode(rank: int, group: Any) -> Any:
-    return scored(rank, group, group_mode=("parts", "heads")[rank])
+    return scored(rank, group, group_mode=("parts", "ulysses")[rank])
 
 
 def _unknown_group_mode(rank: int, group: Any) -> Any:
@@ -72,7 +72,7 @@ def _unknown_statistics(rank: int, group: Any) -> Any:
 
 def _odd_heads(rank: int, group: Any) -> Any:
     model = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
-    return scored(rank, group, model=model, group_mode="heads")
+    return scored(rank, group, model=model, group_mode="ulysses")
 
 
 def _other_trained(rank: int, group: Any) -> Any:
@@ -132,26 +132,24 @@ def _routes(rank: int, group: Any) -> Any:
     return scored(rank, group, "qwen3_moe", packed=pack(forest))
 
 
-def _with_pictures(
-    rank: int, group: Any, cut: bool = False, seen: bool = True, add: int = 0
-) -> Any:
-    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
-    made = picture_cases.clone(made, pixel_values=made.arguments["pixel_values"] + add)
-    pictures = picture_cases.pictures_of(model, made)
-    packed = pack_sequences([s[:9] for s in pictures.sequences] if cut else pictures.sequences)
-    return scored(rank, group, model=model, packed=packed, pictures=pictures if seen else None)
+def _with_images(rank: int, group: Any, cut: bool = False, seen: bool = True, add: int = 0) -> Any:
+    model, made = image_cases.build("qwen3_vl"), image_cases.batch("qwen3_vl")
+    made = image_cases.clone(made, pixel_values=made.arguments["pixel_values"] + add)
+    images = image_cases.images_of(model, made)
+    packed = pack_sequences([s[:9] for s in images.sequences] if cut else images.sequences)
+    return scored(rank, group, model=model, packed=packed, images=images if seen else None)
 
 
 def _other_pixels(rank: int, group: Any) -> Any:
-    return _with_pictures(rank, group, add=rank)
+    return _with_images(rank, group, add=rank)
 
 
-def _pictures_of_one_rank(rank: int, group: Any) -> Any:
-    return _with_pictures(rank, group, seen=rank == 0)
+def _images_of_one_rank(rank: int, group: Any) -> Any:
+    return _with_images(rank, group, seen=rank == 0)
 
 
-def _cut_picture(rank: int, group: Any) -> Any:
-    return _with_pictures(rank, group, cut=rank == 0)
+def _cut_image(rank: int, group: Any) -> Any:
+    return _with_images(rank, group, cut=rank == 0)
 
 
 def _auto(rank: int, group: Any) -> Any:
@@ -230,8 +228,8 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "router loss": _router_loss,
     "routes": _routes,
     "other pixels": _other_pixels,
-    "pictures of one rank": _pictures_of_one_rank,
-    "a cut picture": _cut_picture,
+    "images of one rank": _images_of_one_rank,
+    "a cut image": _cut_image,
     "auto": _auto,
     "flash": _flash,
     "DeepSpeed": _deepspeed,

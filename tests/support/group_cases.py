@@ -41,7 +41,7 @@ class Case:
         measured: whether three quarters of each score come from a measure.
         balance: the coefficient of the load-balancing loss.
         replays: whether experts are recorded, `drawn_routes`.
-        scattered: each token belongs to any rank, so that ranks borrow from one another.
+        scattered: each token belongs to any rank, so that ranks import from one another.
         changes: of the model's configuration, dictionaries as pairs.
     """
 
@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
     "experts, their loss, routes": Case(
         "qwen3_moe", "ddp", recompute="all", scattered=True, balance=300.0, replays=True
     ),
-    "scattered, heads": Case("gpt_oss", group_mode="heads", scattered=True),
+    "scattered, heads": Case("gpt_oss", group_mode="ulysses", scattered=True),
     "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0), measured=True),
     "FSDP1, checkpointing": Case("gpt_oss", "fsdp1", "not reentrant"),
     "shared keys": Case("gemma3n_text", "", "not reentrant"),
@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
         "gpt_oss",
         "fsdp2",
         recompute="all",
-        group_mode="heads",
+        group_mode="ulysses",
         measured=True,
         changes=(("num_key_value_heads", 4),),
     ),
@@ -102,11 +102,11 @@ CASES: dict[str, Case] = {
             ("max_position_embeddings", 41),
         ),
     ),
-    "heads, one token": Case(forest="one token", group_mode="heads"),
+    "heads, one token": Case(forest="one token", group_mode="ulysses"),
     "trees apart": Case(forest="trees apart"),
     "states, DDP, checkpointing": Case("olmo_hybrid", "ddp", "not reentrant"),
     "states, FSDP2, heads": Case(
-        "nemotron_h", "fsdp2", recompute="all_but_attention", group_mode="heads"
+        "nemotron_h", "fsdp2", recompute="all_but_attention", group_mode="ulysses"
     ),
     "states, scattered, a plan": Case(
         "qwen3_5", recompute=RecomputePlan((*MODES, "all"), 0), scattered=True
@@ -126,15 +126,15 @@ WIDE_CASES: dict[str, Case] = {
     "float64": Case(double=True, recompute="all"),
     "more ranks than tokens": Case(wrapper="ddp", forest="one token"),
     # two kv heads: each is two ranks'
-    "heads, float64": Case(double=True, recompute="all", group_mode="heads"),
+    "heads, float64": Case(double=True, recompute="all", group_mode="ulysses"),
     "heads, groups, FSDP2, experts": Case(
-        "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="heads", balance=300.0
+        "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="ulysses", balance=300.0
     ),
     "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups", measured=True),
     "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
     # two groups of heads: each is two ranks'
     "states, heads, DDP": Case(
-        "nemotron_h", "ddp", recompute="all", group_mode="heads", scattered=True
+        "nemotron_h", "ddp", recompute="all", group_mode="ulysses", scattered=True
     ),
 }
 

@@ -77,7 +77,7 @@ def check_exchanges(
         assert all(len(of_rank) == layers + again for of_rank in calls)
         own, came = (sum(of_rank[0][i] for of_rank in calls) for i in range(2))
         assert own == max(packed_of(case, objective_of(case, place)).num_tokens, size)
-        if case.group_mode == "heads":
+        if case.group_mode == "ulysses":
             assert came == own * (size - 1)
         else:
             assert (came > 0) == (case.forest not in ("one token", "trees apart"))

@@ -47,7 +47,7 @@ WIDE_CASES = _planned(group_cases.WIDE_CASES, "groups, DDP")
 # each in a share of the memory between the least and the most that a plan may need
 PEAKS = {
     "scattered": (Case(scattered=True), 0.4),
-    "heads": (Case(group_mode="heads"), 1.0),
+    "heads": (Case(group_mode="ulysses"), 1.0),
     "values": (Case(forest="values"), 0.4),
 }
 

@@ -57,10 +57,10 @@ from tests.support.spawn import ROOT
 @contextmanager
 def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
     """Notes own rows, and the rows that come to them, of each exchange in a forward."""
-    borrowing, starting = Exchange.borrow, inner("heads of tokens")
+    importing, starting = Exchange.import_rows, inner("heads of tokens")
 
-    def borrow(self: Any, *own: torch.Tensor) -> Any:
-        joined = borrowing(self, *own)
+    def import_rows(self: Any, *own: torch.Tensor) -> Any:
+        joined = importing(self, *own)
         # keys with their values; those of heads are all there
         if len(own) == 2 and self.ledger.group is not None:
             calls.append((len(own[0]), len(joined[0]) - len(own[0])))
@@ -80,7 +80,7 @@ def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
         return noted
 
     with (
-        patch.object(Exchange, "borrow", borrow),
+        patch.object(Exchange, "import_rows", import_rows),
         patch.object(*place("heads of tokens"), start_to_heads),
     ):
         yield
@@ -151,7 +151,7 @@ def _check_wrapped(case: Case, model: nn.Module) -> None:
         assert sharded.to_local().shape[0] < sharded.shape[0]
 
 
-# ---- what goes wrong is seen ------------------------------------------------------------------
+# ---- what goes wrong is seen -------------------------------------------------------------------
 
 
 def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -160,7 +160,7 @@ def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "borrowers' gradients": own_gradients_alone(lambda kind, _: kind == KEYS),
+    "importers' gradients": own_gradients_alone(lambda kind, _: kind == KEYS),
     "scale": (*place("backward of gathered rows"), staticmethod(_own_rows_alone)),
 }
 
@@ -170,7 +170,7 @@ def _mistaken(mistake: tuple[Any, str, Any], group: Any, rank: int) -> dict[str,
         return run_case(Case(), group, rank)
 
 
-# ---- more on two ranks ------------------------------------------------------------------------
+# ---- more on two ranks -------------------------------------------------------------------------
 
 
 def _statistics(rank: int, group: Any) -> Any:

@@ -35,7 +35,7 @@ LIMITS = {
     "most parts of a convolution": "kernels.recurrence.conv_triton:_MOST_PARTS",
     "rows drawn at once": "sampling.draws:_AT_ONCE",
     "rows that fill a batch": "sampling.rows:_STILL_FULL",
-    "runs of pictures": "recompute.picture_work:_LEAST_RUN",
+    "runs of images": "recompute.image_work:_LEAST_RUN",
     "scores of an indexer": "sparse.indexers:_SCORES",
     "scores of eager by rows": "testing.reference:_CPU_SCORES",
     "scores of sdpa": "kernels.attention.sdpa:_CHUNK",
@@ -47,10 +47,10 @@ LIMITS = {
 #: Calls: tests count them, change what they give, or leave them out.
 CALLS = {
     "a rank's A, D and dt_bias": "parallel.heads:TokensForHeads.of_rank",
-    "backward of borrowed states": "parallel.states:_Lent.backward",
+    "backward of imported states": "parallel.states:_Exported.backward",
     "backward of gathered rows": "parallel.ranks:_GatherRows.backward",
     "backward of parts": "parallel.run:_backward",
-    "backward of pictures' rows": "images.exchange:_ExchangeRows.backward",
+    "backward of images' rows": "images.exchange:_ExchangeRows.backward",
     "bytes left for activations": "recompute.forward:_left_for_activations",
     "check of positions": "models.attention:_check_position_ids",
     "check of states": "models.checks:_check_states",
@@ -69,11 +69,11 @@ CALLS = {
     "heads of tokens": "parallel.heads:TokensForHeads.start_to_heads",
     "images of rows": "integrations.trl.data_set_trainers:_images_of",
     "joined heads": "parallel.heads:TokensForHeads.joined",
-    "joined runs of a tower": "images.tower:_joined",
+    "joined runs of a vision encoder": "images.encoder:_joined",
     "kernels of an indexer": "sparse.indexers:_kernels_for",
     "kernels of best keys": "kernels.best_keys:_kernels_for",
     "kernels of the head": "kernels.lm_head.logprobs:_kernels_for",
-    "key of a picture": "images.inputs:picture_key",
+    "key of an image": "images.inputs:image_key",
     "keys that move": "sampling.growing_forest:GrowingForest._move_together",
     "lists of a decode step": "kernels.decoding.work:DecodeWork._fill",
     "mask of dualkv": "integrations.dualkv:_mask",
@@ -82,9 +82,9 @@ CALLS = {
     "output of verl's engine": "integrations.verl.engine:PackedActorEngine._model_output",
     "plan of auto": "recompute.forward:_auto",
     "plan of parts": "recompute.kept_modes:_planned",
-    "positions of pictures": "images.vision:_position_ids",
+    "positions of images": "images.vision:_position_ids",
     "probe of layers": "models.rows_alone:_difference",
-    "product of patches": "images.tower:_product",
+    "product of patches": "images.encoder:_product",
     "ranks in lockstep": "images.vision:runs_in_lockstep",
     "replay in routers": "experts.routers:_prepare",
     "returned gradients of rows": "parallel.ledger:Exchange.give_back",
@@ -96,7 +96,7 @@ CALLS = {
     "version of transformers for routes": "experts.routers:_TRANSFORMERS",
     "warning of no backward": "parallel.run:_warn_of_no_backward",
     "windows of compressed keys": "sparse.compressed:_Windows.of",
-    "work of a tower": "recompute.tower_memory:Products",
+    "work of a vision encoder": "recompute.encoder_memory:Products",
 }
 
 
@@ -179,7 +179,7 @@ def probe_each_kind_once() -> None:
     setattr(owner, name, once)
 
 
-# ---- gradients that are lost: what comparisons must notice ---------------------------------------
+# ---- gradients that are lost: what comparisons must notice -------------------------------------
 
 
 def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
@@ -198,7 +198,7 @@ def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
 
 
 def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of borrowed keys and values."""
+    """Those of imported keys and values."""
 
     def lost(give_back: Any, exchange: Any, *gradients: torch.Tensor) -> Any:
         if exchange.kind == KEYS:
@@ -209,17 +209,17 @@ def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of borrowed states."""
+    """Those of imported states."""
 
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         ctx.exchange.take()
         return dout, None, None
 
-    put(monkeypatch, "backward of borrowed states", backward)
+    put(monkeypatch, "backward of imported states", backward)
 
 
 def lose_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the borrowed tails of convolutions."""
+    """Those of the imported tails of convolutions."""
 
     real = inner("gradients of joined rows")
 
@@ -230,13 +230,13 @@ def lose_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, "gradients of joined rows", backward)
 
 
-def round_lent(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    """Sums of gradients of lent rows of a kind are rounded to bfloat16."""
+def round_exported(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Sums of gradients of exported rows of a kind are rounded to bfloat16."""
 
     def rounded(give_back: Any, exchange: Any, *gradients: torch.Tensor) -> Any:
         own = give_back(exchange, *gradients)
-        for loan in exchange.read:
-            for total in loan.gradients[exchange.key] if exchange.kind == kind else ():
+        for export in exchange.read:
+            for total in export.gradients[exchange.key] if exchange.kind == kind else ():
                 assert total.dtype == torch.float32
                 total.copy_(total.bfloat16())
         return own
@@ -245,7 +245,7 @@ def round_lent(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
 
 
 def forget_all_but(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    """Layers take no gradients of rows that they lent, unless of a kind."""
+    """Layers take no gradients of rows that they exported, unless of a kind."""
 
     def take(real: Any, exchange: Any) -> Any:
         return real(exchange) if exchange.kind == kind else []
@@ -281,6 +281,6 @@ def own_gradients_alone(of: Callable[[int, int], bool]) -> tuple[Any, str, Any]:
     return *place("gradients of other ranks"), back
 
 
-def lose_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of pictures' features."""
+def lose_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of images' features."""
     wrap(monkeypatch, "features of placements", lambda real, *args: real(*args).detach())

@@ -45,7 +45,7 @@ from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 from tests.support.variant_configs import BROKEN_BELOW, REFUSED_BELOW, VARIANTS
 
 # image encoders, with what turns their outputs into embeddings
-TOWERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
+ENCODERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 
 # the transformers that is installed
 TRANSFORMERS = version.parse(transformers.__version__)
@@ -220,7 +220,7 @@ def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         name: parameter
         for name, parameter in model.named_parameters()
         # transformers trains no indexer
-        if parameter.requires_grad and not name.startswith(TOWERS) and ".indexer." not in name
+        if parameter.requires_grad and not name.startswith(ENCODERS) and ".indexer." not in name
     }
 
 

@@ -13,8 +13,8 @@ from prefixtree.planning.parts import Parts
 Tensors = list[torch.Tensor]
 
 
-def borrow(parts: Parts, own: Tensors) -> Tensors:
-    """[t, ...] of every part -> [K, ...]: own rows and borrowed rows in their places.
+def import_rows(parts: Parts, own: Tensors) -> Tensors:
+    """[t, ...] of every part -> [K, ...]: own rows and imported rows in their places.
 
     Rows that nothing fills are NaN.
     """
@@ -23,20 +23,20 @@ def borrow(parts: Parts, own: Tensors) -> Tensors:
 
 
 def give_back(parts: Parts, rows: Tensors, left_out: tuple[int, int] | None = None) -> Tensors:
-    """Gradients [K, ...] of every part -> [t, ...]: those of borrowed rows are added to their own,
-    borrower after borrower.
+    """Gradients [K, ...] of every part -> [t, ...]: those of imported rows are added to their own,
+    importer after importer.
 
     Args:
-        left_out: (borrower, lender) whose gradients get lost, for tests that must turn red.
+        left_out: (importer, exporter) whose gradients get lost, for tests that must turn red.
     """
     own = []
     for part, x in zip(parts, rows, strict=True):
         out = x[part.own_rows].clone()
-        for borrower, gradient in zip(parts, rows, strict=True):
-            is_lent = np.isin(borrower.tokens, part.own_tokens)
-            if borrower is not part and (borrower.index, part.index) != left_out:
-                place = np.searchsorted(part.own_tokens, borrower.tokens[is_lent])
-                out.index_add_(0, torch.from_numpy(place), gradient[is_lent])
+        for importer, gradient in zip(parts, rows, strict=True):
+            is_exported = np.isin(importer.tokens, part.own_tokens)
+            if importer is not part and (importer.index, part.index) != left_out:
+                place = np.searchsorted(part.own_tokens, importer.tokens[is_exported])
+                out.index_add_(0, torch.from_numpy(place), gradient[is_exported])
         own.append(out)
     return own
 
@@ -44,14 +44,14 @@ def give_back(parts: Parts, rows: Tensors, left_out: tuple[int, int] | None = No
 class ListExchange:
     """The exchange of one part while the others are not there, for `part_attention`.
 
-    What the others lend comes from lists of all parts' keys and values. What they return is known
+    What the others export comes from lists of all parts' keys and values. What they return is known
     once the backward of each has run, so gradients are right in the second backward of each.
 
     Args:
         own: the own keys and values of every part.
         returned: the gradients of keys and values that each part gave to `give_back`; all parts
             share this list, and fill it.
-        lost: (borrower, lender) whose gradients get lost, for tests that must turn red.
+        lost: (importer, exporter) whose gradients get lost, for tests that must turn red.
         dtype: to which returned gradients are cast, likewise. Default: none.
     """
 
@@ -67,9 +67,9 @@ class ListExchange:
         self.parts, self.index, self.own, self.returned = parts, index, own, returned
         self.lost, self.dtype = lost, dtype
 
-    def borrow(self, *own: torch.Tensor) -> Tensors:
+    def import_rows(self, *own: torch.Tensor) -> Tensors:
         assert all(torch.equal(x, of[self.index]) for x, of in zip(own, self.own, strict=True))
-        return [borrow(self.parts, of)[self.index] for of in self.own]
+        return [import_rows(self.parts, of)[self.index] for of in self.own]
 
     def give_back(self, *gradients: torch.Tensor) -> Tensors:
         self.returned[self.index] = list(gradients)
@@ -102,7 +102,7 @@ def attend_in_parts(
     q, k, v = ([part.own(x) for part in parts] for x in qkv)
     outs, gradients = [], []
     for part, q_own, k_rows, v_rows in zip(
-        parts, q, borrow(parts, k), borrow(parts, v), strict=True
+        parts, q, import_rows(parts, k), import_rows(parts, v), strict=True
     ):
         leaves = [x.detach().requires_grad_() for x in (q_own, k_rows, v_rows)]
         out = tree_attention(*leaves, part.mask, **options)
@@ -147,7 +147,7 @@ def attend_in_steps(
         results[1][own] = dq
         for result, later, gradient in zip(results[2:], returned, rows, strict=True):
             result[own] = gradient[part.own_rows] + later[own]
-            later[part.borrowed_tokens] += gradient[~np.isin(part.tokens, own)]
+            later[part.imported_tokens] += gradient[~np.isin(part.tokens, own)]
     return results
 
 

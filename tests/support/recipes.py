@@ -97,7 +97,7 @@ def values_of(page: dict[str, Any], name: str) -> list[torch.Tensor]:
     return [torch.stack(of_one, -1) for of_one in zip(*columns, strict=True)]
 
 
-# ---- each sequence alone -------------------------------------------------------------------------
+# ---- each sequence alone -----------------------------------------------------------------------
 
 
 def _kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def loss_of(values: list[torch.Tensor], objective: Objective) -> torch.Tensor:
     return torch.stack([((v * scale).sum(1) * w[:, 0].to(v)).sum() for v, w in pairs]).sum()
 
 
-# ---- a way of running ----------------------------------------------------------------------------
+# ---- a way of running --------------------------------------------------------------------------
 
 Found = dict[str, tuple[float, float]]
 
@@ -203,7 +203,7 @@ def compared(way: str, group: Any = None, place: int = 0) -> dict[str, Found]:
         expected = _expected(model, teacher, objectives)
     options: dict[str, Any] = {}
     if way == "fused":
-        options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
+        options = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT}
     if way == "group":
         options = {"group": group}
     if way == "sharded":

@@ -52,7 +52,7 @@ class Case:
 
 
 def _lose_waiting(kind: int, stack: ExitStack) -> None:
-    """Gradients of rows of a kind that wait for their lender."""
+    """Gradients of rows of a kind that wait for their exporter."""
     patches = stack.enter_context(pytest.MonkeyPatch.context())
     forget_all_but(patches, KEYS if kind == STATES else STATES)
 
@@ -67,15 +67,15 @@ CASES = {
     "experts, checkpointing": Case("qwen3_moe", checkpointing=True, scattered=True),
     "delta rule below others": Case("qwen3_5", scattered=True, is_above=True),
     "Mamba-2 below others": Case("nemotron_h", is_above=True),
-    "delta rule by heads": Case("qwen3_5", mode="heads", scattered=True, checkpointing=True),
+    "delta rule by heads": Case("qwen3_5", mode="ulysses", scattered=True, checkpointing=True),
 }
 WIDE_CASES = {
     "ddp": Case(wrapper="ddp"),
     "fsdp2, checkpointing": Case(wrapper="fsdp2", checkpointing=True, scattered=True),
-    "fsdp2, recurrent, heads": Case("qwen3_5", wrapper="fsdp2", mode="heads"),
+    "fsdp2, recurrent, heads": Case("qwen3_5", wrapper="fsdp2", mode="ulysses"),
     "fsdp1": Case(wrapper="fsdp1", scattered=True),
     # two ranks for each kv head
-    "heads": Case("llama", mode="heads", wrapper="ddp"),
+    "heads": Case("llama", mode="ulysses", wrapper="ddp"),
 }
 MISTAKES = {
     "keys that wait": Case(lost=partial(_lose_waiting, KEYS)),
@@ -123,7 +123,7 @@ def run(case: Case, rank: int, group: Any) -> dict[str, Any]:
             case.lost(stack)
         forwards = stack.enter_context(counted([model]))
         where = {"group": group, "group_mode": case.mode, "max_tokens": MAX_TOKENS}
-        logprobs = backward(model, FORESTS[mine][0], borrow_cost=LIGHT, **where)
+        logprobs = backward(model, FORESTS[mine][0], import_cost=LIGHT, **where)
         count = forwards()
     got = gradients_of(model)
     if not case.wrapper:
@@ -146,7 +146,7 @@ def values(rank: int, group: Any) -> dict[str, float]:
         return found.detach(), gradients_of(model)
 
     expected, whole = of()
-    found, got = of(group=group, max_tokens=MAX_TOKENS, borrow_cost=LIGHT)
+    found, got = of(group=group, max_tokens=MAX_TOKENS, import_cost=LIGHT)
     _average(got)
     return {"logprobs": float((found - expected).abs().max()), "gradients": distance(got, whole)}
 
@@ -171,12 +171,12 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         name: partial(run, case, rank, group) for name, case in cases.items()
     }
     if ranks == 2:
-        steps = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
+        steps = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT}
         heavy = replace(LIGHT, token_bytes=1e4)
         runs |= {
             "values": partial(values, rank, group),
             "other steps": partial(told, rank, group, **steps | {"max_tokens": 20 + rank}),
-            "too small": partial(told, rank, group, max_tokens=2, borrow_cost=heavy),
+            "too small": partial(told, rank, group, max_tokens=2, import_cost=heavy),
             "auto": partial(told, rank, group, **steps, recompute="auto"),
             "fits": partial(told, rank, group, max_tokens=1000),
         }

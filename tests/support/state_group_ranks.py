@@ -98,17 +98,17 @@ CASES: dict[int, dict[str, Case]] = {
         f"{family}, {mode}, {owner}": Case(family, mode, owner)
         for number, family in enumerate(HYBRIDS)
         if family in CONFIG_MAPPING
-        for mode, owner in [(("parts", "heads")[number % 2], [*OWNERS][number % len(OWNERS)])]
+        for mode, owner in [(("parts", "ulysses")[number % 2], [*OWNERS][number % len(OWNERS)])]
     }
     | {
         f"{family}, {mode}, {owner}": Case(family, mode, owner, _TIES.get(family, ()))
         for number, family in enumerate(WITH_INDEXERS)
-        for mode, owner in [(("parts", "single tokens"), ("heads", "chunks"))[number % 2]]
+        for mode, owner in [(("parts", "single tokens"), ("ulysses", "chunks"))[number % 2]]
     }
     | {
         # heads of every kind that a rank has two turns of
         "nemotron_h in turns": Case(
-            "nemotron_h", "heads", changes=(("n_groups", 4), ("num_key_value_heads", 4))
+            "nemotron_h", "ulysses", changes=(("n_groups", 4), ("num_key_value_heads", 4))
         ),
     }
     | {
@@ -124,7 +124,7 @@ CASES: dict[int, dict[str, Case]] = {
     # heads of keys, and groups, that are fewer than ranks
     4: {
         "two heads of keys": Case("qwen3_5"),
-        "two groups": Case("nemotron_h", "heads", "chunks"),
+        "two groups": Case("nemotron_h", "ulysses", "chunks"),
     },
 }
 # in bfloat16, their gates in float32; groups that are several ranks'
@@ -153,7 +153,7 @@ def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
         parts = Parts(packed, OWNERS[case.owner](packed.num_tokens, ranks), ranks)
         part = parts[rank]
         mask = part_mask(
-            Divided.of_group(parts, rank, group).at_once(), by_heads=case.group_mode == "heads"
+            Divided.of_group(parts, rank, group).at_once(), by_heads=case.group_mode == "ulysses"
         )
         inputs = forward_inputs(packed, model.config)
         own = torch.from_numpy(part.own_tokens).long()
@@ -209,7 +209,7 @@ def family_run(
     return {**found, "gradients": _averaged(model)}
 
 
-# ---- what goes wrong is seen ---------------------------------------------------------------------
+# ---- what goes wrong is seen -------------------------------------------------------------------
 
 
 def _not_of_rank_1(self: Any, parameter: Any, *turn: int) -> Any:
@@ -276,7 +276,7 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
             results["mistake", name] = _tried(family_run, family, group, "parts")
     if ranks == 2 and WITH_INDEXERS:
         with patch.object(PartMask, "index_keys", _of_own_tokens_alone):
-            for mode in ("parts", "heads"):
+            for mode in ("parts", "ulysses"):
                 results["choice", mode] = _tried(family_run, "glm_moe_dsa", group, mode)
     for family in HALF[ranks]:
         results["half", family] = _tried(family_run, family, group, "parts", torch.bfloat16)

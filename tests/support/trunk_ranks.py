@@ -24,7 +24,7 @@ from prefixtree import (
     sequence_logprobs,
     sequence_values,
 )
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.recompute import kept_modes
 from prefixtree.recompute.kept_modes import plan_kept
 from tests.support.models import (
@@ -58,7 +58,7 @@ CASES = {
 
 def _plan(rank: int) -> Any:
     sequences = OBJECTIVES[rank].sequences
-    return plan_micro_batches(sequences, MAX_TOKENS, trunks=True, borrow_cost=LIGHT)
+    return plan_micro_batches(sequences, MAX_TOKENS, trunks=True, import_cost=LIGHT)
 
 
 def _taken(rank: int, batch: Any) -> Any:
@@ -188,10 +188,10 @@ def _without_gradients(rank: int, folder: Path) -> float:
 def _many_kept(rank: int, folder: Path) -> dict[str, Any]:
     """Ranks where one has a dozen trunks and the other has nothing but empty micro-batches."""
     sequences = [*OBJECTIVES[0].sequences, [1, 2, 3]]
-    heavy = BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6, graph_bytes=0)
+    heavy = ImportCost(token_bytes=20 * 36 * 8 * 256 * 6, graph_bytes=0)
     groups = [0] * len(sequences)
     plan = plan_micro_batches(
-        sequences, 17, 2, groups, min_micro_batches=9, trunks=True, borrow_cost=heavy
+        sequences, 17, 2, groups, min_micro_batches=9, trunks=True, import_cost=heavy
     )
     alone = CASES["fsdp2"].model()
     for each in range(2):

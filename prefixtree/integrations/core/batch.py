@@ -17,14 +17,14 @@ from torch import nn
 
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.logprobs import sequence_logprobs
 
 #: pixel_values and image_grid_thw of a batch's rows.
-Images = tuple[torch.Tensor | None, torch.Tensor | None]
+Pixels = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def on_host(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
@@ -44,7 +44,7 @@ class Batch:
         tokens: int64 [n] per row.
         masks: bool [n] per row, the scored tokens. None: all.
         device: of the trainer's tensors.
-        images: of the rows.
+        pixels: of the images of the rows.
         config: of a model whose rows may have images; None for text alone.
         routes: of each row, as `PrefixForest.from_sequences` takes them.
     """
@@ -53,7 +53,7 @@ class Batch:
     tokens: list[np.ndarray]
     masks: list[np.ndarray] | None
     device: torch.device
-    images: Images = (None, None)
+    pixels: Pixels = (None, None)
     config: Any = field(default=None, repr=False)
     routes: Sequence[np.ndarray] | None = None
 
@@ -95,7 +95,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, start: int, end: int, images: Images = (None, None)) -> Batch:
+    def rows(self, start: int, end: int, pixels: Pixels = (None, None)) -> Batch:
         """Takes rows start to end - 1 of a padded batch, with their images."""
         columns, first = self.layout.shape[1], np.append(self.layout.first, len(self.layout.place))
         tokens = self.tokens[start:end]
@@ -103,7 +103,7 @@ class Batch:
         lengths = self.layout.lengths[start:end]
         layout = BatchLayout((len(tokens), columns), place, lengths)
         masks = None if self.masks is None else self.masks[start:end]
-        return Batch(layout, tokens, masks, self.device, images, self.config)
+        return Batch(layout, tokens, masks, self.device, pixels, self.config)
 
     def equals(self, other: Batch) -> bool:
         """Whether tokens, their places and images are the same."""
@@ -113,21 +113,21 @@ class Batch:
             and all(map(np.array_equal, self.tokens, other.tokens))
             and all(
                 a is b or (a is not None and b is not None and torch.equal(a, b))
-                for a, b in zip(self.images, other.images, strict=True)
+                for a, b in zip(self.pixels, other.pixels, strict=True)
             )
         )
 
     @cached_property
-    def pictures(self) -> Pictures | None:
-        """The pictures of the rows; None for text alone."""
+    def images(self) -> Images | None:
+        """The images of the rows; None for text alone."""
         if self.config is None:
             return None
-        return Pictures.from_batch(self.tokens, *self.images, self.config)
+        return Images.from_batch(self.tokens, *self.pixels, self.config)
 
     @cached_property
     def forest(self) -> PrefixForest:
         """The forest of the rows."""
-        tokens = self.tokens if self.pictures is None else self.pictures.sequences
+        tokens = self.tokens if self.images is None else self.images.sequences
         return PrefixForest.from_sequences(tokens, routes=self.routes)
 
     @cached_property
@@ -137,7 +137,7 @@ class Batch:
 
     def score(self, model: nn.Module, **options: Any) -> SequenceScores:
         """`sequence_logprobs` of the rows."""
-        options |= {"loss_mask": self.masks, "pictures": self.pictures}
+        options |= {"loss_mask": self.masks, "images": self.images}
         return sequence_logprobs(model, self.packed, **options)
 
     def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,10 +11,10 @@ from torch import nn
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.in_steps import borrow_cost
+from prefixtree.scoring.in_steps import import_cost
 from prefixtree.scoring.kept_runs import check_kept
 
 #: The sum of each number over all ranks that decide together.
@@ -30,12 +30,12 @@ def is_kept(model: nn.Module) -> bool:
     return True
 
 
-def token_cost(model: nn.Module, recompute: Recompute) -> BorrowCost | None:
+def token_cost(model: nn.Module, recompute: Recompute) -> ImportCost | None:
     """The bytes of a token of a model that trains; None where they cannot be read off."""
     try:
         # also where a trainer scores without
         with torch.enable_grad():
-            return borrow_cost(model, recompute)
+            return import_cost(model, recompute)
     except UnsupportedError:
         return None
 
@@ -43,7 +43,7 @@ def token_cost(model: nn.Module, recompute: Recompute) -> BorrowCost | None:
 def planned(
     forest: PrefixForest,
     max_tokens: int,
-    cost: BorrowCost,
+    cost: ImportCost,
     micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks | None:
     """`plan_trunks`; None where they do not fit."""

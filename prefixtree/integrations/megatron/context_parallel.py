@@ -2,7 +2,7 @@
 parallelism a part; and `ForestParams`, which stands for it in the place of `packed_seq_params`.
 
 The ranks of Megatron's context-parallel group divide the packed tokens as `group=` does for
-transformers' models: each runs the layers over its part, and core attention borrows the keys and
+transformers' models: each runs the layers over its part, and core attention imports the keys and
 values of ancestors that other ranks have, of the heads of this tensor-parallel rank. A layer with a
 state exchanges tokens for some of these heads. The rest of a layer knows nothing of it.
 
@@ -237,7 +237,7 @@ class Alone:
         return 0
 
 
-# ---- a forest in the place of packed_seq_params --------------------------------------------------
+# ---- a forest in the place of packed_seq_params ------------------------------------------------
 
 # Megatron compares the format with "thd" alone, and everything else takes its unpacked code, which
 # is what a forest needs. TransformerEngine's attention raises for a format it does not know, so a

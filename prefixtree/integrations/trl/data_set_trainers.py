@@ -20,7 +20,7 @@ from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.core.batch import Batch, Images, on_host
+from prefixtree.integrations.core.batch import Batch, Pixels, on_host
 from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
 from prefixtree.integrations.trl.sharding import PackedTrainer
@@ -29,7 +29,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
 from prefixtree.recompute.forward import Recompute
 
-# ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
+# ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head ------------
 
 _NO_LABEL = -100
 
@@ -74,13 +74,13 @@ class PackedModel:
             return self._model(**inputs)
         check_attention(self._model)
         with_aux_loss = bool(inputs.pop("output_router_logits", False))
-        images = _images_of(inputs) if self._images else (None, None)
+        pixels = _pixels_of(inputs) if self._images else (None, None)
         given = _entries(inputs)
         labels = given[2]
         ids, mask, targets = on_host(given)
         _check_rows(ids, mask, targets)
         config = transformer_of(self._model).config if self._images else None
-        more = {"images": images, "config": config}
+        more = {"pixels": pixels, "config": config}
         batch = Batch.padded(ids, mask, targets != _NO_LABEL, labels.device, **more)
         if self._sharing is not None and torch.is_grad_enabled():
             self._sharing.saw(batch.forest, batch.masks)
@@ -104,7 +104,7 @@ class PackedModel:
         )
 
 
-def _images_of(inputs: dict[str, Any]) -> Images:
+def _pixels_of(inputs: dict[str, Any]) -> Pixels:
     """Takes a batch's images out of it: pixel_values and image_grid_thw."""
     # positions are computed anew, from the placeholders
     inputs.pop("mm_token_type_ids", None)
@@ -145,7 +145,7 @@ def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
         )
 
 
-# ---- SFT -----------------------------------------------------------------------------------------
+# ---- SFT ---------------------------------------------------------------------------------------
 
 
 class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
@@ -187,7 +187,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
 
 
-# ---- DPO -----------------------------------------------------------------------------------------
+# ---- DPO ---------------------------------------------------------------------------------------
 
 
 class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):

@@ -150,9 +150,9 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         cost = None if limit is None else self._trunks.cost
         options = options | {"recompute": self._recompute, "max_tokens": limit}
         with self.accelerator.autocast():
-            return batch.score(model, **options, borrow_cost=cost and cost.token)
+            return batch.score(model, **options, import_cost=cost and cost.token)
 
-    # ---- trunks that micro-batches share ---------------------------------------------------------
+    # ---- trunks that micro-batches share --------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._trunks.micro_batch():

@@ -8,7 +8,7 @@ import torch
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.core.batch import Images
+from prefixtree.integrations.core.batch import Pixels
 
 #: TRL's arguments for images that are taken: those of processors that give grids.
 _TAKEN = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
@@ -34,7 +34,7 @@ class RowImages:
             split: Any = split_pixel_values_by_grid(given)
             self._rows = list(zip(split["pixel_values"], split["image_grid_thw"], strict=True))
 
-    def of(self, start: int, end: int) -> Images:
+    def of(self, start: int, end: int) -> Pixels:
         """Those of rows start to end - 1; None where no row has any."""
         rows = self._rows[start:end]
         if not rows:

@@ -27,39 +27,39 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.images.pictures import Pictures
+from prefixtree.images.images import Images
 from prefixtree.images.placements import place
 from prefixtree.integrations.core.batch import Batch
 from prefixtree.integrations.core.trunks import all_keep, is_kept, planned, token_cost
 from prefixtree.models.checks import transformer_of
 from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import pack
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks
-from prefixtree.recompute.forward import Recompute, tower_memory_of
-from prefixtree.recompute.picture_work import PictureWork
+from prefixtree.recompute.forward import Recompute, encoder_memory_of
+from prefixtree.recompute.image_work import ImageWork
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.kept_trunks import kept_trunks
 
 if TYPE_CHECKING:
-    from prefixtree.recompute.memory import TowerMemory
+    from prefixtree.recompute.memory import EncoderMemory
 
 
 class WindowCost(NamedTuple):
-    """The bytes that a token of the policy takes, and the memory of its vision tower; None without
-    a tower, or where it is not known."""
+    """The bytes that a token of the policy takes, and the memory of its vision encoder; None
+    without a vision encoder, or where it is not known."""
 
-    token: BorrowCost
-    tower: TowerMemory | None
+    token: ImportCost
+    encoder: EncoderMemory | None
 
 
 class WindowPlan(NamedTuple):
-    """Micro-batches that keep trunks, the plan of these, and the pictures of their forest."""
+    """Micro-batches that keep trunks, the plan of these, and the images of their forest."""
 
     batches: Sequence[Batch]
     trunks: Trunks
-    pictures: Pictures | None
+    images: Images | None
 
 
 class StepTrunks:
@@ -273,7 +273,7 @@ class KeptWindow:
         self._masks, self._parts = masks, batches_with_trunks(plan.trunks)
         self._stack = ExitStack()
         with accelerator.autocast():
-            given = {"loss_mask": masks, "pictures": plan.pictures, **options}
+            given = {"loss_mask": masks, "images": plan.images, **options}
             self._kept = self._stack.enter_context(kept_trunks(model, self._parts, **given))
 
     @property
@@ -315,19 +315,19 @@ class KeptWindow:
         self.close(type(failure), failure, None)
 
 
-# ---- the plan of a window ------------------------------------------------------------------------
+# ---- the plan of a window ----------------------------------------------------------------------
 
 
 def _cost_of(model: nn.Module, recompute: Recompute, sees: bool) -> WindowCost | None:
     """The cost of a policy's tokens, as it trains now; None where it cannot be read off."""
-    token, tower = token_cost(model, recompute), None
+    token, encoder = token_cost(model, recompute), None
     if token is None:
         return None
     if sees:
         transformer = transformer_of(model)
         with suppress(UnsupportedError):
-            tower = tower_memory_of(model, transformer, device_of(transformer))
-    return WindowCost(token, tower)
+            encoder = encoder_memory_of(model, transformer, device_of(transformer))
+    return WindowCost(token, encoder)
 
 
 def _planned(
@@ -336,20 +336,21 @@ def _planned(
     """The plan of micro-batches, and how many tokens fewer it computes; None where there is none.
 
     Args:
-        max_tokens: what may be held at once; what towers hold counts by its mean per token.
+        max_tokens: what may be held at once; what vision encoders hold counts by its mean per
+            token.
             Default: what the largest micro-batch takes.
     """
     if cost is None:
         return None
     rows = [row for batch in batches for row in batch.tokens]
-    pictures, token = None, cost.token
+    images, token = None, cost.token
     if batches[0].config is not None:
-        pixels, grids = map(_joined, zip(*(batch.images for batch in batches), strict=True))
-        pictures = Pictures.from_batch(rows, pixels, grids, transformer_of(model).config)
-        rows = pictures.sequences
+        pixels, grids = map(_joined, zip(*(batch.pixels for batch in batches), strict=True))
+        images = Images.from_batch(rows, pixels, grids, transformer_of(model).config)
+        rows = images.sequences
     forest = PrefixForest.from_sequences(rows)
-    if pictures is not None and cost.tower is not None:
-        token = _with_towers(token, cost.tower, forest, pictures)
+    if images is not None and cost.encoder is not None:
+        token = _with_encoders(token, cost.encoder, forest, images)
     members = np.split(np.arange(len(rows)), np.cumsum([len(batch) for batch in batches])[:-1])
     tokens = [_distinct(forest, each) for each in members]
     budget = max(tokens) if max_tokens is None else max_tokens
@@ -357,18 +358,18 @@ def _planned(
     if trunks is None:
         return None
     extra = trunks.extra_tokens(budget, has_backward=True)
-    return WindowPlan(batches, trunks, pictures), sum(tokens) - forest.num_tokens - extra
+    return WindowPlan(batches, trunks, images), sum(tokens) - forest.num_tokens - extra
 
 
-def _with_towers(
-    cost: BorrowCost, tower: TowerMemory, forest: PrefixForest, pictures: Pictures
-) -> BorrowCost:
-    """The bytes of a token with the pixels and features that wait for a tower's backward, the mean
-    of the forest."""
-    placements = place(pack(forest), pictures)[0]
-    shown = PictureWork.of(placements, pictures, tower.dtype, moved=False)
-    held = 0.0 if shown is None else shown.held(tower) / forest.num_tokens
-    # a trunk that holds no graph encodes its pictures again
+def _with_encoders(
+    cost: ImportCost, encoder: EncoderMemory, forest: PrefixForest, images: Images
+) -> ImportCost:
+    """The bytes of a token with the pixels and features that wait for a vision encoder's backward,
+    the mean of the forest."""
+    placements = place(pack(forest), images)[0]
+    shown = ImageWork.of(placements, images, encoder.dtype, moved=False)
+    held = 0.0 if shown is None else shown.held(encoder) / forest.num_tokens
+    # a trunk that holds no graph encodes its images again
     graph = cost.graph_bytes and cost.graph_bytes + held
     own = None if cost.token_bytes is None else cost.token_bytes + held
     return replace(cost, token_bytes=own, graph_bytes=graph)

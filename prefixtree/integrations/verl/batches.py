@@ -20,7 +20,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.core.batch import Batch, on_host
 from prefixtree.integrations.core.trunks import all_keep, planned
 from prefixtree.integrations.verl.balance import leaf_order
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
 from prefixtree.scoring.edges import SequenceScores
@@ -91,7 +91,7 @@ def split(
     group: Any,
     ranks: int = 1,
     multiple: int = 1,
-    borrow_cost: BorrowCost | None = None,
+    import_cost: ImportCost | None = None,
     has_backward: bool = True,
 ) -> Sequence[MicroBatch]:
     """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
@@ -99,7 +99,7 @@ def split(
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
     sequences. Either way sequences that share are brought together: every sequence is in one
-    micro-batch, but not in the order given. With a `borrow_cost` (and a dynamic batch size) they
+    micro-batch, but not in the order given. With a `import_cost` (and a dynamic batch size) they
     keep their trunks, for `kept_trunks`, where that computes less than cut trees on all ranks
     together; `has_backward` says what is counted.
     """
@@ -124,8 +124,8 @@ def split(
     batches = None
     if longest <= max_tokens:
         batches = plan_micro_batches(forest, max_tokens, num_ranks=1)[0]
-    if borrow_cost is not None:
-        work = max_tokens, borrow_cost, has_backward
+    if import_cost is not None:
+        work = max_tokens, import_cost, has_backward
         if (kept := _with_trunks(forest, batches, group, *work)) is not None:
             return kept
     if batches is None:
@@ -152,7 +152,7 @@ def _with_trunks(
     cut: Sequence[MicroBatch] | None,
     group: Any,
     max_tokens: int,
-    borrow_cost: BorrowCost,
+    import_cost: ImportCost,
     has_backward: bool,
 ) -> Sequence[MicroBatch] | None:
     """Micro-batches that keep their trunks, as many on every rank; None where trees are cut.
@@ -165,7 +165,7 @@ def _with_trunks(
         repeated = sum(batch.num_tokens for batch in cut) - forest.num_tokens
         if total([repeated], group) == [0]:
             return None
-    trunks = planned(forest, max_tokens, borrow_cost)
+    trunks = planned(forest, max_tokens, import_cost)
     more = 0 if trunks is None else trunks.extra_tokens(max_tokens, has_backward)
     saved = None if repeated is None else repeated - more
     if not all_keep(trunks is not None, saved, partial(total, group=group)):
@@ -174,7 +174,7 @@ def _with_trunks(
     count, minus_fewest = largest([len(trunks.sequences), -forest.num_sequences], group)
     if count <= -minus_fewest and count > len(trunks.sequences):
         parts = halved(trunks.sequences, count, forest)
-        trunks = planned(forest, max_tokens, borrow_cost, parts)
+        trunks = planned(forest, max_tokens, import_cost, parts)
     (failed,) = total([trunks is None or len(trunks.sequences) < count], group)
     return None if failed or trunks is None else batches_with_trunks(trunks)
 

@@ -45,26 +45,26 @@ from prefixtree.integrations.verl.batches import (
     values_in_layout,
 )
 from prefixtree.integrations.verl.distillation import TopK, wants_topk
-from prefixtree.integrations.verl.metrics import NAME, MeteredEngine, work_of
-from prefixtree.integrations.verl.pictures import (
+from prefixtree.integrations.verl.images import (
     check_positions,
     check_unpatched,
-    fill_gradients_of_tower,
-    pictures_of,
+    fill_gradients_of_encoder,
+    images_of,
     without_patches,
 )
+from prefixtree.integrations.verl.metrics import NAME, MeteredEngine, work_of
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
     RECOMPUTE,
+    check_images,
     check_override,
-    check_pictures,
     check_settings,
     check_step,
 )
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
@@ -95,7 +95,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     Attributes:
         recompute: as in `sequence_logprobs`.
         compiles: whether layers are compiled.
-        sees: whether the checkpoint has a vision tower.
+        sees: whether the checkpoint has a vision encoder.
         model_output: what the model gives per token.
     """
 
@@ -117,7 +117,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
-        """As verl builds it; a checkpoint with a vision tower without verl's patches."""
+        """As verl builds it; a checkpoint with a vision encoder without verl's patches."""
         if not (self.packs and self.sees):
             return super()._build_module()
         with without_patches():
@@ -128,10 +128,10 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         super()._build_model_optimizer()
         if self.compiles:
             compile_layers(self.module)
-        self._costs: dict[bool, BorrowCost | None] = {}
+        self._costs: dict[bool, ImportCost | None] = {}
         if self.packs:
             # now, while adapters are on: a reference without them is planned alike
-            self._borrow_cost(as_trained=True)
+            self._import_cost(as_trained=True)
             limit = self.engine_config.max_token_len_per_gpu
             self._announce(
                 self.model_config.hf_config,
@@ -168,7 +168,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             outputs += found
             indices += [first + batch.sequence_indices for batch in batches]
         if self.sees and not forward_only:
-            fill_gradients_of_tower(self.module)
+            fill_gradients_of_encoder(self.module)
         return in_order(outputs, indices)
 
     def _forwards_and_backwards(self, call: Call) -> tuple[list[Any], Sequence[MicroBatch]]:
@@ -176,13 +176,13 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         data, rows, _, forward_only = call
         group = self.get_data_parallel_group()
         if self.sees:
-            self._find_pictures(data, rows, group)
+            self._find_images(data, rows, group)
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
         as_trained = not forward_only or self._plans_as_trained(data)
-        cost, ranks = self._borrow_cost(as_trained), self.ulysses_sequence_parallel_size
-        batches = split(data, rows, group, ranks, borrow_cost=cost, has_backward=as_trained)
+        cost, ranks = self._import_cost(as_trained), self.ulysses_sequence_parallel_size
+        batches = split(data, rows, group, ranks, import_cost=cost, has_backward=as_trained)
         self._work += work_of(batches, None if forward_only else rows.masks)
         outputs = []
         no_graph = torch.no_grad() if forward_only else nullcontext()
@@ -208,15 +208,15 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
                 outputs.append(output)
         return outputs, batches
 
-    def _find_pictures(self, data: TensorDict, rows: Batch, group: Any) -> None:
-        """Gives a batch its pictures, checked; None where no rank has any."""
+    def _find_images(self, data: TensorDict, rows: Batch, group: Any) -> None:
+        """Gives a batch its images, checked; None where no rank has any."""
         check_unpatched(self.module)
-        rows.pictures = pictures_of(data, rows, self.model_config.hf_config, group)
-        if rows.pictures is not None:
-            check_pictures(self.engine_config)
+        rows.images = images_of(data, rows, self.model_config.hf_config, group)
+        if rows.images is not None:
+            check_images(self.engine_config)
         check_positions(data, rows, self.module)
 
-    # ---- trunks that micro-batches share ---------------------------------------------------------
+    # ---- trunks that micro-batches share --------------------------------------------------------
 
     def _plans_as_trained(self, data: TensorDict) -> bool:
         """Whether what is scored is planned as in training, where the limits are the same."""
@@ -226,7 +226,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         # a reference's engine has no limit of training
         return trained is None or trained == limit
 
-    def _borrow_cost(self, as_trained: bool) -> BorrowCost | None:
+    def _import_cost(self, as_trained: bool) -> ImportCost | None:
         """The cost of a kept trunk's token; None where trees are cut instead."""
         divided = self.pad_to_length or self.ulysses_parallel_group is not None
         if divided or not is_kept(self.module):
@@ -260,7 +260,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """A context with the outputs of each micro-batch, as a function of its rows."""
         raise NotImplementedError
 
-    # ---- a micro-batch -----------------------------------------------------------------------
+    # ---- a micro-batch --------------------------------------------------------------------------
 
     def _step(self, call: Call, batch: MicroBatch, outputs_of: _OutputsOf | None) -> Any:
         """Runs the model over one micro-batch of a batch, unless it is scored already, and verl's
@@ -319,7 +319,7 @@ class PackedActorEngine(_FsdpEngine):
             # verl's engine reads logits alone, whatever the model's config asks for
             output_router_logits=False,
             group=self.ulysses_parallel_group,
-            pictures=call.rows.pictures,
+            images=call.rows.images,
         )
         return _outputs_of(scores, top_k, range(len(scores.logprobs)), micro)
 
@@ -341,7 +341,7 @@ class PackedActorEngine(_FsdpEngine):
             recompute=self.recompute,
             output_router_logits=False,
             measure=None if measured is None else measure,
-            pictures=call.rows.pictures,
+            images=call.rows.images,
         ) as kept:
             if measured is not None:
                 assert isinstance(kept, KeptRuns)

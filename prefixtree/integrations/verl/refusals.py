@@ -22,7 +22,7 @@ from prefixtree.recompute.layers import MODES
 RECOMPUTE, COMPILE = "prefixtree_recompute", "prefixtree_compile"
 SETTINGS: dict[str, tuple[Any, ...]] = {RECOMPUTE: ("auto", *MODES), COMPILE: (True, False)}
 
-# whose pictures verl's batches have shown here
+# whose images verl's batches have shown here
 _SEEING = [name for name in GRIDS if name.startswith("qwen")]
 _FUSED = (
     "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; set it "
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """verl's batch, and whether the engine's model takes pictures, the engine computes losses of
+    """verl's batch, and whether the engine's model takes images, the engine computes losses of
     the teacher's top k, and it runs recorded experts."""
 
     data: TensorDict
@@ -225,12 +225,12 @@ OVERRIDES = (
         "{strategy}",
     ),
 )
-#: Of an FSDP engine whose batches have pictures.
-PICTURES = (
+#: Of an FSDP engine whose batches have images.
+IMAGES = (
     Refusal(
         "strategy",
         is_set("strategy", "fsdp2"),
-        "{name}={value} is not verified with pictures (the batch has multi_modal_inputs); set "
+        "{name}={value} is not verified with images (the batch has multi_modal_inputs); set "
         "strategy=fsdp2",
     ),
 )
@@ -244,7 +244,7 @@ def _is_padded(batch: Batch) -> bool:
 def _restarts(batch: Batch) -> bool:
     """Whether a token's position is not its index in its sequence, as in a forest it is.
 
-    Both jagged [B, n]; where the model takes pictures, the first of four rows may say it."""
+    Both jagged [B, n]; where the model takes images, the first of four rows may say it."""
     offsets = batch.data["input_ids"].offsets()
     starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
     indices = torch.arange(len(starts), device=offsets.device) - starts
@@ -293,7 +293,7 @@ BATCHES = (
     Refusal(
         "multi_modal_inputs",
         lambda batch: not batch.sees and any(shown_of(batch.data)),
-        "the batch has pictures (multi_modal_inputs), and the engine's model takes none: train on "
+        "the batch has images (multi_modal_inputs), and the engine's model takes none: train on "
         "text alone, or with a vision checkpoint and the FSDP engines",
     ),
     Refusal(
@@ -396,9 +396,9 @@ def check_override(
     return value
 
 
-def check_pictures(engine_config: Any) -> None:
-    """Refuses settings of an engine whose batches have pictures."""
-    refuse(PICTURES, engine_config, _PREFIX)
+def check_images(engine_config: Any) -> None:
+    """Refuses settings of an engine whose batches have images."""
+    refuse(IMAGES, engine_config, _PREFIX)
 
 
 def check_batch(data: TensorDict, **takes: bool) -> None:

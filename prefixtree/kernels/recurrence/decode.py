@@ -94,7 +94,7 @@ def _rule_step(call: StateStep) -> torch.Tensor:
     return rule_eager(call)
 
 
-# ---- torch's operations --------------------------------------------------------------------------
+# ---- torch's operations ------------------------------------------------------------------------
 
 
 def conv_eager(call: ConvStep) -> torch.Tensor:

@@ -187,8 +187,8 @@ def errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> d
     return {"worst": off[at], "at": at}
 
 
-def lent_keys_without_gradient() -> Any:
-    """Borrowers give nothing back."""
+def exported_keys_without_gradient() -> Any:
+    """Importers give nothing back."""
 
     return patch.object(*own_gradients_alone(lambda kind, _: kind == KEYS))
 
@@ -215,13 +215,13 @@ def decay_without_gradient() -> Any:
 
 #: Name -> the case that shows it, and the mistake.
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "lent keys without gradient": ("CP 2, DP 2", lent_keys_without_gradient),
+    "exported keys without gradient": ("CP 2, DP 2", exported_keys_without_gradient),
     "gradients of scores summed over ranks": ("CP 2, DP 2", summed_over_ranks),
     "tails without gradient": ("CP 2, DP 2, gated delta rule", tails_without_gradient),
     "decay without gradient": ("CP 2, DP 2, gated delta rule", decay_without_gradient),
 }
 ON_STAGES: dict[str, Callable[[], Any]] = {
-    "lent keys without gradient": lent_keys_without_gradient,
+    "exported keys without gradient": exported_keys_without_gradient,
     "other positions": context_stages.other_positions,
 }
 

@@ -94,7 +94,7 @@ def test_sources_on_the_path_have_a_version(monkeypatch: pytest.MonkeyPatch) -> 
     assert version.installed() == megatron.core.__version__
 
 
-# ---- models --------------------------------------------------------------------------------------
+# ---- models ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [GPTModel, HybridModel])
@@ -275,7 +275,7 @@ def test_transformer_engine_refuses_a_forest_that_it_was_not_made_for() -> None:
         tree_logprobs(model, packed)
 
 
-# ---- what stands around them ---------------------------------------------------------------------
+# ---- what stands around them -------------------------------------------------------------------
 
 
 def test_packed_parameters() -> None:

@@ -22,8 +22,8 @@ from prefixtree.integrations.trl import (
 )
 from prefixtree.integrations.trl.images import RowImages
 from prefixtree.integrations.trl.refusals import check_images
-from prefixtree.planning.costs import BorrowCost
-from prefixtree.recompute.forward import tower_memory_of
+from prefixtree.planning.costs import ImportCost
+from prefixtree.recompute.forward import encoder_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -33,7 +33,7 @@ from tests.integrations.trl.runs import (
     worst_parameter,
 )
 from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
-from tests.support.hooks import lose_keys, lose_pictures, wrap
+from tests.support.hooks import lose_images, lose_keys, wrap
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
 
@@ -74,12 +74,12 @@ def start(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_is_trls_own(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One micro-batch a generation. The tower and deepstack's mergers learn too."""
-    seen: list[pt.Pictures] = []
+    """One micro-batch a generation. The vision encoder and deepstack's mergers learn too."""
+    seen: list[pt.Images] = []
     score = core.sequence_logprobs
 
     def scored(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs["pictures"])
+        seen.append(kwargs["images"])
         return score(*args, **kwargs)
 
     monkeypatch.setattr(core, "sequence_logprobs", scored)
@@ -123,7 +123,7 @@ def test_trunks_of_a_step_keep_their_images(
     kept = kept_windows.kept_trunks
 
     def counted(*args: Any, **options: Any) -> Any:
-        opened.append((torch.is_grad_enabled(), len(options["pictures"])))
+        opened.append((torch.is_grad_enabled(), len(options["images"])))
         return kept(*args, **options)
 
     monkeypatch.setattr(kept_windows, "kept_trunks", counted)
@@ -141,12 +141,14 @@ def test_trunks_of_a_step_keep_their_images(
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
-def test_what_towers_hold_counts_for_trunks(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_encoders_hold_counts_for_trunks(
+    vision: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside the graph of a trunk, and of an own token."""
-    asked: list[tuple[BorrowCost, pt.PrefixForest]] = []
+    asked: list[tuple[ImportCost, pt.PrefixForest]] = []
     plan = trunks.plan_trunks
 
-    def planned(forest: pt.PrefixForest, budget: int, cost: BorrowCost, *rest: Any) -> Any:
+    def planned(forest: pt.PrefixForest, budget: int, cost: ImportCost, *rest: Any) -> Any:
         asked.append((cost, forest))
         return plan(forest, budget, cost, *rest)
 
@@ -154,8 +156,8 @@ def test_what_towers_hold_counts_for_trunks(vision: Path, monkeypatch: pytest.Mo
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
     ours = trained(PrefixTreeGRPOTrainer, vision, **cut, gradient_checkpointing=False)
     (cost, forest), model = asked[-1], ours.model
-    text = pt.borrow_cost(model)
-    feature = tower_memory_of(model, model, torch.device("cpu")).feature
+    text = pt.import_cost(model)
+    feature = encoder_memory_of(model, model, torch.device("cpu")).feature
     more = cost.graph_bytes - text.graph_bytes
     # of each image its features, distinct and placed; and its pixels
     assert more * forest.num_tokens > 2 * feature
@@ -168,7 +170,8 @@ def test_what_towers_hold_counts_for_trunks(vision: Path, monkeypatch: pytest.Mo
 def test_a_window_that_does_not_fit_is_not_opened(
     vision: Path, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On any process, as their plans of trunks and towers say: micro-batches run by themselves."""
+    """On any process, as their plans of trunks and vision encoders say: micro-batches run by
+    themselves."""
     asked: list[int] = []
     reduce = Accelerator.reduce
 
@@ -271,13 +274,14 @@ def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPa
         assert_equal_runs(ours, theirs, tolerance=1e-3)
 
 
-@pytest.mark.parametrize("wrong", ["", "images of other rows", "no gradient of the tower"])
+@pytest.mark.parametrize("wrong", ["", "images of other rows", "no gradient of the vision encoder"])
 def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its reference's; red where rows get one another's images, or the tower no gradient."""
+    """And its reference's; red where rows get one another's images, or the vision encoder no
+    gradient."""
     if wrong == "images of other rows":
         wrap(monkeypatch, "images of rows", _first_turned)
     elif wrong:
-        lose_pictures(monkeypatch)
+        lose_images(monkeypatch)
 
     def run(kind: type[DPOTrainer]) -> DPOTrainer:
         trainer = make_dpo(

@@ -13,7 +13,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.core import trunks
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from prefixtree.scoring import in_steps as scoring
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -265,7 +265,7 @@ def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
     assert worst_parameter(right, wrong)[0] > 1e-4
 
 
-# ---- where trunks are not kept -------------------------------------------------------------------
+# ---- where trunks are not kept -----------------------------------------------------------------
 
 
 def test_switched_off(folder: Path, windows: Any) -> None:
@@ -279,7 +279,7 @@ def test_no_window_where_it_would_hold_more_or_compute_more(
 ) -> None:
     """Each then runs by itself, with the same result."""
     # nothing of a trunk fits beside a micro-batch
-    monkeypatch.setattr(trunks, "borrow_cost", lambda *_: BorrowCost(token_bytes=1.0, on_host=True))
+    monkeypatch.setattr(trunks, "import_cost", lambda *_: ImportCost(token_bytes=1.0, on_host=True))
     ours = train(PrefixTreeGRPOTrainer, folder, **{**CUT, "max_steps": 1})
     assert not windows and ours._trunks.keeps
     assert_equal_runs(ours, train(SameOrder, folder, **{**CUT, "max_steps": 1}))

@@ -382,7 +382,7 @@ def test_a_processor_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         self._is_vlm = True
 
     monkeypatch.setattr(GRPOTrainer, "__init__", changed)
-    refused(folder, "pictures are not verified in model type 'qwen3'", beta=0.0)
+    refused(folder, "images are not verified in model type 'qwen3'", beta=0.0)
 
 
 def test_adapters(folder: Path) -> None:

@@ -19,7 +19,7 @@ class Settings:
         even: ranks get rollouts alike; otherwise the last one's share nothing.
         same_steps: both engines make the same micro-batches, so that every metric must agree;
             otherwise those are left out that verl averages over micro-batches.
-        pictures: whose rollouts hold pictures, "all" ranks' or the "first" one's, or None.
+        images: whose rollouts hold images, "all" ranks' or the "first" one's, or None.
         beside: the engine to compare with: verl's ("stock"), verl's on ranks that compute the same
             batch each, as it hands no states on ("undivided"), or each sequence "alone".
         epochs: of two updates each. A second one has the weights of the first.
@@ -36,7 +36,7 @@ class Settings:
     temperatures: bool = False
     even: bool = True
     same_steps: bool = False
-    pictures: str | None = None
+    images: str | None = None
     beside: str = "stock"
     optimizer: str = "SGD"
     lr: float = 0.1
@@ -155,12 +155,12 @@ HYBRID_CASES: dict[str, Settings] = {
         engine={"strategy": "fsdp"},
         score_tolerance=5e-5,
     ),
-    # with a vision tower, where verl's own engine fails (ImportError in its patch)
+    # with a vision encoder, where verl's own engine fails (ImportError in its patch)
     **{
-        f"grpo, {model}, {'pictures' if pictures else 'text'}": Settings(
+        f"grpo, {model}, {'images' if images else 'text'}": Settings(
             model=model,
             beside="alone",
-            pictures=pictures,
+            images=images,
             tokens=120,
             # gradients of norm 40: what rounding leaves grows 30 to 370 times in a step of 0.3
             lr=0.03,
@@ -168,7 +168,7 @@ HYBRID_CASES: dict[str, Settings] = {
             tolerance=1e-4,
         )
         for model in ("qwen3_5", "qwen3_5_moe")
-        for pictures in (None, "all")
+        for images in (None, "all")
     },
 }
 # on two ranks that compute each forest together

@@ -52,11 +52,11 @@ def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
         before, after = stock["start"][role], stock["parameters"][role]
         adapted = [n for n in after if "lora_" in n]
         change = {n: float((after[n] - before[n]).abs().max()) for n in adapted or after}
-        if of_tower := [n for n in change if "visual." in n]:
-            # weights decay where there is no picture too, as gradients are zeros
-            is_still = settings.pictures is None and settings.weight_decay == 0
-            assert (max(change[n] for n in of_tower) == 0) == is_still
-            change = {n: c for n, c in change.items() if not is_still or n not in of_tower}
+        if of_encoder := [n for n in change if "visual." in n]:
+            # weights decay where there is no image too, as gradients are zeros
+            is_still = settings.images is None and settings.weight_decay == 0
+            assert (max(change[n] for n in of_encoder) == 0) == is_still
+            change = {n: c for n, c in change.items() if not is_still or n not in of_encoder}
         moved = sorted(change.values())
         names = list(after)
         other = packed["parameters"][role]

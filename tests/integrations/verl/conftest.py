@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.verl.cpu_platform import register_engines
-from tests.integrations.verl.picture_runs import VISION
+from tests.integrations.verl.image_runs import VISION
 from tests.integrations.verl.runs import save_model
 from tests.support.full import add_option, set_up
 from tests.support.hooks import unprobed as unprobed
@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model with a vision tower of each type."""
+    """A folder with a tiny model with a vision encoder of each type."""
     folder = tmp_path_factory.mktemp("vision")
     for model_type in VISION:
         save_model(model_type, folder)

@@ -167,7 +167,7 @@ def register_engines(device: str = "cpu") -> None:
     from verl.workers.engine.fsdp import transformer_impl
 
     from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
-    from prefixtree.integrations.verl.pictures import without_patches
+    from prefixtree.integrations.verl.images import without_patches
     from tests.integrations.verl.stock_critic import StockCritic
 
     if (device, "stock") in EngineRegistry._engines["language_model"]["fsdp2"]:

@@ -22,7 +22,7 @@ from verl.workers.config import DistillationLossConfig
 
 from tests.integrations.verl.cases import CASES, Settings
 from tests.integrations.verl.compare import difference
-from tests.integrations.verl.picture_runs import VISION, patches_taken_back, shown
+from tests.integrations.verl.image_runs import VISION, patches_taken_back, shown
 from tests.integrations.verl.runs import (
     VOCABULARY,
     actor_loss,
@@ -131,7 +131,7 @@ def _run(vendor: str, models: Path, case: Distillation, rank: int, world: int) -
     shared = settings.even or rank < world - 1
     rows = rollouts(10 + rank, groups=4, size=4, shared=shared)
     if settings.model in VISION:
-        rows = shown(rows, models / settings.model, settings.pictures == "all")
+        rows = shown(rows, models / settings.model, settings.images == "all")
     actor = make_worker(vendor, models / settings.model, settings)
     config = actor_loss(settings).keywords["config"]
     loss = DistillationLossConfig(**{"log_prob_min_clamp": -6.0, **case.options})

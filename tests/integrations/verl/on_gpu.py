@@ -1,10 +1,10 @@
-"""verl's updates of checkpoints with a vision tower on a GPU, in float32: packed ones beside verl's
-engine over each sequence alone.
+"""verl's updates of checkpoints with a vision encoder on a GPU, in float32: packed ones beside
+verl's engine over each sequence alone.
 
     python -m tests.integrations.verl.on_gpu OUT.json [CASE ...]
 
-Log-probabilities, entropies, metrics and parameters are compared as in test_pictures.py, which has
-more cases, on a CPU; there this runs too. On GPUs `tools/gpu_check.sh verl_pictures` brings verl.
+Log-probabilities, entropies, metrics and parameters are compared as in test_images.py, which has
+more cases, on a CPU; there this runs too. On GPUs `tools/gpu_check.sh verl_images` brings verl.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from benchmarks.lib.environment import environment
 from benchmarks.lib.verl_worker import join
 
-CASES = ("qwen2_5_vl, pictures", "qwen3_vl, pictures", "qwen3_vl_moe, pictures", "qwen3_vl, lora")
+CASES = ("qwen2_5_vl, images", "qwen3_vl, images", "qwen3_vl_moe, images", "qwen3_vl, lora")
 
 
 def main(out: Path, cases: tuple[str, ...] = CASES) -> int:

@@ -64,7 +64,7 @@ def steps(rank: int) -> dict[str, Any]:
 
 @contextmanager
 def counted_exchanges() -> Iterator[Counter[str]]:
-    """How often verl's engine exchanged heads among ranks; ours borrowed keys, tails of recurrent
+    """How often verl's engine exchanged heads among ranks; ours imported keys, tails of recurrent
     layers, or kept trunks."""
     calls: Counter[str] = Counter()
 

@@ -46,7 +46,7 @@ from verl.workers.utils.padding import (
 
 from tests.integrations.verl.cases import TWO_RANKS, Settings
 from tests.integrations.verl.cpu_platform import VARLEN
-from tests.integrations.verl.picture_runs import (
+from tests.integrations.verl.image_runs import (
     VISION,
     patches_taken_back,
     save_vision_model,
@@ -76,7 +76,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 def save_model(kind: str, folder: Path) -> Path:
     """A tiny model with random weights ("qwen3", "qwen3_moe", of a family with recurrent layers or
-    with a tower; "_tied" behind it: with tied embeddings) and a tokenizer."""
+    with a vision encoder; "_tied" behind it: with tied embeddings) and a tokenizer."""
     config: Any
     path = folder / kind
     family = kind.removesuffix("_tied")
@@ -108,7 +108,7 @@ def _save_tokenizer(path: Path) -> Path:
     return path
 
 
-# ---- data ------------------------------------------------------------------------------------
+# ---- data --------------------------------------------------------------------------------------
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -167,7 +167,7 @@ def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
     return tu.get_tensordict(tensors, rest)
 
 
-# ---- workers ---------------------------------------------------------------------------------
+# ---- workers -----------------------------------------------------------------------------------
 
 
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -281,7 +281,7 @@ def parameters(worker: TrainingWorker) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- a training step -------------------------------------------------------------------------
+# ---- a training step ---------------------------------------------------------------------------
 
 
 def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int = 1) -> Any:
@@ -309,7 +309,7 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
     shared = settings.even or rank < world - 1
     rows = rollouts(10 + rank, groups=4, size=4, shared=shared)
     if settings.model in VISION:
-        sees = settings.pictures == "all" or (settings.pictures == "first" and rank == 0)
+        sees = settings.images == "all" or (settings.images == "first" and rank == 0)
         rows = shown(rows, path, sees)
     count = len(rows["uid"])
     temperature: Any = 0.7

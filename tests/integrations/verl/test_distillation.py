@@ -71,8 +71,8 @@ def test_estimators(models: Path, options: dict[str, Any]) -> None:
     check(models, Distillation(options=options))
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl, text, decay", "qwen3_vl, pictures"])
-def test_checkpoints_with_a_tower(sees: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl, text, decay", "qwen3_vl, images"])
+def test_checkpoints_with_a_encoder(sees: Path, name: str) -> None:
     check(sees, Distillation(VISION_CASES[name], TOP_K))
 
 

@@ -1,5 +1,5 @@
 """Models with recurrent layers: the updates of verl's own engines, or of each sequence alone where
-verl's fail (checkpoints with a vision tower), one rank and two.
+verl's fail (checkpoints with a vision encoder), one rank and two.
 
 verl 0.9.1 asks for a transformers below 5.11, which does not hand recurrent layers the tree. Most
 of these tests need the newer one of the main environment in its place (`make test-verl-hybrids`).
@@ -22,7 +22,7 @@ from tests.support.full import asked_for, mostly
 from tests.support.hybrid_configs import OLDEST_WITH_STATES
 
 # every time
-ONE = ("grpo, nemotron_h", "ppo, qwen3_next", "grpo, qwen3_5, text", "grpo, qwen3_5_moe, pictures")
+ONE = ("grpo, nemotron_h", "ppo, qwen3_next", "grpo, qwen3_5, text", "grpo, qwen3_5_moe, images")
 TWO = (
     *("grpo, qwen3_5_text, lora", "ppo, qwen3_next, fsdp1"),
     "grpo, nemotron_h, long sequences",

@@ -22,7 +22,7 @@ from prefixtree.integrations.core import trunks
 from prefixtree.integrations.verl import batches as batches_module
 from prefixtree.integrations.verl.batches import rows_of, split
 from prefixtree.integrations.verl.metrics import work_of
-from prefixtree.planning.costs import BorrowCost
+from prefixtree.planning.costs import ImportCost
 from tests.integrations.verl.cases import CASES, TRUNK_CASES
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.runs import (
@@ -41,7 +41,7 @@ from tests.support.tight_memory import tighten
 
 SETTINGS = replace(CASES["grpo"], algorithm="ppo")
 # a token of a kept trunk counts little beside an own one
-LIGHT = BorrowCost(token_bytes=1e9)
+LIGHT = ImportCost(token_bytes=1e9)
 AUTO = {"attn_implementation": "prefixtree", "prefixtree_recompute": "auto"}
 
 
@@ -182,7 +182,7 @@ def test_auto_recomputes_what_does_not_fit(
 def test_trunks_are_kept_where_that_computes_less() -> None:
     rows = rollouts(3, groups=4, size=4)
     data = batch_of(rows, max_token_len_per_gpu=60)
-    kept = cut(data, borrow_cost=LIGHT)
+    kept = cut(data, import_cost=LIGHT)
     assert kept.trunks is not None
     forest = kept.trunks.forest
     work, alone = work_of(kept), work_of(cut(data))
@@ -195,26 +195,26 @@ def test_trunks_are_kept_where_that_computes_less() -> None:
         batch_of(rollouts(3, groups=4, size=4, shared=False), max_token_len_per_gpu=60),
         batch_of(rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=4),
     ):
-        assert not hasattr(cut(other, borrow_cost=LIGHT), "trunks")
+        assert not hasattr(cut(other, import_cost=LIGHT), "trunks")
     # small trunks leave a GPU idle, and a second forward of trunks may cost more than cut trees
     with patch.object(*place("budget of a small trunk"), 10.0):
-        assert not hasattr(cut(data, borrow_cost=LIGHT), "trunks")
+        assert not hasattr(cut(data, import_cost=LIGHT), "trunks")
     heavy = replace(LIGHT, graph_bytes=1e10)
-    assert cut(data, borrow_cost=heavy, has_backward=False).trunks.stats.again
+    assert cut(data, import_cost=heavy, has_backward=False).trunks.stats.again
 
 
 def test_sequences_that_fit_no_trunks_either() -> None:
     data = batch_of(rollouts(3, groups=4, size=4), max_token_len_per_gpu=10)
-    assert cut(data, borrow_cost=LIGHT).trunks.stats.peak <= 10
-    heavy = BorrowCost(token_bytes=1.0)
+    assert cut(data, import_cost=LIGHT).trunks.stats.peak <= 10
+    heavy = ImportCost(token_bytes=1.0)
     with pytest.raises(ValueError, match="more than max_token_len_per_gpu=10; raise"):
-        cut(data, borrow_cost=heavy)
+        cut(data, import_cost=heavy)
 
 
 def test_a_rank_that_cannot_keep_its_trunks_cuts_trees_with_all() -> None:
     data = batch_of(rollouts(3, groups=4, size=4), max_token_len_per_gpu=60)
     with patch.object(trunks, "plan_trunks", side_effect=ForestError("no")):
-        batches = cut(data, borrow_cost=LIGHT)
+        batches = cut(data, import_cost=LIGHT)
     assert not hasattr(batches, "trunks")
 
 
@@ -229,7 +229,7 @@ def test_ranks_get_as_many_micro_batches(count: int) -> None:
         return [max(count, found[0]), *found[1:]] if len(numbers) == 2 else found
 
     with patch.object(batches_module, "largest", another):
-        batches = cut(data, borrow_cost=LIGHT)
+        batches = cut(data, import_cost=LIGHT)
     assert len(batches) == count and batches.trunks is not None
     assert all(len(batch.sequence_indices) for batch in batches)
     assert work_of(batches).packed == batches.trunks.forest.num_tokens
@@ -246,5 +246,5 @@ def test_ranks_get_as_many_micro_batches(count: int) -> None:
 def test_settings_with_which_trees_are_cut(options: dict[str, Any], models: Path) -> None:
     settings = replace(SETTINGS, **options)
     worker = make_worker("prefixtree", models / settings.model, settings)
-    assert worker.engine._borrow_cost(as_trained=True) is None
-    assert worker.engine._borrow_cost(as_trained=False) is None
+    assert worker.engine._import_cost(as_trained=True) is None
+    assert worker.engine._import_cost(as_trained=False) is None

@@ -21,10 +21,10 @@ from verl.workers.engine.fsdp import transformer_impl
 from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.verl import batches, refusals
 from prefixtree.integrations.verl.batches import shown_of
-from prefixtree.integrations.verl.pictures import pictures_of
+from prefixtree.integrations.verl.images import images_of
 from prefixtree.integrations.verl.version import check_version
 from tests.integrations.verl.cases import CASES, Settings
-from tests.integrations.verl.picture_runs import patches_taken_back, shown
+from tests.integrations.verl.image_runs import patches_taken_back, shown
 from tests.integrations.verl.runs import batch_of, jagged, make_worker, rollouts, worker_config
 from tests.support.refusals import check_cases, pattern, rows_of
 
@@ -138,9 +138,7 @@ CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
     "OVERRIDES: prefixtree_compile under FSDP1": (
         lambda models: overridden(refusals.COMPILE, True, True, strategy="fsdp"),
     ),
-    "PICTURES: strategy": (
-        lambda models: refusals.check_pictures(SimpleNamespace(strategy="fsdp")),
-    ),
+    "IMAGES: strategy": (lambda models: refusals.check_images(SimpleNamespace(strategy="fsdp")),),
     "BATCHES: use_fused_kernels": (of_batch(use_fused_kernels=True),),
     "BATCHES: distillation_use_topk": (
         of_batch(distillation_use_topk=True),
@@ -222,7 +220,7 @@ def test_attention_dropout_is_refused_for_training_alone(models: Path) -> None:
     make_worker("prefixtree", models / "qwen3", settings, forward_only=True)
 
 
-def test_pictures_for_a_model_of_text(models: Path) -> None:
+def test_images_for_a_model_of_text(models: Path) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
     images = [{"pixel_values": torch.zeros(1, 3)}, {"pixel_values": torch.zeros(1, 3)}]
     data = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=images, **COMMON)
@@ -233,17 +231,17 @@ def test_pictures_for_a_model_of_text(models: Path) -> None:
     assert len(worker.infer_batch(text)["log_probs"].unbind()) == 2
 
 
-# ---- checkpoints with a vision tower -----------------------------------------------------------
+# ---- checkpoints with a vision encoder ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def seeing(sees: Path) -> Any:
-    """A worker of a model with a tower; nothing is trained."""
+    """A worker of a model with a vision encoder; nothing is trained."""
     return make_worker("prefixtree", sees / "qwen3_vl", VISION)
 
 
-def shown_batch(sees: Path, with_pictures: bool = True) -> Any:
-    rows = shown(rollouts(1, groups=4, size=4), sees / "qwen3_vl", with_pictures)
+def shown_batch(sees: Path, with_images: bool = True) -> Any:
+    rows = shown(rollouts(1, groups=4, size=4), sees / "qwen3_vl", with_images)
     return batch_of(rows, **COMMON)
 
 
@@ -252,7 +250,7 @@ def test_a_critic_that_sees(sees: Path) -> None:
         make_worker("prefixtree", sees / "qwen3_vl", VISION, "value_model")
 
 
-@pytest.mark.parametrize("with_pictures", [False, True])
+@pytest.mark.parametrize("with_images", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -263,21 +261,21 @@ def test_a_critic_that_sees(sees: Path) -> None:
     ],
 )
 def test_positions_that_are_not_the_types_own(
-    change: Any, message: str, with_pictures: bool, sees: Path, seeing: Any
+    change: Any, message: str, with_images: bool, sees: Path, seeing: Any
 ) -> None:
-    data = shown_batch(sees, with_pictures)
+    data = shown_batch(sees, with_images)
     data["position_ids"] = jagged([change(row) for row in data["position_ids"].unbind()])
     data["position_ids"]._ragged_idx = 2
     with pytest.raises(UnsupportedError, match=message):
         seeing.infer_batch(data)
 
 
-def test_positions_of_text_where_there_are_pictures(sees: Path, seeing: Any) -> None:
+def test_positions_of_text_where_there_are_images(sees: Path, seeing: Any) -> None:
     """One row of positions is right for text alone."""
-    for with_pictures in (False, True):
-        data = shown_batch(sees, with_pictures)
+    for with_images in (False, True):
+        data = shown_batch(sees, with_images)
         data["position_ids"] = jagged([row[0] for row in data["position_ids"].unbind()])
-        if with_pictures:
+        if with_images:
             with pytest.raises(UnsupportedError, match="sequence 0 are not those that qwen3_vl"):
                 seeing.infer_batch(data)
         else:
@@ -320,9 +318,9 @@ def test_what_follows_from_tokens_and_grids_is_left_out(sees: Path, seeing: Any)
         row["pixel_values"] = copies[0]["pixel_values"]
     data["multi_modal_inputs"] = tu.get_tensordict({"x": copies})["x"]
     assert torch.equal(seeing.infer_batch(data)["log_probs"].values(), expected)
-    pictures = pictures_of(data, batches.rows_of(data), seeing.model_config.hf_config, None)
-    assert len(pictures) == 3
-    assert pictures.num_given == 14
+    images = images_of(data, batches.rows_of(data), seeing.model_config.hf_config, None)
+    assert len(images) == 3
+    assert images.num_given == 14
 
 
 def test_classes_that_verl_patched(sees: Path, seeing: Any) -> None:

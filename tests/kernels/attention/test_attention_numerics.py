@@ -79,7 +79,7 @@ def test_numerics_of_large_logits_and_real_looking_activations() -> None:
     assert_numerics(CATERPILLAR, mask, case, ours(mask))
 
 
-# ---- the checker must be able to fail -----------------------------------------------------------
+# ---- the checker must be able to fail ----------------------------------------------------------
 
 
 def _causal(mask: TreeMask) -> TreeMask:

@@ -450,7 +450,7 @@ def test_autocast_makes_logits_in_its_dtype_and_gradients_in_the_weights():
         assert_close(got, want, 2e-2)
 
 
-# ---- the fused kernels ---------------------------------------------------------------------------
+# ---- the fused kernels -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", [1, 2])

@@ -13,7 +13,7 @@ is held by tests/kernels/attention/flash/fa4.
   turns the grid and reads it turned; its compiled kernels are its alone.
 - **In float32.** Where query heads share a kv head, the kernel adds dk and dv up in float32, in the
   order in which its registers hold a tile, and a second kernel brings them into rows and rounds
-  them. What the ranks of a group return of borrowed rows must not be rounded before it is added up,
+  them. What the ranks of a group return of imported rows must not be rounded before it is added up,
   so the accumulators are brought into rows here. Their order is read off that second kernel itself:
   it is given the places of a tile as numbers.
 

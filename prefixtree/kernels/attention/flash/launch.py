@@ -257,7 +257,7 @@ def _zeros_like(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else torch.zeros_like(x)
 
 
-# ---- queries of a part ---------------------------------------------------------------------------
+# ---- queries of a part -------------------------------------------------------------------------
 
 
 class Queries:
@@ -308,7 +308,7 @@ _query_rows: weakref.WeakKeyDictionary[HostMask, dict[torch.device, RowRuns]] = 
 )
 
 
-# ---- tiles of the backward and their order -------------------------------------------------------
+# ---- tiles of the backward and their order -----------------------------------------------------
 
 
 def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
@@ -391,7 +391,7 @@ def sinks_gradient(
     return -(torch.sigmoid(sinks.unsqueeze(1) - lse) * delta.t()).sum(1)
 
 
-# ---- arguments -----------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

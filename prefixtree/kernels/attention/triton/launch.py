@@ -150,7 +150,7 @@ class Problem:
         # with chosen keys `outer` multiplies a masked score, which must stay far below the others
         return 0.0, max(scale * LOG2E, 2.0**-46 if self.call.chosen is not None else 0.0)
 
-    # ---- what a kernel receives for an array: a pointer, or a descriptor -------------------------
+    # ---- what a kernel receives for an array: a pointer, or a descriptor ------------------------
 
     def rows(self, x: torch.Tensor, config: Config, columns: int, shared: bool = False) -> Any:
         """q or dout, tiles of (tokens x heads of a block) in pieces of so many columns."""
@@ -459,7 +459,7 @@ def _forward_tables(tables: BlockTables) -> tuple[torch.Tensor, ...]:
     )
 
 
-# ---- layouts ------------------------------------------------------------------------------------
+# ---- layouts -----------------------------------------------------------------------------------
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tests.support.attention_checks import Case, eager, ours, run
 from tests.support.pairs import pairwise
 from tests.support.strategies import forests, mask_of, query_ranges, random_forest
 
-# with tiles of borrowed tokens alone before, between and behind the rows of q
+# with tiles of imported tokens alone before, between and behind the rows of q
 TREE = PrefixForest.from_parents([-1, 0, 1, 1, 0, -1], [300, 150, 40, 200, 390, 200], order="input")
 RANGES = [(310, 420), (700, 710), (900, 1100)]
 # rows of q in tiles of 128 neighbours

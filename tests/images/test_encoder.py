@@ -1,5 +1,5 @@
-"""A tower's forward: patches by products, and runs of pictures, as all at once with the activations
-of one run."""
+"""A vision encoder's forward: patches by products, and runs of images, as all at once with the
+activations of one run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
-from prefixtree.images import tower, vision
-from prefixtree.images.tower import TowerRuns, TowerShape, in_few_calls
-from prefixtree.images.vision import PlacedPictures, tower_of
+from prefixtree.images import encoder, vision
+from prefixtree.images.encoder import EncoderRuns, EncoderShape, in_few_calls
+from prefixtree.images.vision import PlacedImages, encoder_of
 from prefixtree.recompute.counted import LiveBytes
-from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
+from prefixtree.recompute.layers import checkpoint_of_encoder, keeping_in_encoder
 from prefixtree.recompute.plan import RecomputePlan
 from tests.images.test_vision import FAMILIES, made_of
 from tests.support.full import in_turn
 from tests.support.hooks import wrap
-from tests.support.models import counted, enable_checkpointing
-from tests.support.picture_cases import (
+from tests.support.image_cases import (
     TREE,
     Float64,
     batch,
     build,
     errors,
-    pictures_of,
+    images_of,
     reference,
     run_alone,
     run_forward,
@@ -37,15 +36,16 @@ from tests.support.picture_cases import (
     screenshots,
     tolerance,
 )
+from tests.support.models import counted, enable_checkpointing
 
 
 def _layers(model: Any) -> Any:
-    tower = tower_of(model)
-    return tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
+    encoder = encoder_of(model)
+    return encoder.blocks if hasattr(encoder, "blocks") else encoder.encoder.layers
 
 
-def test_runs_of_pictures():
-    shape = TowerShape([32, 32, 24, 100, 8], 49)
+def test_runs_of_images():
+    shape = EncoderShape([32, 32, 24, 100, 8], 49)
     assert shape.runs(64) == ([(0, 2), (2, 3), (3, 4), (4, 5)], [])
     assert shape.runs(1) == ([(i, i + 1) for i in range(5)], [])
     assert shape.runs(196) == ([(0, 5)], []) and shape.runs(195) == ([(0, 4), (4, 5)], [])
@@ -56,7 +56,7 @@ def test_runs_of_pictures():
     assert shape.runs(200, 196) == ([], [(0, 5)])
 
 
-# ---- exact ---------------------------------------------------------------------------------------
+# ---- exact -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_runs_of_pictures():
     [("qwen3_vl", "images"), ("qwen2_5_vl", "videos"), ("gemma4", "images")],
 )
 def test_float64_is_exact(model_type, kind):
-    """Runs of one and of two pictures, the last one's kept, with blanks around."""
+    """Runs of one and of two images, the last one's kept, with blanks around."""
     made = made_of(model_type, kind)
     with Float64():
         expected = run_alone(build(model_type, "eager", torch.float64), made)
         for patches, kept in ((1, 0), (80, 0), (1, 40), (80, 72), (80, 1000)):
             model = build(model_type, dtype=torch.float64)
-            again = checkpoint_of_tower(tower_of(model), "all")
+            again = checkpoint_of_encoder(encoder_of(model), "all")
 
             def around(run: Any, *tensors: Any, again: Any = again) -> Any:
                 def in_float64(*tensors: Any) -> Any:
@@ -80,7 +80,7 @@ def test_float64_is_exact(model_type, kind):
 
                 return again(in_float64, *tensors)
 
-            runs = TowerRuns(patches, around, 3, kept, keeping_in_tower(tower_of(model)), 2)
+            runs = EncoderRuns(patches, around, 3, kept, keeping_in_encoder(encoder_of(model)), 2)
             found = errors(run_forward(model, made, runs), expected)
             assert found.largest < 1e-12
 
@@ -97,7 +97,7 @@ _WAYS = ["all", "all_but_attention", "plan", "kept", "reentrant", "non-reentrant
 
 @pytest.mark.parametrize(("model_type", "mode"), in_turn(FAMILIES, _WAYS))
 def test_as_layers_are_recomputed(model_type, mode):
-    """Each picture is a run, computed twice, whoever asked for it, unless a plan keeps it. Its
+    """Each image is a run, computed twice, whoever asked for it, unless a plan keeps it. Its
     layers are not checkpointed one by one then, whatever was set."""
     model = build(model_type)
     options: dict[str, Any] = {}
@@ -151,10 +151,10 @@ def test_the_same_bits_under_autocast(mode):
 
 def test_without_gradients_runs_are_as_short():
     made, model = batch("qwen3_vl"), build("qwen3_vl")
-    pictures = pictures_of(model, made)
-    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    images = images_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
     with _small_runs(), torch.no_grad(), counted(_layers(model)[:1]) as blocks:
-        scores = pt.sequence_logprobs(model, packed, pictures=pictures).logprobs
+        scores = pt.sequence_logprobs(model, packed, images=images).logprobs
         assert blocks() == 3
     wanted = reference("qwen3_vl").logprobs
     assert max(float((a - b).abs().max()) for a, b in zip(scores, wanted, strict=True)) < 5e-5
@@ -167,18 +167,18 @@ def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
             parts = [*parts[:-1], parts[-1].detach()]
         return joined(parts, *blanks)
 
-    wrap(monkeypatch, "joined runs of a tower", dropped)
+    wrap(monkeypatch, "joined runs of a vision encoder", dropped)
     model = build(model_type)
     kept = RecomputePlan(("all",) * len(model.get_decoder().layers), 0, patches=40, kept=40)
     for mode in ("all", kept):
         with _small_runs():
             run = run_packed(model, batch(model_type), recompute=mode)
         wrong = errors(run, reference(model_type))
-        assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+        assert wrong.logprob < tolerance(model_type) and wrong.encoder > 0.2
         model.zero_grad(set_to_none=True)
 
 
-# ---- patches by products -------------------------------------------------------------------------
+# ---- patches by products -----------------------------------------------------------------------
 
 
 class _Convolutions(TorchDispatchMode):
@@ -192,7 +192,7 @@ class _Convolutions(TorchDispatchMode):
 
 
 class _Embeds(nn.Module):
-    """A tower of one convolution, and the shape that it sees."""
+    """A vision encoder of one convolution, and the shape that it sees."""
 
     def __init__(self, convolution: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -224,12 +224,12 @@ _FLAT: dict[str, Any] = {"kernel_size": (2, 4, 4), "stride": (2, 4, 4)}
 )
 def test_patches_in_few_calls(convolution, shape, is_product):
     """The same values and gradients, and the module's hooks."""
-    tower, seen = _Embeds(convolution, shape), []
+    encoder, seen = _Embeds(convolution, shape), []
     convolution.register_forward_hook(lambda module, given, output: seen.append(output))
     patches = torch.randn(5, torch.Size(shape).numel(), dtype=torch.float64, requires_grad=True)
-    held = [patches, *tower.parameters()]
+    held = [patches, *encoder.parameters()]
     outputs, gradients, calls = [], [], []
-    for forward in (tower, in_few_calls(tower)):
+    for forward in (encoder, in_few_calls(encoder)):
         with _Convolutions() as counter:
             outputs.append(forward(patches))
         calls.append(counter.calls)
@@ -255,13 +255,13 @@ def test_only_our_calls_multiply(model_type):
     assert theirs.calls > 0
 
 
-# ---- attention -----------------------------------------------------------------------------------
+# ---- attention ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("model_type", "kind", "calls"),
     [
-        # two blocks, pictures of two sizes
+        # two blocks, images of two sizes
         ("qwen3_vl", "images", 4),
         ("glm4v", "images", 4),
         # a block with windows of two sizes
@@ -270,7 +270,7 @@ def test_only_our_calls_multiply(model_type):
         ("qwen3_vl", "videos", 4),
     ],
 )
-def test_pictures_of_one_size_are_one_call(model_type, kind, calls):
+def test_images_of_one_size_are_one_call(model_type, kind, calls):
     model = build(model_type)
     for attention in ("prefixtree", "sdpa"):
         names = {"": "prefixtree", "text_config": "prefixtree", "vision_config": attention}
@@ -296,15 +296,15 @@ def test_layers_that_are_recomputed_by_themselves():
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_attention_across_borders_is_seen(model_type, monkeypatch):
-    """Two pictures of one size as one."""
-    attend = tower.picture_attention
+    """Two images of one size as one."""
+    attend = encoder.image_attention
 
     def across(*given: Any) -> Any:
         return attend(*given[:-1], given[-1][[0, *range(2, len(given[-1]))]])
 
-    monkeypatch.setattr(tower, "picture_attention", across)
+    monkeypatch.setattr(encoder, "image_attention", across)
     wrong = errors(run_packed(build(model_type), batch(model_type)), reference(model_type))
-    assert wrong.logprob > 0.01 and wrong.tower > 0.01
+    assert wrong.logprob > 0.01 and wrong.encoder > 0.01
 
 
 @pytest.mark.parametrize("left_out", ["the bias", "the weight's gradient"])
@@ -317,16 +317,16 @@ def test_a_product_without_is_seen(left_out, monkeypatch):
     wrap(monkeypatch, "product of patches", without)
     wrong = errors(run_packed(build("qwen3_vl"), batch("qwen3_vl")), reference("qwen3_vl"))
     print(wrong)
-    assert wrong.tower > 1e-3 and (left_out == "the bias") == (wrong.logprob > 1e-3)
+    assert wrong.encoder > 1e-3 and (left_out == "the bias") == (wrong.logprob > 1e-3)
 
 
-# ---- memory --------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_activations_do_not_grow_with_pictures(model_type):
-    """Bytes that a tower holds after its forward and at the most in its backward, beside pixels and
-    features, of twice as many pictures."""
+def test_activations_do_not_grow_with_images(model_type):
+    """Bytes that a vision encoder holds after its forward and at the most in its backward, beside
+    pixels and features, of twice as many images."""
     held: dict[str, list[int]] = {"at once": [], "in runs": []}
     most: dict[str, list[int]] = {"at once": [], "in runs": []}
     for how in held:
@@ -334,18 +334,18 @@ def test_activations_do_not_grow_with_pictures(model_type):
             model = build(model_type)
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            tower = tower_of(model)
-            pictures = pictures_of(model, screenshots(count))
-            packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-            placed = PlacedPictures(model, model, packed, pictures).forward()
-            runs = TowerRuns(256, checkpoint_of_tower(tower, "all"))
+            encoder = encoder_of(model)
+            images = images_of(model, screenshots(count))
+            packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
+            placed = PlacedImages(model, model, packed, images).forward()
+            runs = EncoderRuns(256, checkpoint_of_encoder(encoder, "all"))
             if how == "at once":
-                runs = TowerRuns(None)
+                runs = EncoderRuns(None)
             shown, grids = placed.inputs["pixel_values"], placed.inputs["image_grid_thw"]
             known = (x for p in model.parameters() for x in (p, p.grad))
             live = LiveBytes([shown, *known])
             with placed.encoded(runs), live:
-                output = tower(shown, grid_thw=grids)
+                output = encoder(shown, grid_thw=grids)
                 features = [
                     output.pooler_output,
                     *(getattr(output, "deepstack_features", ()) or ()),

@@ -1,5 +1,5 @@
-"""Pictures where a forest is computed in steps: as each sequence alone, also where a border cuts a
-picture, and red where a step leaves out its gradient."""
+"""Images where a forest is computed in steps: as each sequence alone, also where a border cuts an
+image, and red where a step leaves out its gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from prefixtree.models.layers import layers_of
 from prefixtree.planning.steps import plan_steps
 from prefixtree.scoring.part_runs import dummy_of
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import TRANSFORMERS, adapted, counted
-from tests.support.picture_cases import (
+from tests.support.image_cases import (
     ADAPTED,
     FAMILIES,
     NO_VIDEOS,
@@ -28,33 +27,34 @@ from tests.support.picture_cases import (
     clone,
     distance,
     errors,
-    pictures_of,
+    images_of,
     reference,
     run_packed,
     tolerance,
     videos,
 )
+from tests.support.models import TRANSFORMERS, adapted, counted
 
 # so little that steps may be small
-LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
-OPTIONS: dict[str, Any] = {"max_tokens": 30, "borrow_cost": LIGHT}
+LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
+OPTIONS: dict[str, Any] = {"max_tokens": 30, "import_cost": LIGHT}
 
 
-def _tower(model: Any) -> nn.Module:
-    return vision.tower_of(model)
+def _encoder(model: Any) -> nn.Module:
+    return vision.encoder_of(model)
 
 
 def _borders(model: Any, made: Any) -> tuple[int, int]:
-    """Steps, and pictures that a border cuts."""
-    pictures = pictures_of(model, made)
-    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-    steps = plan_steps(packed, 30, borrow_cost=LIGHT)
+    """Steps, and images that a border cuts."""
+    images = images_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
+    steps = plan_steps(packed, 30, import_cost=LIGHT)
     of_token = np.empty(packed.num_tokens, int)
     for number, part in enumerate(steps):
         of_token[part.own_tokens] = number
-    placements, _ = place(packed, pictures)
+    placements, _ = place(packed, images)
     runs = [
-        of_token[start : start + pictures.distinct[n].run_tokens]
+        of_token[start : start + images.distinct[n].run_tokens]
         for start, n in zip(placements.start, placements.number, strict=True)
     ]
     return len(steps), sum(len(set(run.tolist())) > 1 for run in runs)
@@ -77,7 +77,7 @@ def test_equals_each_sequence_alone(model_type, kind):
         pytest.skip("this transformers takes seconds of images too")
     # hybrids are cut where their states are, which another plan says
     steps, cut = (4, 1) if model_type in HYBRIDS else _borders(model, made)
-    with counted([_tower(model)]) as calls:
+    with counted([_encoder(model)]) as calls:
         run = run_packed(model, made, **OPTIONS)
         # in both passes
         assert calls() >= 6
@@ -87,10 +87,10 @@ def test_equals_each_sequence_alone(model_type, kind):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_the_tower_in_runs(model_type, monkeypatch):
+def test_the_encoder_in_runs(model_type, monkeypatch):
     monkeypatch.setattr(vision, "RUN", 1)
     model = build(model_type)
-    # each step keeps its last picture
+    # each step keeps its last image
     layers = len(model.get_decoder().layers)
     recompute = pt.RecomputePlan(("all",) * layers, 0, patches=1, kept=40)
     run = run_packed(model, batch(model_type), recompute=recompute, **OPTIONS)
@@ -100,7 +100,7 @@ def test_the_tower_in_runs(model_type, monkeypatch):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("targets", ADAPTED)
 def test_adapters_over_frozen_text(targets):
-    """What a step without pictures returns to one with some goes on to the tower."""
+    """What a step without images returns to one with some goes on to the vision encoder."""
     model, made = adapted(build("qwen3_vl"), *targets), batch("qwen3_vl")
     expected = run_packed(model, made)
     model.zero_grad(set_to_none=True)
@@ -113,7 +113,7 @@ def test_adapters_over_frozen_text(targets):
 )
 @pytest.mark.parametrize("recompute", [None, "all"])
 def test_what_turns_features_into_embeddings_trains_alone(model_type, part, recompute):
-    """Below a last layer that trains too, so that steps without pictures have a graph at all."""
+    """Below a last layer that trains too, so that steps without images have a graph at all."""
     model, made = build(model_type), batch(model_type)
     last = layers_of(model)[-1]
     for name, parameter in model.named_parameters():
@@ -127,9 +127,9 @@ def test_what_turns_features_into_embeddings_trains_alone(model_type, part, reco
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
-def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatch):
+def test_a_step_without_gradients_of_its_images_is_seen(model_type, monkeypatch):
     """The first step's are those that the backward computes last."""
-    of = vision.PlacedPictures.forward
+    of = vision.PlacedImages.forward
 
     def without(self: Any, own: Any = None) -> Any:
         found = of(self, own)
@@ -141,15 +141,15 @@ def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatc
                 )
         return found
 
-    monkeypatch.setattr(vision.PlacedPictures, "forward", without)
+    monkeypatch.setattr(vision.PlacedImages, "forward", without)
     wrong = errors(
         run_packed(build(model_type), batch(model_type), **OPTIONS), reference(model_type)
     )
-    assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+    assert wrong.logprob < tolerance(model_type) and wrong.encoder > 0.2
 
 
 def test_a_dummy_is_a_token_that_the_model_knows():
-    """Also where the forest begins with a picture."""
+    """Also where the forest begins with an image."""
     packed = pt.pack(pt.PrefixForest.from_sequences([[64, 64, 9, 5], [64, 64, 7]]))
     assert dummy_of(packed).input_ids.tolist() == [5]
 
@@ -157,9 +157,9 @@ def test_a_dummy_is_a_token_that_the_model_knows():
 def test_pixels_that_change_before_the_backward():
     model, made = build("qwen3_vl"), batch("qwen3_vl")
     made = clone(made, pixel_values=made.arguments["pixel_values"].clone())
-    pictures = pictures_of(model, made)
-    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-    scores = pt.sequence_logprobs(model, packed, pictures=pictures, **OPTIONS)
+    images = images_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
+    scores = pt.sequence_logprobs(model, packed, images=images, **OPTIONS)
     made.arguments["pixel_values"].zero_()
-    with pytest.raises(RuntimeError, match=r"the pixels of picture 0 .*between a call with"):
+    with pytest.raises(RuntimeError, match=r"the pixels of image 0 .*between a call with"):
         torch.cat(scores.logprobs).sum().backward()

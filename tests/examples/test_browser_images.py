@@ -15,8 +15,8 @@ import prefixtree as pt
 from prefixtree.demo.browser import write_rollouts
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 
-_PATH = Path(__file__).parents[2] / "examples" / "browser_pictures.py"
-_SPEC = importlib.util.spec_from_file_location("browser_pictures", _PATH)
+_PATH = Path(__file__).parents[2] / "examples" / "browser_images.py"
+_SPEC = importlib.util.spec_from_file_location("browser_images", _PATH)
 assert _SPEC is not None and _SPEC.loader is not None
 example = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(example)
@@ -47,19 +47,19 @@ def test_both_ways_agree(folder, rollouts, capsys):
     some = rollouts.take([0, 1, 6, 12, 13, 20])
     facts = compare(folder, some)
     assert facts["sequences"] == 6 and facts["tokens"][0] == sum(map(len, some.sequences))
-    assert facts["pictures encoded"][0] == 30 > 2 * facts["pictures encoded"][1]
+    assert facts["images encoded"][0] == 30 > 2 * facts["images encoded"][1]
     assert 0 < facts["differences"]["log-probabilities"] < 2e-5
     assert 0 < facts["differences"]["gradients"] < 2e-5
     assert example.show(facts, "rollout")
     assert "6 sequences, one per rollout" in capsys.readouterr().out
     # a turn at a time: the same forest, more copies of it
     per_turn = compare(folder, expand_turns(some.take([0, 2])))
-    assert per_turn["pictures encoded"][0] == 2 * (1 + 2 + 3 + 4 + 5)
+    assert per_turn["images encoded"][0] == 2 * (1 + 2 + 3 + 4 + 5)
     assert per_turn["differences"]["gradients"] < 2e-5
 
 
 def test_a_wrong_packed_run_is_red(folder, rollouts, monkeypatch, capsys):
-    """A step on one side alone of the features that the tower gives."""
+    """A step on one side alone of the features that the vision encoder gives."""
     packed = example.packed
 
     def damaged(model, *arguments):
@@ -76,8 +76,8 @@ def test_a_wrong_packed_run_is_red(folder, rollouts, monkeypatch, capsys):
 
 
 def test_the_loop_of_the_page(folder, monkeypatch):
-    """docs/pictures.md's lines for one's own loop run as they stand, on fewer rollouts."""
-    page = (_PATH.parents[1] / "docs" / "pictures.md").read_text()
+    """docs/images.md's lines for one's own loop run as they stand, on fewer rollouts."""
+    page = (_PATH.parents[1] / "docs" / "images.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
     few = "browser/rollouts.jsonl"
     (folder / "browser").mkdir()
@@ -94,4 +94,4 @@ def test_the_loop_of_the_page(folder, monkeypatch):
     assert [len(s) for s in names["scores"].logprobs] == [
         len(s) - 1 for s in names["rollouts"].sequences
     ]
-    assert names["pictures"].num_given == 10
+    assert names["images"].num_given == 10

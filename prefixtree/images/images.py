@@ -1,10 +1,10 @@
-"""Pictures and videos in token sequences: two placeholders are one token if they show the same.
+"""Images and videos in token sequences: two placeholders are one token if they show the same.
 
-Processors write one placeholder id for every picture. `Pictures` gives each distinct picture an id
+Processors write one placeholder id for every image. `Images` gives each distinct image an id
 of its own, beyond the vocabulary. Then two sequences have a common prefix exactly where text and
-pictures are equal, and forests, plans and reports of these ids need to know nothing of pictures.
+images are equal, and forests, plans and reports of these ids need to know nothing of images.
 
-This module needs no model and not transformers. `images.vision` runs pictures in a model.
+This module needs no model and not transformers. `images.vision` runs images in a model.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import torch
 from prefixtree._forest_inputs import flatten
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
-from prefixtree.images.inputs import Modality, Picture, PictureRule, picture_key
+from prefixtree.images.inputs import Image, ImageRule, Modality, image_key
 
-__all__ = ["Picture", "Pictures", "picture_key"]
+__all__ = ["Image", "Images", "image_key"]
 
 
-class Pictures:
-    """The distinct pictures of a batch, and its sequences with an id for each. Made by
+class Images:
+    """The distinct images of a batch, and its sequences with an id for each. Made by
     `from_batch`.
 
-        pictures = Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)
-        packed = pack(PrefixForest.from_sequences(pictures.sequences))
-        scores = sequence_logprobs(model, packed, pictures=pictures)
+        images = Images.from_batch(sequences, pixel_values, image_grid_thw, model.config)
+        packed = pack(PrefixForest.from_sequences(images.sequences))
+        scores = sequence_logprobs(model, packed, images=images)
 
     Attributes:
-        sequences: S integer arrays. The placeholders of distinct picture n are `first_id` + n.
-        distinct: the distinct pictures and videos, as they first come.
-        of_sequences: S lists, the numbers of the pictures that a sequence holds, in its order.
-        first_id: the id of picture 0, beyond the vocabulary.
+        sequences: S integer arrays. The placeholders of distinct image n are `first_id` + n.
+        distinct: the distinct images and videos, as they first come.
+        of_sequences: S lists, the numbers of the images that a sequence holds, in its order.
+        first_id: the id of image 0, beyond the vocabulary.
         placeholders: by modality, the id that the model knows.
-        model_type: of the model whose processor gave the pictures.
+        model_type: of the model whose processor gave the images.
     """
 
     def __init__(
         self,
         sequences: list[np.ndarray],
-        distinct: list[Picture],
+        distinct: list[Image],
         of_sequences: list[list[int]],
         first_id: int,
         placeholders: dict[Modality, int],
@@ -72,10 +72,10 @@ class Pictures:
         image_position_ids: Any = None,
         image_keys: Sequence[Hashable] | None = None,
         video_keys: Sequence[Hashable] | None = None,
-    ) -> Pictures:
-        """Numbers the distinct pictures of a batch.
+    ) -> Images:
+        """Numbers the distinct images of a batch.
 
-        Two pictures are one where modality, grid, dtype, shape, pixels and seconds per grid step
+        Two images are one where modality, grid, dtype, shape, pixels and seconds per grid step
         are equal. Their hashes (SHA-256) are compared. Placeholders of images without any images,
         and of videos without any videos, stay as they are: text, as in transformers.
 
@@ -101,17 +101,17 @@ class Pictures:
             video_keys: the same of the videos. Default: their hashes.
 
         Returns:
-            The pictures.
+            The images.
 
         Raises:
-            UnsupportedError: a model type whose pictures, or whose videos, are not verified.
-            ForestError: placeholders that do not match the pictures: another number of pictures,
-                another size, a sequence that is cut inside a picture, two pictures without a token
+            UnsupportedError: a model type whose images, or whose videos, are not verified.
+            ForestError: placeholders that do not match the images: another number of images,
+                another size, a sequence that is cut inside an image, two images without a token
                 between them; a token id beyond the vocabulary.
             ValueError: tensors that do not fit one another; two grids or sizes for one key.
         """
-        rule = PictureRule(config)
-        given: dict[Modality, list[Picture]] = {
+        rule = ImageRule(config)
+        given: dict[Modality, list[Image]] = {
             "image": rule.read(
                 "image",
                 pixel_values,
@@ -128,7 +128,7 @@ class Pictures:
             i = int(np.searchsorted(ends, bad, side="right"))
             raise ForestError(
                 f"sequences[{i}] has the token id {flat[bad]}; ids from {rule.first_id} on are "
-                "beyond the vocabulary and stand for pictures: give the processor's token ids"
+                "beyond the vocabulary and stand for images: give the processor's token ids"
             )
         rows = np.split(flat.copy(), ends[:-1])
         walk = _Walk(rule, given)
@@ -145,7 +145,7 @@ class Pictures:
 
     @property
     def num_given(self) -> int:
-        """The pictures of all sequences, copies and all."""
+        """The images of all sequences, copies and all."""
         return sum(map(len, self.of_sequences))
 
     def with_placeholders(self, tokens: np.ndarray) -> np.ndarray:
@@ -155,19 +155,19 @@ class Pictures:
             tokens: integers, any shape, ids of `sequences` or of a forest of them.
 
         Returns:
-            The same with the placeholder of each picture in the place of its id.
+            The same with the placeholder of each image in the place of its id.
 
         Raises:
-            ForestError: an id beyond the pictures.
+            ForestError: an id beyond the images.
         """
         number = tokens - self.first_id
         if tokens.size and number.max() >= len(self.distinct):
             raise ForestError(
-                f"the sequences hold picture {number.max()} (token id {tokens.max()}), and there "
-                f"are {len(self.distinct)}: the forest is of other pictures; make it of "
-                "pictures.sequences, with these pictures"
+                f"the sequences hold image {number.max()} (token id {tokens.max()}), and there "
+                f"are {len(self.distinct)}: the forest is of other images; make it of "
+                "images.sequences, with these images"
             )
-        known = [self.placeholders[picture.modality] for picture in self.distinct]
+        known = [self.placeholders[image.modality] for image in self.distinct]
         return np.where(number >= 0, np.array([*known, 0], tokens.dtype)[number.clip(-1)], tokens)
 
     def __len__(self) -> int:
@@ -175,12 +175,12 @@ class Pictures:
 
     def __repr__(self) -> str:
         return (
-            f"Pictures({len(self.distinct)} distinct of {self.num_given}, "
+            f"Images({len(self.distinct)} distinct of {self.num_given}, "
             f"{len(self.sequences)} sequences)"
         )
 
 
-def _one_of(rule: PictureRule, grids: Any, positions: Any) -> Any:
+def _one_of(rule: ImageRule, grids: Any, positions: Any) -> Any:
     """The grids, or in their place the positions of patches, as the family has it."""
     wanted, other = rule.grid_name, positions
     given = grids
@@ -193,10 +193,10 @@ def _one_of(rule: PictureRule, grids: Any, positions: Any) -> Any:
 
 
 class _Walk:
-    """Meets the pictures in the order of their placeholders, and numbers the distinct ones."""
+    """Meets the images in the order of their placeholders, and numbers the distinct ones."""
 
-    def __init__(self, rule: PictureRule, given: dict[Modality, list[Picture]]) -> None:
-        self.distinct: list[Picture] = []
+    def __init__(self, rule: ImageRule, given: dict[Modality, list[Image]]) -> None:
+        self.distinct: list[Image] = []
         self._rule, self._given = rule, given
         self._number: dict[Hashable, int] = {}
         self._met: dict[Modality, int] = {"image": 0, "video": 0}
@@ -209,7 +209,7 @@ class _Walk:
             row: its token ids.
 
         Returns:
-            The numbers of its pictures.
+            The numbers of its images.
         """
         numbers: list[int] = []
         # of a video whose frames are apart: its number, and the runs that are still to come
@@ -241,7 +241,7 @@ class _Walk:
         return numbers
 
     def check_all_are_held(self) -> None:
-        """Raises a ForestError for pictures that no placeholder stands for."""
+        """Raises a ForestError for images that no placeholder stands for."""
         for modality, given in self._given.items():
             if (met := self._met[modality]) < len(given):
                 raise ForestError(
@@ -251,7 +251,7 @@ class _Walk:
 
     def _runs(self, row: np.ndarray) -> Iterator[tuple[Modality, int, int]]:
         """Each run of equal placeholders: modality, first token, one past the last."""
-        # without pictures of a modality its placeholders are text
+        # without images of a modality its placeholders are text
         modalities = [m for m in self._rule.placeholders if self._given[m]]
         kind = np.zeros(len(row) + 1, np.int8)
         for value, modality in enumerate(modalities, 1):
@@ -262,7 +262,7 @@ class _Walk:
                 yield modalities[kind[start] - 1], start, end
 
     def _meet(self, modality: Modality, where: str) -> int:
-        """The number of the next picture."""
+        """The number of the next image."""
         given, at = self._given[modality], self._met[modality]
         if at == len(given):
             raise ForestError(
@@ -271,36 +271,34 @@ class _Walk:
                 + self._if_sampled(modality)
             )
         self._met[modality] += 1
-        picture = given[at]
-        number = self._number.setdefault(picture.key, len(self.distinct))
+        image = given[at]
+        number = self._number.setdefault(image.key, len(self.distinct))
         if number == len(self.distinct):
-            self.distinct.append(picture)
-        elif not _alike(picture, self.distinct[number]):
+            self.distinct.append(image)
+        elif not _alike(image, self.distinct[number]):
             first = self.distinct[number]
             raise ValueError(
-                f"{modality}s of one key must be equal: those of key {picture.key!r} have grids "
-                f"{_short(first.grid)} and {_short(picture.grid)}, pixels of shapes "
-                f"{list(first.pixels.shape)} and {list(picture.pixels.shape)}"
+                f"{modality}s of one key must be equal: those of key {image.key!r} have grids "
+                f"{_short(first.grid)} and {_short(image.grid)}, pixels of shapes "
+                f"{list(first.pixels.shape)} and {list(image.pixels.shape)}"
             )
         return number
 
-    def _check_length(
-        self, picture: Picture, start: int, end: int, length: int, where: str
-    ) -> None:
-        found, expected = end - start, picture.run_tokens
+    def _check_length(self, image: Image, start: int, end: int, length: int, where: str) -> None:
+        found, expected = end - start, image.run_tokens
         if found == expected:
             return
-        what = f"{where} {found} placeholders of one {picture.modality} with {expected}"
-        if picture.runs > 1:
+        what = f"{where} {found} placeholders of one {image.modality} with {expected}"
+        if image.runs > 1:
             what += " per frame"
         if found < expected and end == length:
             raise ForestError(
-                f"{what}: the sequence is cut inside a picture; drop it, or allow more tokens"
+                f"{what}: the sequence is cut inside an image; drop it, or allow more tokens"
             )
         raise ForestError(
-            f"{what} (grid {_short(picture.grid)}): the picture is of another size, another one "
+            f"{what} (grid {_short(image.grid)}): the image is of another size, another one "
             "is missing before it, or two stand side by side without a token between"
-            + self._if_sampled(picture.modality)
+            + self._if_sampled(image.modality)
         )
 
     def _if_sampled(self, modality: Modality) -> str:
@@ -312,8 +310,8 @@ class _Walk:
         )
 
 
-def _alike(a: Picture, b: Picture) -> bool:
-    """Whether two pictures of one key can be one."""
+def _alike(a: Image, b: Image) -> bool:
+    """Whether two images of one key can be one."""
     same_form = a.pixels.shape == b.pixels.shape and a.pixels.dtype == b.pixels.dtype
     return same_form and a.grid.equal(b.grid) and a.seconds == b.seconds
 

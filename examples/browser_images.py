@@ -5,7 +5,7 @@ every turn a screenshot. Two copies of the model take one GRPO update: one runs 
 alone, the other runs the packed forest and encodes every distinct screenshot once. First a sequence
 is a rollout, then the rollout up to the end of a turn, as step-wise trainers make them.
 
-    python examples/browser_pictures.py [FOLDER]
+    python examples/browser_images.py [FOLDER]
 
 writes rollouts, screenshots and the model's folder into FOLDER (default: nowhere to keep) and
 prints what both took and how far apart they are. It exits with 1 when they differ.
@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import prefixtree as pt
 import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
 from prefixtree.demo.browser import write_rollouts
-from prefixtree.rollouts import ChatTokenizer, PictureBatch, Rollouts, expand_turns, read_rollouts
+from prefixtree.rollouts import ChatTokenizer, ImageBatch, Rollouts, expand_turns, read_rollouts
 from prefixtree.testing.compare import gradient_differences
 
 LIMIT = 1e-4
@@ -52,7 +52,7 @@ def advantages(rewards: list[float], rollouts: Rollouts) -> list[float]:
     ]
 
 
-def alone(model: nn.Module, batch: PictureBatch, losses: list[Loss]) -> list[torch.Tensor]:
+def alone(model: nn.Module, batch: ImageBatch, losses: list[Loss]) -> list[torch.Tensor]:
     """Every sequence alone, forward and backward; its log-probabilities, [n - 1] each."""
     kept = []
     for i, loss in enumerate(losses):
@@ -66,10 +66,10 @@ def alone(model: nn.Module, batch: PictureBatch, losses: list[Loss]) -> list[tor
 
 
 def packed(
-    model: nn.Module, forest: pt.PackedForest, pictures: pt.Pictures, loss: Loss
+    model: nn.Module, forest: pt.PackedForest, images: pt.Images, loss: Loss
 ) -> list[torch.Tensor]:
     """The packed forest, forward and backward; the log-probabilities per sequence."""
-    scores = pt.sequence_logprobs(model, forest, pictures=pictures)
+    scores = pt.sequence_logprobs(model, forest, images=images)
     loss(scores.logprobs).backward()
     return [logprobs.detach() for logprobs in scores.logprobs]
 
@@ -88,23 +88,21 @@ def compare(rollouts: Rollouts, rewards: list[float], config: Any) -> dict[str, 
     """One update both ways; counts, seconds and the largest differences.
 
     Args:
-        rollouts: with pictures, loss masks and groups; a sequence per rollout or turn.
+        rollouts: with images, loss masks and groups; a sequence per rollout or turn.
         rewards: one per line of the file.
         config: of the model, which gets random weights.
     """
     torch.manual_seed(0)
-    # the tower keeps an ordinary attention
+    # the vision encoder keeps an ordinary attention
     parts = {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=parts).eval()
     ours = copy.deepcopy(model)
     ours.set_attn_implementation(parts | {"": "prefixtree", "text_config": "prefixtree"})
 
-    batch = rollouts.picture_batch()
+    batch = rollouts.image_batch()
     assert batch is not None and rollouts.loss_masks is not None
-    pictures = pt.Pictures.from_batch(
-        batch.sequences, batch.pixel_values, batch.image_grid_thw, config
-    )
-    forest = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    images = pt.Images.from_batch(batch.sequences, batch.pixel_values, batch.image_grid_thw, config)
+    forest = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
 
     masks = [torch.from_numpy(mask[1:]) for mask in rollouts.loss_masks]
     scored = sum(int(mask.sum()) for mask in masks)
@@ -118,22 +116,22 @@ def compare(rollouts: Rollouts, rewards: list[float], config: Any) -> dict[str, 
         return torch.cat(logprobs) @ torch.cat(weights)
 
     # what is compiled once, and the memory that is taken once, is not timed
-    packed(ours, forest, pictures, together)
+    packed(ours, forest, images, together)
     alone(model, batch, each[:1])
     for copy_ in (model, ours):
         copy_.zero_grad()
     expected, alone_seconds = timed_update(model, lambda: alone(model, batch, each))
-    found, packed_seconds = timed_update(ours, lambda: packed(ours, forest, pictures, together))
+    found, packed_seconds = timed_update(ours, lambda: packed(ours, forest, images, together))
     gradients = ({name: p.grad for name, p in side.named_parameters()} for side in (ours, model))
-    is_picture = forest.input_ids.numpy() >= pictures.first_id
+    is_image = forest.input_ids.numpy() >= images.first_id
     return {
         "sequences": len(rollouts),
         "tokens": (forest.forest.num_replicated_tokens, forest.num_tokens),
-        "picture tokens": (
-            sum(int((s >= pictures.first_id).sum()) for s in pictures.sequences),
-            int(is_picture.sum()),
+        "image tokens": (
+            sum(int((s >= images.first_id).sum()) for s in images.sequences),
+            int(is_image.sum()),
         ),
-        "pictures encoded": (pictures.num_given, len(pictures)),
+        "images encoded": (images.num_given, len(images)),
         "seconds of an update": (alone_seconds, packed_seconds),
         "differences": {
             "log-probabilities": max(
@@ -149,7 +147,7 @@ def show(facts: dict[str, Any], unit: str) -> bool:
     """Prints the facts; whether the two ways agree."""
     passed = all(difference <= LIMIT for difference in facts["differences"].values())
     print(f"{facts['sequences']} sequences, one per {unit}\n{'':29}alone      packed")
-    for name in ("tokens", "picture tokens", "pictures encoded", "seconds of an update"):
+    for name in ("tokens", "image tokens", "images encoded", "seconds of an update"):
         one, other = facts[name]
         form = "12,.2f" if isinstance(one, float) else "12,"
         # a speed-up of a wrong result is none

@@ -1,4 +1,4 @@
-"""Pictures on the ranks of `distributed_ranks`: rank 0 has those of a batch, rank 1 none."""
+"""Images on the ranks of `distributed_ranks`: rank 0 has those of a batch, rank 1 none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.images import vision
-from prefixtree.recompute import picture_work
+from prefixtree.recompute import image_work
 from tests.support.group_bad_calls import message_of
+from tests.support.image_cases import batch, build, images_of, videos
 from tests.support.models import counted
-from tests.support.picture_cases import batch, build, pictures_of, videos
 
 RUNS = [
     ("ddp", "qwen3_vl", "images"),
@@ -37,26 +37,26 @@ PARTS: dict[str, list[list[list[int]]]] = {
 PARTS |= dict.fromkeys(("runs", "steps", "plans"), PARTS["images"])
 # of `kept_trunks`
 KEPT = {"kept": {}, "kept, again": {"recompute_trunks": "again"}}
-# sequences of each rank; in "uneven" those of rank 0 show two pictures in their trunk and none of
+# sequences of each rank; in "uneven" those of rank 0 show two images in their trunk and none of
 # their own, so that the other rank's forwards, and then its backwards, meet others of another size
 OF_RANKS = {kind: [[*range(8)], [8]] for kind in KEPT}
 KEPT |= {"kept, uneven": {"recompute": "all"}, "kept, auto": {"recompute": "auto"}}
 OF_RANKS["kept, uneven"] = OF_RANKS["kept, auto"] = [[2, 3], [0, 1, 4, 5, 6, 7, 8]]
 # so little that steps may be small
-LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
+LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
-    """Log-probabilities, whole gradients, how often the tower and its first block ran, and what
-    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed; in "plans"
-    the last ones of rank 0 are kept. In "kept" the micro-batches of rank 0 share trunks, and rank 1
-    has none."""
+    """Log-probabilities, whole gradients, how often the vision encoder and its first block ran, and
+    what refuses videos. In "runs" and "steps" each image is a run of its own, recomputed; in
+    "plans" the last ones of rank 0 are kept. In "kept" the micro-batches of rank 0 share trunks,
+    and rank 1 has none."""
     model = build(model_type)
     made = videos(model_type) if kind == "videos" else batch(model_type)
-    pictures = pictures_of(model, made)
+    images = images_of(model, made)
     inner = model.model
-    tower = inner.visual if hasattr(inner, "visual") else inner.vision_tower
-    blocks = tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
+    encoder = inner.visual if hasattr(inner, "visual") else inner.vision_tower
+    blocks = encoder.blocks if hasattr(encoder, "blocks") else encoder.encoder.layers
     wrapped: nn.Module
     if wrapper == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -65,7 +65,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (*blocks, tower, *model.get_decoder().layers, model):
+        for part in (*blocks, encoder, *model.get_decoder().layers, model):
             fully_shard(part, mesh=mesh)
         wrapped = model
     logprobs = []
@@ -75,31 +75,31 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         kept = 35 if rank == 0 else None
         options["recompute"] = pt.RecomputePlan(("all",) * layers, 0, patches=1, kept=kept)
     if kind == "steps":
-        options |= {"max_tokens": 30, "borrow_cost": LIGHT}
+        options |= {"max_tokens": 30, "import_cost": LIGHT}
     with (
         mock.patch.object(vision, "RUN", 1),
-        mock.patch.object(picture_work, "RUN", 1),
-        counted([tower]) as towers,
+        mock.patch.object(image_work, "RUN", 1),
+        counted([encoder]) as encoders,
         counted(blocks[:1]) as first_blocks,
     ):
         if kind in KEPT:
-            logprobs = _kept(wrapped, pictures, made, rank, kind, **KEPT[kind])
+            logprobs = _kept(wrapped, images, made, rank, kind, **KEPT[kind])
         for indices in PARTS[kind][rank] if kind in PARTS else ():
-            rows = [pictures.sequences[i] for i in indices] or [pictures.sequences[0][:1]]
+            rows = [images.sequences[i] for i in indices] or [images.sequences[0][:1]]
             packed = pt.pack(pt.PrefixForest.from_sequences(rows))
-            scores = pt.sequence_logprobs(wrapped, packed, pictures=pictures, **options).logprobs
+            scores = pt.sequence_logprobs(wrapped, packed, images=images, **options).logprobs
             weights = [made.weights[i] for i in indices] or [torch.zeros(0)]
             sum((p * w.to(p.dtype)).sum() for p, w in zip(scores, weights, strict=True)).backward()
             logprobs += [p.detach() for p in scores if len(p)]
-        calls, of_blocks = towers(), first_blocks()
+        calls, of_blocks = encoders(), first_blocks()
     refused = two_modes = ""
     if wrapper == "fsdp2" and kind in KEPT:
         given = {"recompute": "nothing", "recompute_trunks": "all"}
-        two_modes = message_of(lambda: _kept(wrapped, pictures, made, rank, **given))
+        two_modes = message_of(lambda: _kept(wrapped, images, made, rank, **given))
     if wrapper == "fsdp2" and model_type != "gemma4":
-        shown = pictures_of(model, videos(model_type))
+        shown = images_of(model, videos(model_type))
         packed = pt.pack(pt.PrefixForest.from_sequences(shown.sequences))
-        refused = message_of(lambda: pt.sequence_logprobs(wrapped, packed, pictures=shown))
+        refused = message_of(lambda: pt.sequence_logprobs(wrapped, packed, images=shown))
     return {
         "refused": refused,
         "two modes": two_modes,
@@ -119,15 +119,15 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
 
 
 def _kept(
-    model: nn.Module, pictures: Any, made: Any, rank: int, kind: str = "kept", **options: Any
+    model: nn.Module, images: Any, made: Any, rank: int, kind: str = "kept", **options: Any
 ) -> list[Any]:
     """Log-probabilities of the sequences of a rank, whose micro-batches keep their trunks."""
     mine = OF_RANKS[kind][rank]
     micro_batches = pt.plan_micro_batches(
-        [pictures.sequences[i] for i in mine], 40, trunks=True, borrow_cost=LIGHT
+        [images.sequences[i] for i in mine], 40, trunks=True, import_cost=LIGHT
     )
     found: dict[int, Any] = {}
-    with pt.kept_trunks(model, micro_batches[0], pictures=pictures, **options) as scored:
+    with pt.kept_trunks(model, micro_batches[0], images=images, **options) as scored:
         for each, scores in scored:
             weights = [made.weights[mine[i]] for i in each.sequence_indices]
             terms = zip(scores.logprobs, weights, strict=True)

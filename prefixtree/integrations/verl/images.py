@@ -1,4 +1,4 @@
-"""Vision checkpoints under verl: the pictures of its batches, and the model without verl's patches.
+"""Vision checkpoints under verl: the images of its batches, and the model without verl's patches.
 
 verl patches the classes of these models for its own attention, so that a tree would be ignored.
 Packed engines are made without the patches. Legend: B sequences, n tokens of one.
@@ -16,8 +16,8 @@ from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.images.pictures import Pictures
-from prefixtree.images.vision import positions_alone, tower_of
+from prefixtree.images.images import Images
+from prefixtree.images.vision import encoder_of, positions_alone
 from prefixtree.integrations.core.batch import Batch
 from prefixtree.integrations.verl.batches import largest, shown_of
 from prefixtree.models.changes import changing
@@ -28,8 +28,8 @@ _PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
 _LEFT_OUT = ("images_seqlens", "mm_token_type_ids")
 
 
-def pictures_of(data: TensorDict, batch: Batch, config: Any, group: Any) -> Pictures | None:
-    """The pictures of a batch; None where no rank of the group has any. All ranks call it."""
+def images_of(data: TensorDict, batch: Batch, config: Any, group: Any) -> Images | None:
+    """The images of a batch; None where no rank of the group has any. All ranks call it."""
     rows = shown_of(data)
     taken = {_PIXELS, _GRIDS, *_LEFT_OUT}
     if unknown := sorted({name for row in rows for name in row} - taken):
@@ -38,17 +38,17 @@ def pictures_of(data: TensorDict, batch: Batch, config: Any, group: Any) -> Pict
             f"({_GRIDS}, of Qwen's processors) are verified"
         )
     held = [row for row in rows if _PIXELS in row]
-    # copies of a row hold one tensor, whose pictures are then hashed once
+    # copies of a row hold one tensor, whose images are then hashed once
     known = {id(row[_PIXELS]): _apart(row) for row in held}
-    pixels = [picture for row in held for picture in known[id(row[_PIXELS])]]
+    pixels = [image for row in held for image in known[id(row[_PIXELS])]]
     grids = torch.cat([row[_GRIDS] for row in held]) if held else None
-    pictures = Pictures.from_batch(batch.tokens, pixels or None, grids, config)
-    (shown,) = largest([len(pictures)], group)
-    return pictures if shown else None
+    images = Images.from_batch(batch.tokens, pixels or None, grids, config)
+    (shown,) = largest([len(images)], group)
+    return images if shown else None
 
 
 def _apart(row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """[patches, values] of each picture of a sequence."""
+    """[patches, values] of each image of a sequence."""
     if _GRIDS not in row:
         raise ValueError(f"multi_modal_inputs has {_PIXELS} without {_GRIDS}: their sizes")
     counts = row[_GRIDS].prod(-1).tolist()
@@ -70,16 +70,16 @@ def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
     if values.ndim == 1:
         # the model takes these for all rows
         values = values.expand(4, -1)
-    pictures, sequences = batch.pictures, batch.tokens
+    images, sequences = batch.images, batch.tokens
     numbers: list[list[int]] = [[]] * len(sequences)
-    if pictures is not None:
-        sequences, numbers = pictures.sequences, pictures.of_sequences
+    if images is not None:
+        sequences, numbers = images.sequences, images.of_sequences
     start = 0
     for i, (tokens, held) in enumerate(zip(sequences, numbers, strict=True)):
         count = torch.arange(len(tokens))
         own = count[:, None].expand(-1, 3)
-        if pictures is not None:
-            own = positions_alone(transformer.model, pictures, tokens, held)
+        if images is not None:
+            own = positions_alone(transformer.model, images, tokens, held)
         given = values[:, start : start + len(tokens)]
         start += len(tokens)
         if not torch.equal(given, torch.cat([count[None], own.t()]).to(given)):
@@ -90,18 +90,19 @@ def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
             )
 
 
-def fill_gradients_of_tower(module: nn.Module) -> None:
-    """Gives the tower gradients of zeros where it has none, in place.
+def fill_gradients_of_encoder(module: nn.Module) -> None:
+    """Gives the vision encoder gradients of zeros where it has none, in place.
 
-    On text alone verl's own engine runs the tower over a blank picture, so that an optimizer with
-    weight decay shrinks its weights. Here the tower does not run, and its parameters shrink too.
+    On text alone verl's own engine runs the vision encoder over a blank image, so that an optimizer
+    with weight decay shrinks its weights. Here the vision encoder does not run, and its parameters
+    shrink too.
     """
-    for parameter in tower_of(transformer_of(module)).parameters():
+    for parameter in encoder_of(transformer_of(module)).parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-# ---- verl's patches ------------------------------------------------------------------------------
+# ---- verl's patches ----------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Pictures in chat messages: read from files and data URLs, told apart by their pixels, measured in
+"""Images in chat messages: read from files and data URLs, told apart by their pixels, measured in
 the tokens that a model's image processor makes of them."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-# picture n stands as this + n in the place of its placeholder: no embedding has so many rows, and
+# image n stands as this + n in the place of its placeholder: no embedding has so many rows, and
 # ids stay below 2^31
-FIRST_PICTURE = 2**30
+FIRST_IMAGE = 2**30
 _KINDS = ("image", "image_url")
 # in the type or a field of a part: what templates write placeholders for
 _MEDIA = ("image", "video", "audio")
@@ -31,11 +31,11 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True, eq=False)
-class RolloutPicture:
-    """One distinct picture of a file of rollouts.
+class RolloutImage:
+    """One distinct image of a file of rollouts.
 
     Attributes:
-        number: counted from 0 in the order of first appearance; `FIRST_PICTURE` + number is its
+        number: counted from 0 in the order of first appearance; `FIRST_IMAGE` + number is its
             token id in `Rollouts.sequences`.
         name: its path, or the beginning of its data URL.
         height, width: in pixels, before the image processor resizes it.
@@ -52,7 +52,7 @@ class RolloutPicture:
     _processed: Callable[[], tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
 
     def __str__(self) -> str:
-        return f"[picture {self.number}]"
+        return f"[image {self.number}]"
 
     def processed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The image processor's output for it, computed at every call.
@@ -61,7 +61,7 @@ class RolloutPicture:
             pixel_values, float32 [patches, values of a patch], and image_grid_thw, int64 [3].
 
         Raises:
-            InputError: the file is gone, or is another picture by now.
+            InputError: the file is gone, or is another image by now.
         """
         pixels, grid = self._processed()
         if len(pixels) != self.patches:
@@ -73,21 +73,21 @@ class RolloutPicture:
 
 
 @dataclass(frozen=True)
-class PictureBatch:
-    """Sequences and their pictures as a processor gives them to a model.
+class ImageBatch:
+    """Sequences and their images as a processor gives them to a model.
 
-        batch = rollouts.picture_batch()
-        pictures = Pictures.from_batch(
+        batch = rollouts.image_batch()
+        images = Images.from_batch(
             batch.sequences, batch.pixel_values, batch.image_grid_thw, model.config
         )
 
     Attributes:
         sequences: int64 [n] token ids, one array per sequence, with the model's placeholders.
-        pixel_values: float32 [patches, values of a patch], one per picture of a sequence, in their
-            order; a picture that stands several times is one tensor.
+        pixel_values: float32 [patches, values of a patch], one per image of a sequence, in their
+            order; an image that stands several times is one tensor.
         image_grid_thw: int64 [images, 3], one row per entry of `pixel_values`.
-        counts: the number of pictures, one per sequence.
-        placeholder: the token id that stands for a picture.
+        counts: the number of images, one per sequence.
+        placeholder: the token id that stands for an image.
     """
 
     sequences: list[np.ndarray]
@@ -103,7 +103,7 @@ class PictureBatch:
             index: of the sequence.
 
         Returns:
-            int64 `input_ids` and int32 `mm_token_type_ids` [1, n], and for a sequence with pictures
+            int64 `input_ids` and int32 `mm_token_type_ids` [1, n], and for a sequence with images
             their `pixel_values` and `image_grid_thw`.
         """
         import torch
@@ -118,10 +118,10 @@ class PictureBatch:
         return inputs
 
 
-class PictureReader:
-    """Numbers the pictures of chat messages.
+class ImageReader:
+    """Numbers the images of chat messages.
 
-    Two pictures are one if their decoded pixels are equal, wherever they stand. The image processor
+    Two images are one if their decoded pixels are equal, wherever they stand. The image processor
     gives the number of tokens.
 
     Args:
@@ -129,36 +129,36 @@ class PictureReader:
             cache of the Hugging Face hub. Nothing is downloaded.
 
     Attributes:
-        pictures: the distinct ones so far, by number.
+        images: the distinct ones so far, by number.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.pictures: list[RolloutPicture] = []
+        self.images: list[RolloutImage] = []
         self._path = path
         self._loaded: Any = None
-        self._by_source: dict[tuple[str, str], RolloutPicture] = {}
-        self._by_file: dict[bytes, RolloutPicture] = {}
-        self._by_pixels: dict[bytes, RolloutPicture] = {}
+        self._by_source: dict[tuple[str, str], RolloutImage] = {}
+        self._by_file: dict[bytes, RolloutImage] = {}
+        self._by_pixels: dict[bytes, RolloutImage] = {}
 
     def number(
         self, messages: list[dict[str, Any]], folder: Path
-    ) -> tuple[list[dict[str, Any]], list[list[RolloutPicture]]]:
-        """Finds the pictures of some messages.
+    ) -> tuple[list[dict[str, Any]], list[list[RolloutImage]]]:
+        """Finds the images of some messages.
 
         Args:
             messages: chat messages; `content` is a string or a list of parts.
-            folder: paths of pictures are relative to it.
+            folder: paths of images are relative to it.
 
         Returns:
-            The messages with every picture part as {"type": "image", "image": "[picture 3]"}, and
-            the pictures, one list per message.
+            The messages with every image part as {"type": "image", "image": "[image 3]"}, and
+            the images, one list per message.
 
         Raises:
-            InputError: a part of another shape, or a picture that cannot be read.
+            InputError: a part of another shape, or an image that cannot be read.
         """
-        named, pictures = [], []
+        named, images = [], []
         for i, message in enumerate(messages):
-            found: list[RolloutPicture] = []
+            found: list[RolloutImage] = []
             content = message.get("content")
             if isinstance(content, list):
                 parts = []
@@ -167,15 +167,15 @@ class PictureReader:
                     # parquet has every field in every part, and templates ask which are there
                     part = {name: value for name, value in part.items() if value is not None}
                     if _is_media(part):
-                        found.append(self._picture(_reference(part, where), where, folder))
+                        found.append(self._image(_reference(part, where), where, folder))
                         part = {"type": "image", "image": str(found[-1])}
                     parts.append(part)
                 message = {**message, "content": parts}
             named.append(message)
-            pictures.append(found)
-        return named, pictures
+            images.append(found)
+        return named, images
 
-    def _picture(self, reference: str, where: str, folder: Path) -> RolloutPicture:
+    def _image(self, reference: str, where: str, folder: Path) -> RolloutImage:
         # of a data URL, which is long, only the file's digest is kept
         is_data = reference.startswith("data:")
         source = (str(folder), reference)
@@ -184,19 +184,19 @@ class PictureReader:
         name = reference if len(reference) <= _SHOWN else reference[:_SHOWN] + "…"
         if is_data:
             data = _of_data_url(reference, where)
-            picture = self._of_file(data, name, where, lambda: data)
+            image = self._of_file(data, name, where, lambda: data)
         else:
             file = _local(reference, where, folder)
-            picture = self._of_file(_read(file, where), name, where, lambda: _read(file, name))
-            self._by_source[source] = picture
-        return picture
+            image = self._of_file(_read(file, where), name, where, lambda: _read(file, name))
+            self._by_source[source] = image
+        return image
 
     def _of_file(
         self, data: bytes, name: str, where: str, read: Callable[[], bytes]
-    ) -> RolloutPicture:
+    ) -> RolloutImage:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if digest not in self._by_file:
-            # the same picture may be saved twice, as screenshots with another date in the file
+            # the same image may be saved twice, as screenshots with another date in the file
             image = _decoded(data, f"{where}: {name}")
             pixels = hashlib.blake2b(f"{image.size}".encode(), digest_size=16)
             pixels.update(image.tobytes())
@@ -206,7 +206,7 @@ class PictureReader:
             self._by_file[digest] = self._by_pixels[key]
         return self._by_file[digest]
 
-    def _new(self, image: Image, name: str, read: Callable[[], bytes]) -> RolloutPicture:
+    def _new(self, image: Image, name: str, read: Callable[[], bytes]) -> RolloutImage:
         processor = self._processor()
         try:
             patches = int(processor.get_number_of_image_patches(image.height, image.width, {}))
@@ -217,8 +217,8 @@ class PictureReader:
             made = processor(images=[_decoded(read(), name)], return_tensors="pt")
             return made["pixel_values"], made["image_grid_thw"][0]
 
-        picture = RolloutPicture(
-            number=len(self.pictures),
+        image = RolloutImage(
+            number=len(self.images),
             name=name,
             height=image.height,
             width=image.width,
@@ -226,8 +226,8 @@ class PictureReader:
             tokens=patches // processor.merge_size**2,
             _processed=processed,
         )
-        self.pictures.append(picture)
-        return picture
+        self.images.append(image)
+        return image
 
     def _processor(self) -> Any:
         if self._loaded is None:
@@ -241,94 +241,94 @@ class PictureReader:
             except ImportError as problem:
                 raise InputError(
                     f"{first_line(problem)}; pip install torchvision, or take transformers 5.23 or "
-                    "newer, which reads pictures with Pillow alone"
+                    "newer, which reads images with Pillow alone"
                 ) from None
             except Exception as problem:
                 why = explain("--tokenizer", self._path, problem)
                 if isinstance(problem, OSError) and Path(self._path).exists():
                     why = f"--tokenizer {self._path}: has no preprocessor_config.json"
                 raise InputError(
-                    f"{why}; the messages hold pictures, and the model's image processor, beside "
-                    "its tokenizer, tells how many tokens a picture is"
+                    f"{why}; the messages hold images, and the model's image processor, beside "
+                    "its tokenizer, tells how many tokens an image is"
                 ) from None
             names = getattr(self._loaded, "model_input_names", ())
             if "image_grid_thw" not in names or not hasattr(self._loaded, "merge_size"):
                 raise InputError(
                     f"--tokenizer {self._path}: {type(self._loaded).__name__} gives no "
-                    "image_grid_thw; pictures are read for the image processor of Qwen2.5-VL and "
+                    "image_grid_thw; images are read for the image processor of Qwen2.5-VL and "
                     "Qwen3-VL"
                 )
         return self._loaded
 
 
 def expand(
-    token_ids: np.ndarray, placeholder: int, pictures: list[RolloutPicture]
+    token_ids: np.ndarray, placeholder: int, images: list[RolloutImage]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts each picture's tokens in the place of its one placeholder.
+    """Puts each image's tokens in the place of its one placeholder.
 
     Args:
-        token_ids: int64 [n], one placeholder per picture.
+        token_ids: int64 [n], one placeholder per image.
         placeholder: its token id.
-        pictures: in order.
+        images: in order.
 
     Returns:
-        int64 [m], the tokens of picture k as `FIRST_PICTURE` + k, and int64 [n], for every token of
+        int64 [m], the tokens of image k as `FIRST_IMAGE` + k, and int64 [n], for every token of
         `token_ids` where it ends in them.
 
     Raises:
-        InputError: another number of placeholders than of pictures, or two side by side.
+        InputError: another number of placeholders than of images, or two side by side.
     """
     at = np.flatnonzero(token_ids == placeholder)
-    if len(at) != len(pictures):
+    if len(at) != len(images):
         raise InputError(
-            f"the chat template writes {len(at)} placeholders for {len(pictures)} pictures; "
+            f"the chat template writes {len(at)} placeholders for {len(images)} images; "
             "expected one each, and none in the text of the messages"
         )
     if (np.diff(at) == 1).any():
         raise InputError(
-            "the chat template writes two pictures side by side; expected a token between them, "
+            "the chat template writes two images side by side; expected a token between them, "
             "as <|vision_end|>"
         )
     sizes, ids = np.ones(len(token_ids), np.int64), token_ids.copy()
-    sizes[at] = [picture.tokens for picture in pictures]
-    ids[at] = [FIRST_PICTURE + picture.number for picture in pictures]
+    sizes[at] = [image.tokens for image in images]
+    ids[at] = [FIRST_IMAGE + image.number for image in images]
     return np.repeat(ids, sizes), np.cumsum(sizes)
 
 
-def place(token_ids: np.ndarray, placeholder: int, pictures: list[RolloutPicture]) -> np.ndarray:
-    """Puts each picture's number on the placeholders that stand for it.
+def place(token_ids: np.ndarray, placeholder: int, images: list[RolloutImage]) -> np.ndarray:
+    """Puts each image's number on the placeholders that stand for it.
 
     Args:
-        token_ids: int64 [n], for every picture a run of placeholders as long as it has tokens.
+        token_ids: int64 [n], for every image a run of placeholders as long as it has tokens.
         placeholder: their token id.
-        pictures: in order.
+        images: in order.
 
     Returns:
-        int64 [n], the tokens of picture k as `FIRST_PICTURE` + k.
+        int64 [n], the tokens of image k as `FIRST_IMAGE` + k.
 
     Raises:
-        InputError: other runs of placeholders than the pictures have.
+        InputError: other runs of placeholders than the images have.
     """
-    is_picture = np.concatenate([[False], token_ids == placeholder, [False]])
-    begins, ends = np.flatnonzero(np.diff(is_picture.astype(np.int8))).reshape(-1, 2).T
-    found, expected = (ends - begins).tolist(), [picture.tokens for picture in pictures]
+    is_image = np.concatenate([[False], token_ids == placeholder, [False]])
+    begins, ends = np.flatnonzero(np.diff(is_image.astype(np.int8))).reshape(-1, 2).T
+    found, expected = (ends - begins).tolist(), [image.tokens for image in images]
     if found != expected:
         k = next((k for k, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
         difference = (
-            f"{len(found)} runs of placeholders (id {placeholder}) for {len(expected)} pictures"
+            f"{len(found)} runs of placeholders (id {placeholder}) for {len(expected)} images"
             if k is None
-            else f"{found[k]} placeholders (id {placeholder}) for picture {k}, which is "
+            else f"{found[k]} placeholders (id {placeholder}) for image {k}, which is "
             f"{expected[k]} tokens"
         )
         raise InputError(f"the token ids have {difference} of the messages")
     placed = token_ids.copy()
-    for begin, end, picture in zip(begins, ends, pictures, strict=True):
-        placed[begin:end] = FIRST_PICTURE + picture.number
+    for begin, end, image in zip(begins, ends, images, strict=True):
+        placed[begin:end] = FIRST_IMAGE + image.number
     return placed
 
 
-def has_pictures(messages: Any) -> bool:
-    """Whether a part of some message is a picture, a video or a sound."""
+def has_images(messages: Any) -> bool:
+    """Whether a part of some message is an image, a video or a sound."""
     return isinstance(messages, list) and any(
         _is_media(part)
         for message in messages
@@ -337,14 +337,14 @@ def has_pictures(messages: Any) -> bool:
     )
 
 
-def picture_numbers(tokens: np.ndarray) -> list[int]:
-    """The pictures of a sequence of `Rollouts.sequences`, in order."""
-    begins = tokens >= FIRST_PICTURE
+def image_numbers(tokens: np.ndarray) -> list[int]:
+    """The images of a sequence of `Rollouts.sequences`, in order."""
+    begins = tokens >= FIRST_IMAGE
     begins[1:] &= tokens[1:] != tokens[:-1]
-    return (tokens[begins] - FIRST_PICTURE).tolist()
+    return (tokens[begins] - FIRST_IMAGE).tolist()
 
 
-# ---- one part of a message -----------------------------------------------------------------------
+# ---- one part of a message ---------------------------------------------------------------------
 
 
 def _is_media(part: Any) -> bool:
@@ -358,7 +358,7 @@ def _reference(part: dict[str, Any], where: str) -> str:
     kind = part.get("type", next((name for name in _KINDS if name in part), None))
     if kind not in _KINDS:
         raise InputError(
-            f"{where} is of the type {kind!r}; of pictures, videos and sounds only image and "
+            f"{where} is of the type {kind!r}; of images, videos and sounds only image and "
             "image_url are read"
         )
     reference = part.get(kind)
@@ -367,7 +367,7 @@ def _reference(part: dict[str, Any], where: str) -> str:
     if not isinstance(reference, str) or not reference:
         field = "image" if kind == "image" else "image_url.url"
         raise InputError(
-            f"{where}.{field} must be a path or a data URL; pictures in a column beside the "
+            f"{where}.{field} must be a path or a data URL; images in a column beside the "
             "messages are not read"
         )
     return reference
@@ -377,7 +377,7 @@ def _local(reference: str, where: str, folder: Path) -> Path:
     if reference.startswith(("http://", "https://")):
         raise InputError(
             f"{where}: {reference[:_SHOWN]} is an address, and nothing is downloaded; save the "
-            "picture and give its path"
+            "image and give its path"
         )
     return folder / reference.removeprefix("file://")
 
@@ -404,7 +404,7 @@ def _decoded(data: bytes, name: str) -> Image:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise InputError(
-            f"{name}: reading pictures needs Pillow; pip install 'prefixtree-attention[pictures]'"
+            f"{name}: reading images needs Pillow; pip install 'prefixtree-attention[images]'"
         ) from None
     from transformers.image_utils import load_image
 
@@ -412,6 +412,6 @@ def _decoded(data: bytes, name: str) -> Image:
         # turned as its EXIF says, and RGB, as transformers' processors get it
         return load_image(Image.open(io.BytesIO(data)))
     except UnidentifiedImageError:
-        raise InputError(f"{name}: is no picture that Pillow can read") from None
+        raise InputError(f"{name}: is no image that Pillow can read") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-        raise InputError(f"{name}: is a damaged picture: {first_line(problem)}") from None
+        raise InputError(f"{name}: is a damaged image: {first_line(problem)}") from None

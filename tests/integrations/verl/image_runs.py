@@ -1,4 +1,4 @@
-"""Vision checkpoints for the runs: tiny models, and rollouts that hold pictures, with the four rows
+"""Vision checkpoints for the runs: tiny models, and rollouts that hold images, with the four rows
 of positions that verl's agent loop gives such models, for text alone too."""
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.support.image_cases import CONFIGS, END, IMAGE, NO_VIDEOS, START, VIDEO, pixels
+from tests.support.image_cases import run as placeholders
 from tests.support.models import as_lists, randomise
-from tests.support.picture_cases import CONFIGS, END, IMAGE, NO_VIDEOS, START, VIDEO, pixels
-from tests.support.picture_cases import run as placeholders
 
 VISION = tuple(name for name in CONFIGS if name not in NO_VIDEOS)
 _GRIDS = {"a": (1, 8, 4), "a2": (1, 8, 4), "b": (1, 4, 6)}
 
 
 def vision_config(model_type: str, vocabulary: int) -> Any:
-    """Of a tiny model with a tower."""
+    """Of a tiny model with a vision encoder."""
     shape = as_lists(CONFIGS[model_type])
     shape["text_config"] |= {"vocab_size": vocabulary, "max_position_embeddings": 512}
     return AutoConfig.for_model(
@@ -44,22 +44,22 @@ def save_vision_model(config: Any, path: Path) -> None:
     model.save_pretrained(path)
 
 
-def shown(rows: dict[str, list[Any]], path: Path, with_pictures: bool) -> dict[str, list[Any]]:
-    """Groups of four rollouts, as a model sees them: with positions, and with pictures if wanted.
+def shown(rows: dict[str, list[Any]], path: Path, with_images: bool) -> dict[str, list[Any]]:
+    """Groups of four rollouts, as a model sees them: with positions, and with images if wanted.
 
     The second and third group hold prompts alike but for pixels, also within the third; one branch
-    of the second sees a picture in a tool's output; the last group sees none. Without pictures the
+    of the second sees an image in a tool's output; the last group sees none. Without images the
     policy sampled some of the placeholders, which are text then.
     """
     special = torch.tensor([IMAGE, VIDEO, START, END])
     rows = {name: list(values) for name, values in rows.items()}
     for name in ("prompts", "responses"):
         rows[name] = [row.masked_fill(torch.isin(row, special), 3) for row in rows[name]]
-    if not with_pictures:
+    if not with_images:
         rows["responses"][1][-2:] = IMAGE
         rows["responses"][6][-1] = VIDEO
     rows["multi_modal_inputs"] = [{} for _ in rows["prompts"]]
-    for i in range(len(rows["prompts"]) if with_pictures else 0):
+    for i in range(len(rows["prompts"]) if with_images else 0):
         _show(rows, i)
     rope = _model(path).model.get_rope_index
     rows["position_ids"] = []
@@ -114,7 +114,8 @@ def _model(path: Path) -> Any:
 
 @contextmanager
 def patches_taken_back() -> Iterator[None]:
-    """Behind it the classes of models with towers are as they were: verl's engine patches them."""
+    """Behind it the classes of models with vision encoders are as they were: verl's engine patches
+    them."""
     before = {kind: dict(vars(kind)) for kind in _classes()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Pictures that the ranks of a group divide: as each sequence alone, each encoded on one rank, and
+"""Images that the ranks of a group divide: as each sequence alone, each encoded on one rank, and
 red where gradients of features do not come back, or come twice."""
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from prefixtree.images.exchange import holders_of
-from tests.support.picture_cases import (
+from tests.support.image_cases import (
     Errors,
     Float64,
     Run,
     build,
     errors,
-    pictures_of,
+    images_of,
     run_alone,
     tolerance,
 )
-from tests.support.picture_group_ranks import CASES, Case, batch_of
+from tests.support.image_group_ranks import CASES, Case, batch_of
 from tests.support.spawn import run_ranks
 
 Results = list[dict[str, Any]]
@@ -29,12 +29,12 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Of each of two ranks."""
-    return run_ranks("tests.support.picture_group_ranks", tmp_path_factory.mktemp("two"))
+    return run_ranks("tests.support.image_group_ranks", tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_ranks("tests.support.picture_group_ranks", tmp_path_factory.mktemp("three"), 3)
+    return run_ranks("tests.support.image_group_ranks", tmp_path_factory.mktemp("three"), 3)
 
 
 @cache
@@ -62,15 +62,15 @@ def _worst(results: Results, name: str, case: Case) -> Errors:
 def _check(results: Results, name: str, case: Case) -> None:
     bound = 1e-12 if case.double else tolerance(case.model_type)
     assert _worst(results, name, case).largest < bound
-    # a call per modality on each rank; each picture on one of them, and blanks of 4 patches
+    # a call per modality on each rank; each image on one of them, and blanks of 4 patches
     calls = [result[name]["patches"] for result in results]
     made = batch_of(case)
-    shown = pictures_of(build(case.model_type), made).distinct
-    modalities = {picture.modality for picture in shown}
+    shown = images_of(build(case.model_type), made).distinct
+    modalities = {image.modality for image in shown}
     assert [len(of_rank) for of_rank in calls] == [len(modalities)] * len(results)
-    most = max(len(picture.pixels) for picture in shown)
+    most = max(len(image.pixels) for image in shown)
     for at, modality in enumerate(sorted(modalities)):
-        sizes = [len(picture.pixels) for picture in shown if picture.modality == modality]
+        sizes = [len(image.pixels) for image in shown if image.modality == modality]
         blanks = max(0, len(results) - len(sizes))
         assert sum(of_rank[at] for of_rank in calls) == sum(sizes) + 4 * blanks
         assert max(of_rank[at] for of_rank in calls) <= sum(sizes) / len(results) + most
@@ -93,9 +93,9 @@ def test_three_ranks(of_three, name):
 @pytest.mark.parametrize("name", [n for n in CASES[2] if _is_a_mistake(n)])
 def test_a_wrong_gradient_of_features_is_seen(results, name):
     wrong = _worst(results, name, CASES[2][name])
-    assert max(wrong.logprob, wrong.text) < 1e-12 and wrong.tower > 0.2
+    assert max(wrong.logprob, wrong.text) < 1e-12 and wrong.encoder > 0.2
 
 
-def test_pictures_go_to_the_rank_with_the_fewest_patches():
+def test_images_go_to_the_rank_with_the_fewest_patches():
     assert holders_of([4, 16, 4, 8, 4], 2).tolist() == [1, 0, 1, 1, 0]
     assert holders_of([4], 3).tolist() == [0]

@@ -1,15 +1,15 @@
-"""A vision tower's forward: in few calls, and its pictures in runs, some at a time, computed again
+"""A vision encoder's forward: in few calls, and its images in runs, some at a time, computed again
 in the backward.
 
-A tower that takes all pictures at once keeps the activations of all of them until the backward. In
-runs it keeps pixels and features, and the activations of one run at a time are there.
+A vision encoder that takes all images at once keeps the activations of all of them until the
+backward. In runs it keeps pixels and features, and the activations of one run at a time are there.
 
-transformers calls flash kernels once per block, with the borders of pictures (of windows, in
-Qwen2.5-VL). Other attention it calls once per picture or window. Under "prefixtree" and "sdpa" a
-block's attention takes the first way, and pictures of one size are a batch of torch's attention.
+transformers calls flash kernels once per block, with the borders of images (of windows, in
+Qwen2.5-VL). Other attention it calls once per image or window. Under "prefixtree" and "sdpa" a
+block's attention takes the first way, and images of one size are a batch of torch's attention.
 
-Legend: N distinct pictures of one modality (or those of one size), P patches of a run, L patches of
-one picture, F features, H heads, D values per patch, or per head.
+Legend: N distinct images of one modality (or those of one size), P patches of a run, L patches of
+one image, F features, H heads, D values per patch, or per head.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from prefixtree.kernels.operators import uncompiled
 from prefixtree.models.along_tree import with_globals
 from prefixtree.models.changes import changing
 
-#: Patches of pictures that a tower takes at once: enough to keep a GPU busy, and about 28 GiB of
-#: activations in a tower of 24 layers of width 1024.
+#: Patches of images that a vision encoder takes at once: enough to keep a GPU busy, and about 28
+#: GiB of activations in a vision encoder of 24 layers of width 1024.
 RUN = 1 << 15
 
-# ---- attention: a call per size of picture -------------------------------------------------------
+# ---- attention: a call per size of image --------------------------------------------------------
 
 # what a forward asks before it hands borders on, and what it then hands them on as
 _ASKED, _BORDERS = "is_flash_attention_requested", "cu_seq_lens_q"
@@ -50,10 +50,10 @@ _MEANINGS: dict[str, Callable[[Any], Any]] = {
 
 @functools.cache
 def with_borders(kind: Any) -> Any | None:
-    """The forward of a class of attention that hands on the borders of pictures.
+    """The forward of a class of attention that hands on the borders of images.
 
     Args:
-        kind: the class of a tower's attention.
+        kind: the class of a vision encoder's attention.
 
     Returns:
         A function as `kind.forward`; None where it hands on none.
@@ -78,13 +78,13 @@ def _attend(
     cu_seq_lens_q: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`picture_attention` as a forward calls it, outside of graphs: it looks at borders."""
-    return picture_attention(
+    """`image_attention` as a forward calls it, outside of graphs: it looks at borders."""
+    return image_attention(
         module, query, key, value, attention_mask, dropout, scaling, cu_seq_lens_q
     )
 
 
-def picture_attention(
+def image_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -94,14 +94,14 @@ def picture_attention(
     scaling: float | None,
     borders: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each picture, as torch's.
+    """Attention within each image, as torch's.
 
     Args:
-        module: the attention of a tower's block.
+        module: the attention of a vision encoder's block.
         query, key, value: [1, H, P, D] each.
         attention_mask, dropout, scaling: as transformers' function for "sdpa" takes them.
-        borders: int [pictures + 1], where pictures begin and end. None: all patches are one
-            picture, or as the mask says.
+        borders: int [images + 1], where images begin and end. None: all patches are one
+            image, or as the mask says.
 
     Returns:
         [1, P, H, D], and no attention weights.
@@ -133,35 +133,35 @@ def picture_attention(
     return torch.cat([found[n] for n in range(len(sizes))], 1), None
 
 
-# ---- runs of pictures ----------------------------------------------------------------------------
+# ---- runs of images ----------------------------------------------------------------------------
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
-#: first picture, end
+#: first image, end
 Run = tuple[int, int]
 
-# attention that takes pictures of one size at once
+# attention that takes images of one size at once
 _AT_ONCE = ("prefixtree", "sdpa")
 # of blocks that are compiled: by a class of their parts, its compiled forward
 _compiled: WeakKeyDictionary[nn.Module, Callable[[Any], Callable[..., Any]]] = WeakKeyDictionary()
-# what the model reads of a tower's output
+# what the model reads of a vision encoder's output
 _FEATURES = ("pooler_output", "deepstack_features")
 
 
 @dataclass(frozen=True)
-class TowerRuns:
-    """How many pictures a tower takes at once.
+class EncoderRuns:
+    """How many images a vision encoder takes at once.
 
     Attributes:
-        patches: the most of a run of several pictures; a larger picture is a run. None: all
-            pictures are one run, which is called as the model calls it.
+        patches: the most of a run of several images; a larger image is a run. None: all
+            images are one run, which is called as the model calls it.
         around: what calls each run. Default: nothing is recomputed.
-        least: how many runs there are at least, blank ones before the pictures: ranks that shard
-            the tower run it equally often. Default: 0.
-        kept: patches of the last pictures that `keeping` calls in the place of `around`, in runs of
+        least: how many runs there are at least, blank ones before the images: ranks that shard
+            the vision encoder run it equally often. Default: 0.
+        kept: patches of the last images that `keeping` calls in the place of `around`, in runs of
             their own. Default: 0.
         keeping: what calls these. Default: they are called as they are.
-        least_kept: as `least`, of these runs, blank ones behind the pictures. Default: 0.
+        least_kept: as `least`, of these runs, blank ones behind the images. Default: 0.
     """
 
     patches: int | None
@@ -172,31 +172,31 @@ class TowerRuns:
     least_kept: int = 0
 
 
-#: as the model calls its tower
-ALL_AT_ONCE = TowerRuns(None)
+#: as the model calls its vision encoder
+ALL_AT_ONCE = EncoderRuns(None)
 
 
 @dataclass(frozen=True)
-class TowerShape:
+class EncoderShape:
     """The sizes of one call.
 
     Attributes:
-        patches: of each of the N pictures.
-        features: F, of all pictures.
+        patches: of each of the N images.
+        features: F, of all images.
     """
 
     patches: list[int]
     features: int
 
     def runs(self, most: int, kept: int = 0) -> tuple[list[Run], list[Run]]:
-        """Runs of at most `most` patches, one picture at least.
+        """Runs of at most `most` patches, one image at least.
 
         Args:
             most: patches.
-            kept: the last pictures of at most so many patches have runs of their own. Default: 0.
+            kept: the last images of at most so many patches have runs of their own. Default: 0.
 
         Returns:
-            The runs of the first pictures, and those of the last.
+            The runs of the first images, and those of the last.
         """
         end = first = len(self.patches)
         while first > 0 and (kept := kept - self.patches[first - 1]) >= 0:
@@ -215,7 +215,7 @@ class TowerShape:
 
 
 def features_in(output: Any) -> dict[str, Any]:
-    """Finds the features in a tower's output, by attribute: tensors, or lists of them."""
+    """Finds the features in a vision encoder's output, by attribute: tensors, or lists of them."""
     found = {name: getattr(output, name, None) for name in _FEATURES}
     if found["pooler_output"] is None:
         # Gemma 4's features come straight from the last layer
@@ -226,14 +226,14 @@ def features_in(output: Any) -> dict[str, Any]:
 def compile_blocks(
     model: nn.Module, compiler: Callable[..., Any] = torch.compile, **options: Any
 ) -> None:
-    """Compiles the parts of the blocks of vision towers, for calls of `in_few_calls`.
+    """Compiles the parts of the blocks of vision encoders, for calls of `in_few_calls`.
 
     A block is a module that holds an attention of `with_borders`. Graphs end at attention, which
-    looks at the borders of pictures. All other calls run uncompiled, and so do blocks that are
+    looks at the borders of images. All other calls run uncompiled, and so do blocks that are
     recomputed by themselves.
 
     Args:
-        model: a tower, or what holds some. Others are left as they are.
+        model: a vision encoder, or what holds some. Others are left as they are.
         compiler: from a forward to what runs in its place. Default: torch.compile.
         options: of the compiler.
     """
@@ -250,16 +250,17 @@ def compile_blocks(
             _compiled[module] = compiled
 
 
-def has_compiled_blocks(tower: nn.Module) -> bool:
-    """Whether `compile_blocks` compiled blocks of a tower, and `in_few_calls` runs all so."""
-    blocks = [module for module in tower.modules() if module in _compiled]
+def has_compiled_blocks(encoder: nn.Module) -> bool:
+    """Whether `compile_blocks` compiled blocks of a vision encoder, and `in_few_calls` runs all
+    so."""
+    blocks = [module for module in encoder.modules() if module in _compiled]
     own = all("forward" not in vars(block) for block in blocks)
     parts = [part for block in blocks for part in block.children()]
-    return bool(parts) and own and _attends_at_once(tower) and all(map(_runs_compiled, parts))
+    return bool(parts) and own and _attends_at_once(encoder) and all(map(_runs_compiled, parts))
 
 
-def _attends_at_once(tower: nn.Module) -> bool:
-    config = getattr(tower, "config", None)
+def _attends_at_once(encoder: nn.Module) -> bool:
+    config = getattr(encoder, "config", None)
     return getattr(config, "_attn_implementation", None) in _AT_ONCE
 
 
@@ -269,26 +270,26 @@ def _runs_compiled(part: nn.Module) -> bool:
     return "forward" not in vars(part) and not _has_hooks_inside(part)
 
 
-def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
-    """A tower's forward with fewer and faster calls of torch.
+def in_few_calls(encoder: nn.Module) -> Callable[..., Any]:
+    """A vision encoder's forward with fewer and faster calls of torch.
 
     Convolutions with one place for their kernel are matrix products. A patch is as large as the
     kernel that embeds it: cuDNN takes far longer for that than a product in bfloat16, and rounds
-    float32 to TF32 where torch's products do not. Pictures of one size are one call of attention
-    (`tower_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and hooks
-    are the modules' own.
+    float32 to TF32 where torch's products do not. Images of one size are one call of attention
+    (`encoder_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and
+    hooks are the modules' own.
 
     Args:
-        tower: of a transformers model.
+        vision encoder: of a transformers model.
 
     Returns:
         A forward with the same arguments. It may run again in a backward.
     """
-    forward = tower.forward
+    forward = encoder.forward
     found: dict[nn.Module, Callable[..., Any]] = {}
     attending: dict[nn.Module, Callable[..., Any]] = {}
     in_blocks: dict[nn.Module, Callable[..., Any]] = {}
-    for module in tower.modules():
+    for module in encoder.modules():
         kind: Any = type(module)
         if "forward" in vars(module):
             continue
@@ -305,9 +306,9 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
     def ours(*args: Any, **kwargs: Any) -> Any:
         replaced = found
         # layers that are recomputed by themselves would run their own forward then
-        if _attends_at_once(tower) and not any(map(_recomputes, tower.modules())):
+        if _attends_at_once(encoder) and not any(map(_recomputes, encoder.modules())):
             replaced = found | attending
-        with changing(tower) as changes:
+        with changing(encoder) as changes:
             for module, of_module in replaced.items():
                 changes.set(module, forward=of_module)
             return forward(*args, **kwargs)
@@ -356,17 +357,17 @@ def _product(module: Any, patches: torch.Tensor) -> torch.Tensor:
 def in_runs(
     forward: Callable[..., Any],
     grid_keyword: str,
-    runs: TowerRuns,
-    divided: Callable[[], tuple[TowerShape, list[Run], list[Run]]],
+    runs: EncoderRuns,
+    divided: Callable[[], tuple[EncoderShape, list[Run], list[Run]]],
     blank: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[..., Any]:
-    """A tower's forward that takes its pictures in runs.
+    """A vision encoder's forward that takes its images in runs.
 
     Args:
-        forward: the tower's, of all pictures. grid_keyword: its keyword of grids.
+        forward: the vision encoder's, of all images. grid_keyword: its keyword of grids.
         runs: with a number of patches.
-        divided: the sizes of a call, and its `TowerShape.runs`.
-        blank: pixels and grids of a picture that no token shows.
+        divided: the sizes of a call, and its `EncoderShape.runs`.
+        blank: pixels and grids of an image that no token shows.
 
     Returns:
         A forward that returns the same features, and nothing else.
@@ -392,7 +393,7 @@ def in_runs(
         of_nothing = blank[0].to(pixels), blank[1]
 
         def of(each: list[Run]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            return [(_of_pictures(pixels, shape, *at), grids[slice(*at)]) for at in each]
+            return [(_of_images(pixels, shape, *at), grids[slice(*at)]) for at in each]
 
         again = [*[of_nothing] * before, *of(first)]
         parts = [called(runs.around, run, *shown) for shown in again]
@@ -406,8 +407,8 @@ def in_runs(
     return in_turn
 
 
-def _of_pictures(pixels: torch.Tensor, shape: TowerShape, first: int, end: int) -> torch.Tensor:
-    """Pixels of some pictures: of [sum of patches, D], or of [N, patches, D] as Gemma 4 has it."""
+def _of_images(pixels: torch.Tensor, shape: EncoderShape, first: int, end: int) -> torch.Tensor:
+    """Pixels of some images: of [sum of patches, D], or of [N, patches, D] as Gemma 4 has it."""
     if pixels.ndim == 3:
         return pixels[first:end]
     start = sum(shape.patches[:first])
@@ -419,5 +420,5 @@ def _joined(parts: list[Any], before: int, behind: int) -> Any:
     if isinstance(parts[0], (list, tuple)):
         return [_joined(list(each), before, behind) for each in zip(*parts, strict=True)]
     whole = torch.cat(parts)
-    # a blank picture has one feature
+    # a blank image has one feature
     return whole[before : len(whole) - behind]

@@ -1,4 +1,4 @@
-"""Tiny models that see, a batch of sequences with pictures, and its runs: packed, and each sequence
+"""Tiny models that see, a batch of sequences with images, and its runs: packed, and each sequence
 alone in eager with transformers' own inputs and positions."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
-from prefixtree.images.tower import ALL_AT_ONCE, TowerRuns
-from prefixtree.images.vision import PlacedPictures, alone_inputs
+from prefixtree.images.encoder import ALL_AT_ONCE, EncoderRuns
+from prefixtree.images.vision import PlacedImages, alone_inputs
 from prefixtree.models.families import forward_inputs
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
-from tests.support.models import TOWERS, TRANSFORMERS, as_lists, randomise
+from tests.support.models import ENCODERS, TRANSFORMERS, as_lists, randomise
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 HIDDEN, PATCH = 64, 4
-# one sequence of text that no picture's id interrupts
+# one sequence of text that no image's id interrupts
 _TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -71,7 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "max_window_layers": 1,
             "rope_parameters": {**_ROPE, "mrope_section": (2, 3, 3)},
         },
-        # two windows a side: another attention than over all of a picture
+        # two windows a side: another attention than over all of an image
         "vision_config": {**_VISION, "fullatt_block_indexes": (1,), "window_size": 16},
     },
     "qwen3_vl": {"text_config": {**_TEXT, **_MIXED}, "vision_config": _DEEP},
@@ -145,9 +145,9 @@ FAMILIES = [
 ]
 
 
-# adapters of a tower of Qwen3-VL, and of some of its text
+# adapters of a vision encoder of Qwen3-VL, and of some of its text
 ADAPTED = [("qkv", "patch_embed.proj"), ("qkv", "q_proj")]
-# one type per way to embed pictures
+# one type per way to embed images
 TREE = ("qwen2_5_vl", "qwen3_vl", "gemma4")
 # refused there
 NO_VIDEOS = ("gemma4", "glm46v", "glm4v")
@@ -168,7 +168,7 @@ def build(
     randomise(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # large enough that a wrong picture, or a wrong position, shows
+            # large enough that a wrong image, or a wrong position, shows
             if parameter.ndim > 1 and "A_log" not in name:
                 parameter.mul_(1.5)
     model = model.to(dtype).train()
@@ -191,16 +191,16 @@ class Float64(TorchFunctionMode):
         return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
 
 
-# ---- the batch -----------------------------------------------------------------------------------
+# ---- the batch ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences with processors' placeholders, their pictures, and a loss.
+    """Sequences with processors' placeholders, their images, and a loss.
 
     Attributes:
         sequences: token ids.
-        arguments: those of `Pictures.from_batch` but the sequences and the configuration.
+        arguments: those of `Images.from_batch` but the sequences and the configuration.
         weights: float64 [n - 1] per sequence.
     """
 
@@ -222,12 +222,12 @@ def text(seed: int) -> Callable[[int], list[int]]:
 
 
 def run(grid: Sequence[int], token: int = IMAGE) -> list[int]:
-    """The placeholders of a picture between their marks."""
+    """The placeholders of an image between their marks."""
     return [START, *[token] * (int(np.prod(grid)) // 4), END]
 
 
 def pixels(seed: int, grid: Sequence[int]) -> torch.Tensor:
-    """Patches of a picture, in float64."""
+    """Patches of an image, in float64."""
     g = torch.Generator().manual_seed(seed)
     values = 3 * 2 * PATCH**2
     return torch.randn(int(np.prod(grid)), values, generator=g, dtype=torch.float64)
@@ -235,22 +235,22 @@ def pixels(seed: int, grid: Sequence[int]) -> torch.Tensor:
 
 @cache
 def batch(model_type: str) -> Batch:
-    """9 sequences over 3 pictures: A and A2 have one grid and differ in pixels alone; A is placed
-    three times and B twice, also below branches; one tree has no picture."""
+    """9 sequences over 3 images: A and A2 have one grid and differ in pixels alone; A is placed
+    three times and B twice, also below branches; one tree has no image."""
     grids = {"a": (1, 8, 4), "a2": (1, 8, 4), "b": (1, 4, 6)}
     shown = {name: pixels(i, grid) for i, (name, grid) in enumerate(grids.items())}
     draw = text(0)
     system, ask, ask2, turn, t1, t2, t3, t4 = (draw(n) for n in (5, 4, 4, 6, 7, 3, 9, 5))
     parts: list[list[Any]] = [
         [system, "a", ask, t1],
-        # a shared picture, with a branch behind it
+        # a shared image, with a branch behind it
         [system, "a", ask, t2],
-        # a second picture below a branch
+        # a second image below a branch
         [system, "a", ask2, "b", turn, t1],
         [system, "a", ask2, "b", turn, t3, t3],
         # the first one's token ids, other pixels
         [system, "a2", ask, t1],
-        # a picture again, elsewhere
+        # an image again, elsewhere
         [system, "a2", ask, "a", t4],
         [t4, "b", t2],
         [t4, "a", t3],
@@ -287,18 +287,18 @@ def _padded(patches: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, t
     return values, positions
 
 
-def pictures_of(model: Any, made: Batch) -> pt.Pictures:
+def images_of(model: Any, made: Batch) -> pt.Images:
     """Of a batch, for a model."""
-    return pt.Pictures.from_batch(made.sequences, config=model.config, **made.arguments)
+    return pt.Images.from_batch(made.sequences, config=model.config, **made.arguments)
 
 
 @cache
-def pictures_for(model_type: str) -> pt.Pictures:
+def images_for(model_type: str) -> pt.Images:
     """Of the batch, for a model of the type."""
-    return pictures_of(build(model_type), batch(model_type))
+    return images_of(build(model_type), batch(model_type))
 
 
-# ---- runs ----------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -320,10 +320,10 @@ def finished(model: Any, logprobs: Sequence[torch.Tensor], made: Batch) -> Run:
 
 def run_alone(model: Any, made: Batch) -> Run:
     """Each sequence alone, with the keywords that its processor gives."""
-    pictures = pictures_of(model, made)
+    images = images_of(model, made)
     logprobs = []
-    for tokens, numbers in zip(pictures.sequences, pictures.of_sequences, strict=True):
-        inputs = alone_inputs(pictures, tokens, numbers)
+    for tokens, numbers in zip(images.sequences, images.of_sequences, strict=True):
+        inputs = alone_inputs(images, tokens, numbers)
         ids = inputs["input_ids"][0]
         logits = model(**inputs, use_cache=False).logits[0, :-1]
         logprobs.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
@@ -331,23 +331,23 @@ def run_alone(model: Any, made: Batch) -> Run:
 
 
 def run_packed(
-    model: Any, made: Batch, pictures: pt.Pictures | None = None, pad: int = 1, **options: Any
+    model: Any, made: Batch, images: pt.Images | None = None, pad: int = 1, **options: Any
 ) -> Run:
     """All sequences at once."""
-    pictures = pictures or pictures_of(model, made)
-    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences), pad)
+    images = images or images_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences), pad)
     return finished(
-        model, pt.sequence_logprobs(model, packed, pictures=pictures, **options).logprobs, made
+        model, pt.sequence_logprobs(model, packed, images=images, **options).logprobs, made
     )
 
 
-def run_forward(model: Any, made: Batch, runs: TowerRuns = ALL_AT_ONCE) -> Run:
+def run_forward(model: Any, made: Batch, runs: EncoderRuns = ALL_AT_ONCE) -> Run:
     """The same by a forward of the model, whose logits may be float64: `sequence_logprobs` without
     its lm_head."""
     pt.prepare(model)
-    pictures = pictures_of(model, made)
-    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-    placed = PlacedPictures(model, model, packed, pictures)
+    images = images_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
+    placed = PlacedImages(model, model, packed, images)
     packed = placed.packed
     shown = placed.forward()
     with shown.encoded(runs):
@@ -372,19 +372,19 @@ class Errors:
 
     logprob: float
     text: float
-    tower: float
+    encoder: float
 
     @property
     def largest(self) -> float:
-        return max(self.logprob, self.text, self.tower)
+        return max(self.logprob, self.text, self.encoder)
 
 
 def errors(found: Run, expected: Run) -> Errors:
     """The differences of two runs, whose parameters have gradients alike."""
     assert found.gradients.keys() == expected.gradients.keys()
 
-    def relative(of_tower: bool) -> float:
-        names = [n for n in expected.gradients if n.startswith(TOWERS) == of_tower]
+    def relative(of_encoder: bool) -> float:
+        names = [n for n in expected.gradients if n.startswith(ENCODERS) == of_encoder]
         gap = [float((found.gradients[n] - expected.gradients[n]).norm()) for n in names]
         whole = [float(expected.gradients[n].norm()) for n in names]
         return float(np.linalg.norm(gap) / np.linalg.norm(whole))
@@ -414,7 +414,7 @@ def clone(made: Batch, **changes: Any) -> Batch:
 
 
 def screenshots(count: int) -> Batch:
-    """As many sequences, each with a picture of its own of 256 patches."""
+    """As many sequences, each with an image of its own of 256 patches."""
     grid = (1, 16, 16)
     rows = [np.array([5, 6, *run(grid), 7, i % 50 + 3, 8]) for i in range(count)]
     shown = torch.cat([pixels(i, grid) for i in range(count)]).float()

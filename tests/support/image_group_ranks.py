@@ -1,4 +1,4 @@
-"""One rank of test_pictures_in_groups.py: pictures that the ranks of a group divide."""
+"""One rank of test_images_in_groups.py: images that the ranks of a group divide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
 from prefixtree.images import vision
-from prefixtree.images.vision import tower_of
+from prefixtree.images.vision import encoder_of
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.packing.copies import gather
 from prefixtree.scoring import in_groups
@@ -27,9 +27,9 @@ from prefixtree.scoring.forward import AskedWings
 from tests.support.distributed_ranks import whole
 from tests.support.hooks import inner, place
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.image_cases import Batch, Float64, batch, build, images_of, videos
 from tests.support.models import TRANSFORMERS
 from tests.support.part_exchange import scattered
-from tests.support.picture_cases import Batch, Float64, batch, build, pictures_of, videos
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Case:
     """A model, and how it is run.
 
     Attributes:
-        model_type: of `picture_cases.build`.
-        kind: "images" or "videos" of `picture_cases`; "one" for two sequences with one picture.
+        model_type: of `image_cases.build`.
+        kind: "images" or "videos" of `image_cases`; "one" for two sequences with one image.
         group_mode: as `sequence_logprobs` takes it.
-        scattered: each token belongs to any rank, so that every picture is cut.
+        scattered: each token belongs to any rank, so that every image is cut.
         wrapper: "ddp" or "fsdp2", or "" where gradients are averaged by hand.
-        recompute: as `sequence_logprobs` takes it; each picture is then a run of the tower.
+        recompute: as `sequence_logprobs` takes it; each image is then a run of the vision encoder.
         double: in float64, by the model's logits.
         mistake: a key of MISTAKES.
     """
@@ -63,13 +63,13 @@ class Case:
 
 
 def batch_of(case: Case) -> Batch:
-    """Its sequences and pictures."""
+    """Its sequences and images."""
     if case.kind == "videos":
         return videos(case.model_type)
     made = batch(case.model_type)
     if case.kind == "images":
         return made
-    # two rows share one picture
+    # two rows share one image
     few = [made.sequences[i] for i in (0, 1)]
     count = int(made.arguments["image_grid_thw"][0].prod())
     arguments = {
@@ -79,26 +79,26 @@ def batch_of(case: Case) -> Batch:
     return Batch(few, arguments, made.weights[:2])
 
 
-# of three layers; each rank has more than one picture, of which the last is kept
+# of three layers; each rank has more than one image, of which the last is kept
 _PLAN = pt.RecomputePlan(("all",) * 3, 0, patches=1, kept=40)
 # on as many ranks
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "qwen3_vl": Case("qwen3_vl"),
         "qwen3_vl, scattered videos": Case("qwen3_vl", "videos", scattered=True),
-        "qwen3_vl, heads": Case("qwen3_vl", group_mode="heads"),
+        "qwen3_vl, heads": Case("qwen3_vl", group_mode="ulysses"),
         "qwen2_5_vl, videos": Case("qwen2_5_vl", "videos"),
         "qwen3_5, scattered": Case("qwen3_5", scattered=True),
         "gemma4, scattered": Case("gemma4", scattered=True),
-        "one picture": Case("qwen3_vl", "one", scattered=True),
+        "one image": Case("qwen3_vl", "one", scattered=True),
         "FSDP2, a plan": Case("qwen3_vl", wrapper="fsdp2", recompute=_PLAN, double=False),
         "FSDP2, auto": Case("qwen3_vl", "one", wrapper="fsdp2", recompute="auto", double=False),
-        "DDP, videos, heads": Case("qwen3_vl", "videos", "heads", wrapper="ddp", double=False),
+        "DDP, videos, heads": Case("qwen3_vl", "videos", "ulysses", wrapper="ddp", double=False),
         "no gradients come back": Case("qwen3_vl", mistake="left out"),
         "gradients come twice": Case("qwen3_vl", mistake="twice"),
     },
     3: {
-        "qwen2_5_vl, one picture": Case("qwen2_5_vl", "one", scattered=True),
+        "qwen2_5_vl, one image": Case("qwen2_5_vl", "one", scattered=True),
     },
 }
 
@@ -109,36 +109,36 @@ def _nothing_back(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _back_twice(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """As if two ranks had encoded each picture."""
+    """As if two ranks had encoded each image."""
     return 2 * _BACK(ctx, gradient)[0], None, None, None
 
 
-_BACK = inner("backward of pictures' rows")
+_BACK = inner("backward of images' rows")
 MISTAKES = {"": _BACK, "left out": _nothing_back, "twice": _back_twice}
 
 
 @contextmanager
-def _counted(tower: nn.Module) -> Iterator[list[int]]:
-    """The patches of each call of a tower, before it is cut into runs."""
+def _counted(encoder: nn.Module) -> Iterator[list[int]]:
+    """The patches of each call of a vision encoder, before it is cut into runs."""
     patches: list[int] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         (pixels,) = args or [kwargs["pixel_values"]]
         patches.append(int(pixels[..., 0].numel()))
 
-    handle = tower.register_forward_pre_hook(before, with_kwargs=True)
+    handle = encoder.register_forward_pre_hook(before, with_kwargs=True)
     try:
         yield patches
     finally:
         handle.remove()
 
 
-def _logprobs_in_float64(model: Any, packed: Any, pictures: Any, case: Case) -> Any:
+def _logprobs_in_float64(model: Any, packed: Any, images: Any, case: Case) -> Any:
     """`sequence_logprobs` without its lm_head."""
     group = dist.group.WORLD
     found = find_edges(packed, 1.0, None)
     what = (lambda: (model, found)), in_groups.scores_of_rank, {"recompute": None}
-    how = {"mode": case.group_mode, "asked": AskedWings(pictures)}
+    how = {"mode": case.group_mode, "asked": AskedWings(images)}
     causal_lm, local = in_groups.part_of_rank(model, packed, group, *what, **how)
     shown: Any = local.wings["images"].forward(None)
     with shown.encoded():
@@ -151,37 +151,37 @@ def _logprobs_in_float64(model: Any, packed: Any, pictures: Any, case: Case) -> 
 
 def run(case: Case) -> dict[str, Any]:
     """Log-probabilities, gradients averaged over the ranks, and patches of each call of the
-    tower."""
+    vision encoder."""
     made = batch_of(case)
     with Float64() if case.double else nullcontext():
         model = build(case.model_type, dtype=torch.float64 if case.double else torch.float32)
-    pictures = pictures_of(model, made)
-    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    images = images_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(images.sequences))
     pt.prepare(model)
-    tower = tower_of(model)
+    encoder = encoder_of(model)
     wrapped: nn.Module = model
     if case.wrapper == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     elif case.wrapper:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (*tower.blocks, tower, *model.get_decoder().layers, model):
+        for part in (*encoder.blocks, encoder, *model.get_decoder().layers, model):
             fully_shard(part, mesh=mesh)
     with ExitStack() as stack:
-        patches = stack.enter_context(_counted(tower))
+        patches = stack.enter_context(_counted(encoder))
         stack.enter_context(
-            patch.object(*place("backward of pictures' rows"), staticmethod(MISTAKES[case.mistake]))
+            patch.object(*place("backward of images' rows"), staticmethod(MISTAKES[case.mistake]))
         )
         if case.scattered:
             stack.enter_context(patch.object(in_groups, "split_slots", scattered))
         if case.double:
             stack.enter_context(Float64())
-            logprobs = _logprobs_in_float64(model, packed, pictures, case)
+            logprobs = _logprobs_in_float64(model, packed, images, case)
         else:
             stack.enter_context(patch.object(vision, "RUN", 1))
             logprobs = pt.sequence_logprobs(
                 wrapped,
                 packed,
-                pictures=pictures,
+                images=images,
                 recompute=case.recompute,
                 group=dist.group.WORLD,
                 group_mode=case.group_mode,

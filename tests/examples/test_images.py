@@ -1,4 +1,4 @@
-"""The code of docs/pictures.md runs in order, and gives what the page says."""
+"""The code of docs/images.md runs in order, and gives what the page says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefixtree.images.vision import alone_inputs
 from tests.support.hooks import inner
 from tests.support.spawn import ROOT
 
-PAGE = ROOT / "docs" / "pictures.md"
+PAGE = ROOT / "docs" / "images.md"
 
 
 def test_the_page() -> None:
@@ -20,16 +20,16 @@ def test_the_page() -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     exec(first, names)
-    model, pictures, packed = (names[name] for name in ("model", "pictures", "packed"))
-    said = "has {} distinct pictures of {}, and `packed` {} tokens of {}"
-    counts = len(pictures), pictures.num_given, packed.num_tokens
+    model, images, packed = (names[name] for name in ("model", "images", "packed"))
+    said = "has {} distinct images of {}, and `packed` {} tokens of {}"
+    counts = len(images), images.num_given, packed.num_tokens
     said = said.format(*counts, packed.forest.num_replicated_tokens)
     assert said in " ".join(PAGE.read_text().split())
     eager = copy.deepcopy(model)
     eager.zero_grad()
     eager.set_attn_implementation("eager")
     for i, found in enumerate(names["scores"].logprobs):
-        inputs = alone_inputs(pictures, pictures.sequences[i], pictures.of_sequences[i])
+        inputs = alone_inputs(images, images.sequences[i], images.of_sequences[i])
         ids = inputs["input_ids"][0]
         logits = eager(**inputs, use_cache=False).logits[0, :-1]
         wanted = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Pictures in token sequences: which are one, their ids, and input that does not fit together."""
+"""Images in token sequences: which are one, their ids, and input that does not fit together."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ GRIDS = [[1, 8, 4], [1, 8, 4], [1, 4, 4]]
 A, B, C = (patches(i, *grid) for i, grid in enumerate(GRIDS))
 
 
-def batch(pixels: Any, grids: Any, *sequences: list[int], **more: Any) -> pt.Pictures:
-    return pt.Pictures.from_batch(sequences, pixels, grids, config(), **more)
+def batch(pixels: Any, grids: Any, *sequences: list[int], **more: Any) -> pt.Images:
+    return pt.Images.from_batch(sequences, pixels, grids, config(), **more)
 
 
-def test_prefixes_are_one_where_pictures_are():
+def test_prefixes_are_one_where_images_are():
     rows = [
         [1, 2, *shown(8), 3, 4],
         [1, 2, *shown(8), 3, 5],
@@ -57,7 +57,7 @@ def test_prefixes_are_one_where_pictures_are():
     found = batch(torch.cat([A, A, B, A, C]), torch.tensor(grids), *rows)
     assert found.of_sequences == [[0], [0], [1], [0, 2], []]
     assert len(found) == 3 and found.num_given == 5
-    assert repr(found) == "Pictures(3 distinct of 5, 5 sequences)"
+    assert repr(found) == "Images(3 distinct of 5, 5 sequences)"
     assert found.first_id == VOCABULARY
     for row, ids, numbers in zip(rows, found.sequences, found.of_sequences, strict=True):
         assert np.array_equal(found.with_placeholders(ids), row)
@@ -68,7 +68,7 @@ def test_prefixes_are_one_where_pictures_are():
     assert pt.PrefixForest.from_sequences(rows).num_tokens < forest.num_tokens
     first = found.distinct[1]
     assert first.pixels.equal(B) and first.grid.tolist() == GRIDS[1] and first.run_tokens == 8
-    assert first.key == pt.picture_key(B.numpy(), GRIDS[1])
+    assert first.key == pt.image_key(B.numpy(), GRIDS[1])
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,20 @@ def test_prefixes_are_one_where_pictures_are():
 )
 def test_everything_is_in_the_key(other):
     args = {"pixels": A, "grid": GRIDS[0]}
-    assert pt.picture_key(**args) == pt.picture_key(A.clone().numpy(), np.array(GRIDS[0]))
-    assert pt.picture_key(**args) != pt.picture_key(**args | other)
+    assert pt.image_key(**args) == pt.image_key(A.clone().numpy(), np.array(GRIDS[0]))
+    assert pt.image_key(**args) != pt.image_key(**args | other)
     half = dict(args, modality="video", seconds=torch.tensor(0.5))
-    assert (pt.picture_key(**half) == pt.picture_key(**args | other)) == ("seconds" in other)
+    assert (pt.image_key(**half) == pt.image_key(**args | other)) == ("seconds" in other)
 
 
-def test_pictures_in_a_list_are_hashed_once_and_keys_not_at_all(monkeypatch):
+def test_images_in_a_list_are_hashed_once_and_keys_not_at_all(monkeypatch):
     hashed = []
 
     def counted(*args: Any) -> bytes:
         hashed.append(args)
-        return pt.picture_key(*args)
+        return pt.image_key(*args)
 
-    put(monkeypatch, "key of a picture", counted)
+    put(monkeypatch, "key of an image", counted)
     rows = [[1, *shown(8)], [1, *shown(8), 2], [1, *shown(8)], [1, *shown(8), 2]]
     found = batch([A, A, B, A.clone()], GRIDS[:1] * 4, *rows)
     assert found.of_sequences == [[0], [0], [1], [0]] and len(hashed) == 3
@@ -118,7 +118,7 @@ def test_videos():
     assert (found.sequences[0] == VOCABULARY).sum() == 12
     assert np.array_equal(found.with_placeholders(found.sequences[0]), apart)
     rows = [[1, *shown(12, VIDEO), 2]] * 3
-    together = pt.Pictures.from_batch(
+    together = pt.Images.from_batch(
         rows,
         None,
         None,
@@ -148,34 +148,34 @@ def test_gemma_has_positions_in_the_place_of_grids():
     padded[1, :8] = positions.flip(-1).view(8, 2)
     pixels = torch.randn(1, 12, 5).expand(2, 12, 5)
     row = [1, *shown(2), 4]
-    found = pt.Pictures.from_batch(
+    found = pt.Images.from_batch(
         [row, row], pixels, None, config("gemma4"), image_position_ids=padded
     )
     assert found.of_sequences == [[0], [1]]
     with pytest.raises(ValueError, match="takes image_position_ids, not image_grid_thw"):
-        pt.Pictures.from_batch([row], pixels[:1], [[1, 4, 2]], config("gemma4"))
+        pt.Images.from_batch([row], pixels[:1], [[1, 4, 2]], config("gemma4"))
     with pytest.raises(ValueError, match="takes image_grid_thw, not image_position_ids"):
         batch(pixels[:1], None, row, image_position_ids=padded[:1])
     with pytest.raises(ValueError, match=r"image_position_ids\[0\] has 7 patches that are no pad"):
         wrong = padded[:1].clone()
         wrong[0, 0] = -1
         args = ([row], pixels[:1], None, config("gemma4"))
-        pt.Pictures.from_batch(*args, image_position_ids=wrong)
+        pt.Images.from_batch(*args, image_position_ids=wrong)
     with pytest.raises(ValueError, match=r"shape \[1, 12, 5\] and image_position_ids of shape \["):
         args = ([row], pixels[:1], None, config("gemma4"))
-        pt.Pictures.from_batch(*args, image_position_ids=padded)
+        pt.Images.from_batch(*args, image_position_ids=padded)
     with pytest.raises(pt.UnsupportedError, match="videos are not verified in model type 'gemma4'"):
         args = ([row], None, None, config("gemma4"))
-        pt.Pictures.from_batch(*args, pixel_values_videos=pixels, video_grid_thw=padded)
+        pt.Images.from_batch(*args, pixel_values_videos=pixels, video_grid_thw=padded)
 
 
 @pytest.mark.parametrize("model_type", ["glm4v", "glm46v"])
 def test_glm_writes_videos_with_the_placeholder_of_images(model_type):
     of = config(model_type)
-    found = pt.Pictures.from_batch([[1, *shown(8)]], A, GRIDS[:1], of)
+    found = pt.Images.from_batch([[1, *shown(8)]], A, GRIDS[:1], of)
     assert found.placeholders == {"image": of.image_token_id}
     with pytest.raises(pt.UnsupportedError, match="videos are not verified in model type 'glm4"):
-        pt.Pictures.from_batch(
+        pt.Images.from_batch(
             [[1, *shown(8)]], None, None, of, pixel_values_videos=A, video_grid_thw=GRIDS[:1]
         )
 
@@ -183,7 +183,7 @@ def test_glm_writes_videos_with_the_placeholder_of_images(model_type):
 @pytest.mark.parametrize(
     ("message", "pixels", "grids", "rows"),
     [
-        # the sequences against the pictures
+        # the sequences against the images
         ("placeholders of image 1 of the batch, and 1 images were given", A, GRIDS[:1],
          [[1, *shown(8)], [1, *shown(8)]]),
         ("2 images were given, and the sequences hold 1", torch.cat([A, B]), GRIDS[:2],
@@ -191,9 +191,9 @@ def test_glm_writes_videos_with_the_placeholder_of_images(model_type):
         (r"given; .* sampled shows no image.*suppress_tokens=.60.\)", A, GRIDS[:1],
          [[1, *shown(8), 2, IMAGE]]),
         (r"1 placeholders of .* sampled shows no image", A, GRIDS[:1], [[1, IMAGE, 2, *shown(8)]]),
-        ("tokens 2 to 6: 5 placeholders of one image with 8: the sequence is cut inside a picture",
+        ("tokens 2 to 6: 5 placeholders of one image with 8: the sequence is cut inside an image",
          A, GRIDS[:1], [[1, *shown(8)[:6]]]),
-        ("tokens 2 to 5: 4 placeholders of one image with 8 .grid .1, 8, 4..: the picture is of an",
+        ("tokens 2 to 5: 4 placeholders of one image with 8 .grid .1, 8, 4..: the image is of an",
          A, GRIDS[:1], [[1, *shown(4)]]),
         ("two stand side by side", torch.cat([A, B]), GRIDS[:2], [[1, *shown(16)]]),
         (r"sequences\[1\] has the token id 64; ids from 64 on are beyond the vocabulary", A,
@@ -234,22 +234,22 @@ def test_bad_videos_and_keys_are_refused():
 
 def test_families_that_are_not_served():
     for model_type, why in (
-        ("gemma3", "tokens of a picture see the later tokens"),
+        ("gemma3", "tokens of an image see the later tokens"),
         ("llava", "not verified in model type 'llava', only in gemma4, glm46v, glm4v, qwen2_5_vl"),
         ("qwen3_vl_text", "give the configuration of the whole model"),
     ):
         with pytest.raises(pt.UnsupportedError, match=why):
-            pt.Pictures.from_batch([[1]], None, None, config(model_type))
+            pt.Images.from_batch([[1]], None, None, config(model_type))
     both_ways = config("gemma4", use_bidirectional_attention="vision")
     with pytest.raises(pt.UnsupportedError, match='attention="vision" are not served: tokens of'):
-        pt.Pictures.from_batch([[1]], None, None, both_ways)
+        pt.Images.from_batch([[1]], None, None, both_ways)
 
 
-def test_ids_of_other_pictures_are_refused():
+def test_ids_of_other_images_are_refused():
     one = batch(A, GRIDS[:1], [1, *shown(8)])
-    with pytest.raises(pt.ForestError, match=r"hold picture 1 \(token id 65\), and there are 1"):
+    with pytest.raises(pt.ForestError, match=r"hold image 1 \(token id 65\), and there are 1"):
         one.with_placeholders(np.array([1, 65]))
-    # without pictures of a modality its placeholders are text
+    # without images of a modality its placeholders are text
     none = batch(None, None, [1, IMAGE, IMAGE, 2, VIDEO])
     assert none.with_placeholders(none.sequences[0]).tolist() == [1, IMAGE, IMAGE, 2, VIDEO]
     sampled = batch(A, GRIDS[:1], [1, *shown(8), VIDEO])

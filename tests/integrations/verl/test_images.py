@@ -1,5 +1,5 @@
-"""Checkpoints with a vision tower: the updates of verl's own engine, or of each sequence alone
-where verl's fails; text alone and pictures, one rank and two; and red where a picture, its place
+"""Checkpoints with a vision encoder: the updates of verl's own engine, or of each sequence alone
+where verl's fails; text alone and images, one rank and two; and red where an image, its place
 or its gradient is another's."""
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from prefixtree import compile_layers
 from prefixtree.images import vision
 from prefixtree.images.placements import Placements
 from prefixtree.integrations.verl import engine as engine_module
-from prefixtree.integrations.verl import pictures as room
+from prefixtree.integrations.verl import images as room
 from tests.integrations.verl.compare import check_same, difference
-from tests.integrations.verl.picture_runs import shown
+from tests.integrations.verl.image_runs import shown
 from tests.integrations.verl.runs import (
     actor_loss,
     batch_of,
@@ -44,14 +44,14 @@ from tests.support.spawn import ROOT
 ONE = (
     "qwen2_5_vl, text",
     "qwen3_vl, text, decay",
-    "qwen2_5_vl, pictures",
-    "qwen3_vl_moe, pictures",
+    "qwen2_5_vl, images",
+    "qwen3_vl_moe, images",
 )
-TOGETHER = ("qwen3_vl, text, two ranks a forest", "qwen3_vl, pictures, two ranks a forest")
-# every time; the others with --full: each family, with pictures or without. One rank has both
+TOGETHER = ("qwen3_vl, text, two ranks a forest", "qwen3_vl, images, two ranks a forest")
+# every time; the others with --full: each family, with images or without. One rank has both
 TWO = ("qwen3_vl, one rank sees", "qwen3_vl, lora")
-TWO_WITH_FULL = ("qwen2_5_vl, pictures", "qwen3_vl_moe, text, decay", "qwen3_vl, fixed size")
-RED = "qwen3_vl, pictures"
+TWO_WITH_FULL = ("qwen2_5_vl, images", "qwen3_vl_moe, text, decay", "qwen3_vl, fixed size")
+RED = "qwen3_vl, images"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_one_rank(name: str, sees: Path, record_property: Callable[..., None]) -
 
 @pytest.mark.full
 def test_the_script_for_gpus(tmp_path: Path) -> None:
-    out, case = tmp_path / "out.json", "qwen3_vl, pictures"
+    out, case = tmp_path / "out.json", "qwen3_vl, images"
     command = [sys.executable, "-m", "tests.integrations.verl.on_gpu", str(out), case]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def test_two_ranks(
             results[name, settings.beside], results[name, "prefixtree"], settings
         )
         # old log-probabilities and reference; two updates too where cut trees would compute more
-        count = 2 if name == "qwen2_5_vl, pictures" else 4
+        count = 2 if name == "qwen2_5_vl, images" else 4
         trunks = {} if settings.tokens is None else {"trunks": count}
         assert results[name, "prefixtree"]["exchanges"] == trunks
         record_property(f"differences of rank {rank}", differences)
@@ -108,7 +108,7 @@ def test_a_forest_on_two_ranks(name: str, two_ranks: list[dict[Any, Any]], sees:
 
 
 @pytest.mark.parametrize(
-    ("engine", "override", "with_pictures"),
+    ("engine", "override", "with_images"),
     [
         ({"strategy": "fsdp", "use_orig_params": True}, {}, False),
         ({}, {"prefixtree_recompute": "auto"}, True),
@@ -120,12 +120,12 @@ def test_a_forest_on_two_ranks(name: str, two_ranks: list[dict[Any, Any]], sees:
 def test_other_settings(
     engine: dict[str, Any],
     override: dict[str, Any],
-    with_pictures: bool,
+    with_images: bool,
     sees: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One update with weight decay, which moves the tower on text alone too. FSDP1 is refused with
-    pictures."""
+    """One update with weight decay, which moves the vision encoder on text alone too. FSDP1 is
+    refused with images."""
     # inductor would take its time on a CPU
     backend = CompileCounterWithBackend("eager")
     monkeypatch.setattr(engine_module, "compile_layers", partial(compile_layers, backend=backend))
@@ -135,7 +135,7 @@ def test_other_settings(
     for settings in (plain, replace(plain, engine=engine, model_options=options)):
         worker = make_worker("prefixtree", sees / "qwen3_vl", settings)
         worker.set_loss_fn(actor_loss(replace(plain, algorithm="ppo")))
-        rows = shown(rollouts(10, groups=4, size=4), sees / "qwen3_vl", with_pictures)
+        rows = shown(rollouts(10, groups=4, size=4), sees / "qwen3_vl", with_images)
         flat = [torch.zeros(len(row)) for row in rows["responses"]]
         score = {"old_log_probs": jagged([row - 4 for row in flat])}
         score["advantages"] = jagged([row + i % 3 - 1 for i, row in enumerate(flat)])
@@ -153,14 +153,14 @@ def test_other_settings(
         worker.train_mini_batch(data)
         ends.append(parameters(worker))
     assert (backend.frame_count > 0) == ("prefixtree_compile" in override)
-    tower = [name for name in start if "visual." in name and "bias" not in name]
-    assert tower and all(difference([ends[1][n]], [start[n]]) > 1e-3 for n in tower)
+    encoder = [name for name in start if "visual." in name and "bias" not in name]
+    assert encoder and all(difference([ends[1][n]], [start[n]]) > 1e-3 for n in encoder)
     # FSDP1 writes its wrappers into the names
     names = {name.replace("_fsdp_wrapped_module.", ""): name for name in ends[1]}
     assert difference([*ends[0].values()], [ends[1][names[name]] for name in ends[0]]) < 1e-6
 
 
-# ---- red -----------------------------------------------------------------------------------------
+# ---- red ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,8 @@ def stock(sees: Path) -> Any:
 
 
 def gaps(stock: Any, packed: Any) -> tuple[float, float, float]:
-    """Of the first log-probabilities, and of the text's and the tower's parameters at the end."""
+    """Of the first log-probabilities, and of the text's and the vision encoder's parameters at the
+    end."""
     ends = stock["parameters"]["actor"], packed["parameters"]["actor"]
     found = {name: difference([p], [ends[1][name]]) for name, p in ends[0].items()}
     return (
@@ -182,7 +183,7 @@ def gaps(stock: Any, packed: Any) -> tuple[float, float, float]:
 def test_a_gradient_left_out_is_seen(
     stock: Any, sees: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first picture of each forward, 8 features; or of keys that trunks lend."""
+    """Of the first image of each forward, 8 features; or of keys that trunks export."""
 
     def without(repeated: Any, encoding: Any, features: torch.Tensor) -> torch.Tensor:
         return repeated(encoding, torch.cat([features[:8].detach(), features[8:]]))
@@ -191,16 +192,16 @@ def test_a_gradient_left_out_is_seen(
         right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
     assert max(right) < 1e-5, right
     # old log-probabilities, reference and two updates
-    assert [len(call.kwargs["pictures"]) > 0 for call in kept.call_args_list] == [True] * 4
+    assert [len(call.kwargs["images"]) > 0 for call in kept.call_args_list] == [True] * 4
     for lose, least in (
         (lambda patched: wrap(patched, "features of placements", without), 1e-3),
         (lose_keys, 2e-4),
     ):
         with monkeypatch.context() as patched:
             lose(patched)
-            scores, _, tower = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
+            scores, _, encoder = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
         assert scores == right[0]
-        assert tower > least
+        assert encoder > least
 
 
 def test_placements_in_another_order_are_seen(
@@ -213,13 +214,13 @@ def test_placements_in_another_order_are_seen(
         return Placements(placements.start, placements.number[::-1], placements.frame), paths
 
     monkeypatch.setattr(vision, "place", turned)
-    # without trunks, whose pictures would be of other sizes than their tokens
+    # without trunks, whose images would be of other sizes than their tokens
     whole = replace(VISION_CASES[RED], tokens=10_000)
-    scores, text, tower = gaps(stock, run("prefixtree", sees, whole))
-    assert min(scores, text, tower) > 1e-3
+    scores, text, encoder = gaps(stock, run("prefixtree", sees, whole))
+    assert min(scores, text, encoder) > 1e-3
 
 
-def test_a_picture_of_another_sequence_is_seen(
+def test_a_image_of_another_sequence_is_seen(
     stock: Any, sees: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of the third group, alike but for pixels, get their neighbours'."""
@@ -227,10 +228,10 @@ def test_a_picture_of_another_sequence_is_seen(
 
     def turned(data: Any) -> Any:
         rows = shown_of(data)
-        one_picture = [i for i, row in enumerate(rows) if len(row.get("image_grid_thw", [])) == 1]
-        turned = {i: rows[j] for i, j in zip(one_picture, one_picture[::-1], strict=True)}
+        one_image = [i for i, row in enumerate(rows) if len(row.get("image_grid_thw", [])) == 1]
+        turned = {i: rows[j] for i, j in zip(one_image, one_image[::-1], strict=True)}
         return [turned.get(i, row) for i, row in enumerate(rows)]
 
     monkeypatch.setattr(room, "shown_of", turned)
-    scores, text, tower = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
-    assert min(scores, text, tower) > 1e-3
+    scores, text, encoder = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
+    assert min(scores, text, encoder) > 1e-3

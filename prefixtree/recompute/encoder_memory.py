@@ -1,4 +1,4 @@
-"""The memory of a vision tower: a copy of it encodes one blank picture and then two (`probes`)."""
+"""The memory of a vision encoder: a copy of it encodes one blank image and then two (`probes`)."""
 
 from __future__ import annotations
 
@@ -13,72 +13,73 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.images.encodings import blank_picture
-from prefixtree.images.tower import (
+from prefixtree.images.encoder import (
     compile_blocks,
     features_in,
     has_compiled_blocks,
+    image_attention,
     in_few_calls,
-    picture_attention,
 )
-from prefixtree.images.vision import grid_keyword_of, tower_of
+from prefixtree.images.encodings import blank_image
+from prefixtree.images.vision import encoder_of, grid_keyword_of
 from prefixtree.models.families import ENCODES
 from prefixtree.recompute.counted import LiveBytes
-from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
-from prefixtree.recompute.memory import TowerMemory
+from prefixtree.recompute.layers import IN_ENCODERS, checkpoint_of_encoder, keeping_in_encoder
+from prefixtree.recompute.memory import EncoderMemory
 from prefixtree.recompute.probes import drop_gradients, standing_for, twin, untouched
 from prefixtree.recompute.recorder import AllocatedBytes
 
-# placeholders a side of the picture
+# placeholders a side of the image
 _SIDE = 8
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Hashable, TowerMemory]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, EncoderMemory]] = weakref.WeakKeyDictionary()
 
 
-def tower_memory(
+def encoder_memory(
     causal_lm: Any, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
-) -> TowerMemory:
-    """The memory of the vision tower of a model; a tower that is as it was is measured once.
+) -> EncoderMemory:
+    """The memory of the vision encoder of a model; a vision encoder that is as it was is measured
+    once.
 
     Args:
         causal_lm: the transformers model, on a device.
         dtype: in which FSDP2 gathers weights. autocast: that of the caller, who has it on.
 
     Raises:
-        UnsupportedError: a tower with eager attention.
+        UnsupportedError: a vision encoder with eager attention.
     """
-    tower, vision = tower_of(causal_lm), causal_lm.config.vision_config
+    encoder, vision = encoder_of(causal_lm), causal_lm.config.vision_config
     if vision._attn_implementation == "eager":
         raise UnsupportedError(
-            "recompute='auto' does not know the memory of eager attention in a vision tower, which "
-            "grows with the square of a picture: give it sdpa (attn_implementation "
+            "recompute='auto' does not know the memory of eager attention in a vision encoder, "
+            "which grows with the square of an image: give it sdpa (attn_implementation "
             '{"": "prefixtree", "text_config": "prefixtree", "vision_config": "sdpa"}), or give '
             "recompute as a mode"
         )
-    trains = tuple(p.requires_grad for p in tower.parameters())
-    compiled = has_compiled_blocks(tower)
+    trains = tuple(p.requires_grad for p in encoder.parameters())
+    compiled = has_compiled_blocks(encoder)
     state = device, dtype, autocast, trains, compiled, vision._attn_implementation
-    of_tower = _known.setdefault(tower, {})
-    if state not in of_tower:
+    of_encoder = _known.setdefault(encoder, {})
+    if state not in of_encoder:
         with untouched(device):
-            copied = twin(tower, standing_for(device, dtype))
+            copied = twin(encoder, standing_for(device, dtype))
             if compiled and device.type == "cuda":
                 compile_blocks(copied, dynamic=True, fullgraph=False)
-            of_tower[state] = _measured(causal_lm.config, copied, device, dtype)
-    return of_tower[state]
+            of_encoder[state] = _measured(causal_lm.config, copied, device, dtype)
+    return of_encoder[state]
 
 
-def _measured(config: Any, tower: Any, device: torch.device, dtype: torch.dtype) -> TowerMemory:
+def _measured(config: Any, encoder: Any, device: torch.device, dtype: torch.dtype) -> EncoderMemory:
     encodes = config.vision_config._attn_implementation == "prefixtree"
-    tower.train()
-    tower.forward = in_few_calls(tower)
-    trained = [p for p in tower.parameters() if p.requires_grad]
-    drop_gradients(tower)
-    pixels, grids = blank_picture(config, _SIDE)
+    encoder.train()
+    encoder.forward = in_few_calls(encoder)
+    trained = [p for p in encoder.parameters() if p.requires_grad]
+    drop_gradients(encoder)
+    pixels, grids = blank_image(config, _SIDE)
     keyword = grid_keyword_of(config)
     patches = pixels[..., 0].numel()
-    around = checkpoint_of_tower(tower, "all")
+    around = checkpoint_of_encoder(encoder, "all")
     assert around is not None
     held, again = [], []
     counted = Products(patches)
@@ -86,19 +87,21 @@ def _measured(config: Any, tower: Any, device: torch.device, dtype: torch.dtype)
     for count in (1, 1, 2) if device.type == "cuda" else (1, 2):
         shown = torch.cat([pixels] * count).to(device, dtype)
         keywords: dict[str, Any] = {keyword: torch.cat([grids] * count).to(device)}
-        keywords |= {ENCODES: picture_attention} if encodes else {}
+        keywords |= {ENCODES: image_attention} if encodes else {}
 
         def run(shown: torch.Tensor, keywords: dict[str, Any] = keywords) -> dict[str, Any]:
-            return features_in(tower(shown, **keywords))
+            return features_in(encoder(shown, **keywords))
 
         if not counted.products:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), counted:
                 run(shown)
-        held.append(_run(partial(keeping_in_tower(tower), run), tower, shown, goes_back=False))
-        again.append(_run(partial(around, run), tower, shown))
+        held.append(
+            _run(partial(keeping_in_encoder(encoder), run), encoder, shown, goes_back=False)
+        )
+        again.append(_run(partial(around, run), encoder, shown))
     few = again[-2]
     per_patch, fixed = _line([x.most for x in again[-2:]], patches)
-    return TowerMemory(
+    return EncoderMemory(
         per_patch,
         fixed,
         few.features // few.rows,
@@ -112,7 +115,7 @@ def _measured(config: Any, tower: Any, device: torch.device, dtype: torch.dtype)
 
 
 def _line(values: list[int], patches: int) -> tuple[float, float]:
-    """The bytes per patch and the fixed bytes of what was measured for one picture and for two."""
+    """The bytes per patch and the fixed bytes of what was measured for one image and for two."""
     few, many = values
     slope = (many - few) / patches
     return slope, max(0.0, few - slope * patches)
@@ -130,11 +133,11 @@ class _Bytes(NamedTuple):
 
 def _run(
     run: Callable[[torch.Tensor], dict[str, Any]],
-    tower: Any,
+    encoder: Any,
     shown: torch.Tensor,
     goes_back: bool = True,
 ) -> _Bytes:
-    counts = LiveBytes([shown, *tower.parameters(), *tower.buffers()])
+    counts = LiveBytes([shown, *encoder.parameters(), *encoder.buffers()])
     meter: Any = AllocatedBytes(shown.device) if shown.is_cuda else counts
     with nullcontext() if shown.is_cuda else counts:
         start = meter.bytes
@@ -149,14 +152,14 @@ def _run(
         if goes_back and reached:
             gradients = [torch.ones_like(x) for x in reached]
             meter.restart()
-            trained = [p for p in tower.parameters() if p.requires_grad]
+            trained = [p for p in encoder.parameters() if p.requires_grad]
             torch.autograd.backward(reached, gradients, inputs=trained)
             most = max(most, meter.restart() - 2 * size)
     return _Bytes(most - start, held - start, size, len(features[0]))
 
 
 class Products(TorchDispatchMode):
-    """Counts the multiply-adds of a forward over one picture.
+    """Counts the multiply-adds of a forward over one image.
 
     Attributes:
         products: those that grow with its patches, attention within windows among them.
@@ -172,7 +175,7 @@ class Products(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in IN_TOWERS:
+        if func in IN_ENCODERS:
             query, key = args[:2]
             pairs = 2.0 * query.numel() * key.shape[-2]
             if key.shape[-2] == self._patches:

@@ -1,0 +1,167 @@
+"""The images of a micro-batch, and what a vision encoder may keep of them.
+
+A vision encoder that keeps the activations of its last images has their backward first, as layers
+do. The others it computes again, some at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from prefixtree.images.encoder import RUN, EncoderShape
+
+if TYPE_CHECKING:
+    from prefixtree.images.encodings import Encoding
+    from prefixtree.images.images import Images
+    from prefixtree.images.placements import Placements
+    from prefixtree.recompute.memory import EncoderMemory
+
+# what is left for runs where a vision encoder keeps anything
+_LEAST_RUN = 1 << 12
+
+
+class EncoderChoice(NamedTuple):
+    """One choice of what a vision encoder keeps.
+
+    Attributes:
+        first: of the images that it keeps, which are the last ones.
+        kept: their patches.
+        held: bytes from its forward to its backward, beside features and pixels.
+        needs: the most bytes beside these at once, the held ones among them; of what is computed
+            again one image at a time, if that is less.
+        again: multiply-adds of the others, which are computed again.
+    """
+
+    first: int
+    kept: int
+    held: float
+    needs: float
+    again: float
+
+
+@dataclass(frozen=True)
+class ImageWork:
+    """The images of a micro-batch, as the memory model sees them.
+
+    Attributes:
+        patches: of each distinct image, by its number, in the order of the vision encoder.
+        features: those of distinct images, and those in the place of placeholders.
+        pixel_bytes: that are not there yet: pixels on their way, and in the vision encoder's dtype.
+        frames: of each video by its number. Default: images alone.
+    """
+
+    patches: dict[int, int]
+    features: int
+    pixel_bytes: int
+    frames: dict[int, int] = field(default_factory=dict)
+
+    def held(self, encoder: EncoderMemory) -> int:
+        """Bytes of features and pixels from the vision encoder's forward to its backward."""
+        return self.features * encoder.feature + self.pixel_bytes
+
+    def choices(self, encoder: EncoderMemory, most: int) -> list[EncoderChoice]:
+        """The choices of a vision encoder: it keeps nothing, and of the last images more and more.
+
+        Args:
+            most: choices beside the first. Of a vision encoder that may not keep anything there are
+                none.
+        """
+        sizes = list(self.patches.values())
+        step = -(-len(sizes) // most)
+        counts = [*range(0, len(sizes), step), len(sizes)] if encoder.may_keep else [0]
+        return [self._keeping(encoder, sizes, len(sizes) - count) for count in counts]
+
+    def _keeping(self, encoder: EncoderMemory, sizes: list[int], first: int) -> EncoderChoice:
+        again, kept = sizes[:first], sizes[first:]
+        held, needs = 0.0, 0.0
+        runs, _ = EncoderShape(kept, 0).runs(RUN)
+        # what keeps has its backward first; gradients of weights wait for those of other runs
+        waiting = encoder.gradients if len(runs) > 1 or (runs and again) else 0
+        for at in runs:
+            patches = sum(kept[slice(*at)])
+            needs = max(needs, held + encoder.run(patches) + waiting)
+            held += encoder.kept(patches)
+        if again:
+            # the room of a few images is no room for many: a GPU wants runs that keep it busy
+            run = max(max(again), min(_LEAST_RUN, sum(again)) if kept else 0)
+            one_by_one = encoder.run(run) + (encoder.gradients if len(sizes) > 1 else 0)
+            at_once = encoder.run(sum(again)) + waiting
+            if sum(again) <= RUN or len(again) == 1:
+                one_by_one = min(one_by_one, at_once)
+            needs = max(needs, one_by_one)
+        numbers = list(self.patches)[:first]
+        costs = (encoder.again(self.patches[n], self.frames.get(n, 1)) for n in numbers)
+        return EncoderChoice(first, sum(kept), held, needs, sum(costs))
+
+    def runs(
+        self, encoder: EncoderMemory, available: float, choice: EncoderChoice
+    ) -> tuple[int, float]:
+        """The patches that the vision encoder takes at once, as many as fit, and the bytes that it
+        needs."""
+        sizes = list(self.patches.values())
+        again = sizes[: choice.first]
+        if not again:
+            return RUN, choice.needs
+        total = sum(again)
+        waiting = encoder.gradients if choice.kept else 0
+        patches = encoder.patches_that_fit(available - waiting)
+        if total > min(RUN, patches) and len(sizes) > 1:
+            # several runs
+            waiting = encoder.gradients
+            patches = encoder.patches_that_fit(available - waiting)
+        run = max(max(again), min(RUN, patches, total))
+        return min(RUN, patches), max(choice.needs, encoder.run(run) + waiting)
+
+    @classmethod
+    def of(
+        cls, placements: Placements, images: Images, dtype: torch.dtype, moved: bool
+    ) -> ImageWork | None:
+        """Those of a forest; None where it places none.
+
+        Args:
+            placements: of the forest. dtype: in which the vision encoder takes pixels.
+            moved: whether their pixels are on the device.
+        """
+        # images go before videos
+        numbers = sorted(
+            set(placements.number.tolist()), key=lambda n: (images.distinct[n].modality, n)
+        )
+        shown = {n: images.distinct[n] for n in numbers}
+        if not shown:
+            return None
+        taken = sum(
+            (0 if moved else p.pixels.nbytes)
+            + (0 if p.pixels.dtype == dtype else p.pixels.numel() * dtype.itemsize)
+            for p in shown.values()
+        )
+        features = sum(p.runs * p.run_tokens for p in shown.values())
+        features += sum(shown[n].run_tokens for n in placements.number.tolist())
+        patches = {n: len(p.pixels) for n, p in shown.items()}
+        # of videos with a grid of frames, height, width
+        frames = {
+            n: int(p.grid[0])
+            for n, p in shown.items()
+            if p.modality == "video" and p.grid.shape == (3,)
+        }
+        return cls(patches, features, taken, frames)
+
+    @classmethod
+    def of_rank(cls, encodings: Sequence[Encoding], dtype: torch.dtype) -> ImageWork:
+        """Those that a rank of a group encodes, whose pixels are on the device, beside features
+        that come from other ranks.
+
+        Args:
+            encodings: the calls of the vision encoder. dtype: in which it takes pixels.
+        """
+        patches = [n for encoding in encodings for n in encoding.shape.patches]
+        features = taken = 0
+        for encoding in encodings:
+            pixels, _ = encoding.shown
+            taken += 0 if pixels.dtype == dtype else pixels.numel() * dtype.itemsize
+            # what the vision encoder gives, what came, what stands in the place of placeholders
+            features += encoding.shape.features + encoding.rows.num_rows + len(encoding.rows.rows)
+        return cls(dict(enumerate(patches)), features, taken)
