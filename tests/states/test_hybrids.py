@@ -198,7 +198,7 @@ def test_layers_that_are_not_prepared_turn_it_red(
 
 
 def _mixers(model: Any) -> list[Any]:
-    return [m for m in model.modules() if hybrids.rules_of(type(m))]
+    return [m for m in model.modules() if hybrids.functions_of(type(m))]
 
 
 @needs_states
@@ -321,12 +321,12 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
     import dis
 
     model = build(family)
-    rules = families.family_of(model.config).rules
+    rules = families.family_of(model.config).functions
     assert _mixers(model)
     for layer in _mixers(model):
         forward = hybrids.inspect.unwrap(type(layer).forward)
         loaded = [i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"]
-        assert hybrids.rules_of(type(layer)) == set(rules) <= set(loaded)
+        assert hybrids.functions_of(type(layer)) == set(rules) <= set(loaded)
         signature = hybrids.inspect.signature(forward)
         assert any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
