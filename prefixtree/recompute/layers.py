@@ -24,7 +24,8 @@ from prefixtree.models.changes import changing
 from prefixtree.models.layers import layers_of
 
 #: What a layer computes again in its backward: all of it, all but attention and recurrences, or
-#: nothing.
+#: nothing. They stand from most to least recomputed. Plans [a, b] (`plan`), `Learnt._all_modes`
+#: (`measured`) and `GroupShare.agreed` (`choose`) know exactly these three, in this order.
 Mode = Literal["all", "all_but_attention", "nothing"]
 MODES: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
 
@@ -101,6 +102,7 @@ def checkpoint_of_encoder(encoder: nn.Module, mode: Mode) -> Callable[..., Any] 
     """
     if mode == "nothing":
         return None
+    assert mode in ("all", "all_but_attention"), f"no checkpoint of a vision encoder: {mode!r}"
     function: Callable[..., Any] = _checkpoint
     # FSDP2's hooks within the vision encoder run in the backward too, under which this is not
     # verified

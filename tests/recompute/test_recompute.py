@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from prefixtree.kernels.attention import operator
 from prefixtree.kernels.recurrence import operator as recurrence
 from prefixtree.models.layers import layers_of
 from prefixtree.planning.model_cost import LayerCost, ModelCost
-from prefixtree.recompute import forward
+from prefixtree.recompute import forward, layers, plan
 from prefixtree.recompute.forward import plan_recomputation
 from prefixtree.recompute.layers import MODES, recomputing
 from prefixtree.recompute.memory import LayerMemory, ModelMemory
@@ -202,6 +203,14 @@ def test_whose_switches_are_set():
             first.mlp.own.gradient_checkpointing or first.mlp.of_class.gradient_checkpointing
         )
     assert all(vars(m) == before[m] for m in before)
+
+
+def test_a_mode_more_is_noticed_where_three_are_known(monkeypatch):
+    monkeypatch.setattr(layers, "MODES", (*MODES, "half"))
+    with pytest.raises(AssertionError):
+        run_path(plan.__file__)
+    with pytest.raises(AssertionError, match="no checkpoint of a vision encoder: 'half'"):
+        layers.checkpoint_of_encoder(torch.nn.Linear(1, 1), "half")
 
 
 def test_without_gradients_nothing_is_planned(monkeypatch):
