@@ -30,7 +30,7 @@ Mode = Literal["all", "all_but_attention", "nothing"]
 MODES: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
 
 #: Operators whose outputs are kept where attention is.
-KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
+KEPT_OPERATORS = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
 
 # nothing that a packed forest allows draws random numbers, so no generator's state is kept
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -52,7 +52,7 @@ def _keeping(run: Callable[..., Any], *args: Any, operators: Sequence[Any]) -> A
 def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
     """Whoever asks a layer how it is checkpointed reads the keyword, as of transformers'
     functions."""
-    return _keeping(run, *args, operators=KEPT)
+    return _keeping(run, *args, operators=KEPT_OPERATORS)
 
 
 _FUNCTIONS: dict[Mode, Any] = {

@@ -30,7 +30,7 @@ from prefixtree.models.families import PACKING_KEYWORDS, family_of
 from prefixtree.models.family_table import FUSED, Family, functions_of, layer_types_of
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.states.kept import KeepsStates, WholeForest
+from prefixtree.states.protocol import KeepsStates, WholeForest
 from prefixtree.wings import DividedMask, DividedStates
 
 
