@@ -20,8 +20,8 @@ from prefixtree.models.along_tree import AlongTree
 from prefixtree.packing.segments import segments_of
 from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
-from prefixtree.states import kept
 from prefixtree.states import layers as hybrids
+from prefixtree.states import protocol
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
 from tests.support.hooks import put
@@ -166,7 +166,7 @@ def test_states_that_do_not_follow_the_tree_turn_it_red(
 ) -> None:
     put(monkeypatch, "check of states", lambda *_: None)
     for name, operator in _by_definition(mistake).items():
-        monkeypatch.setattr(kept, name, operator)
+        monkeypatch.setattr(protocol, name, operator)
     found = _errors(build(family), family)
     print(f"{family}, {mistake}: {found}")
     if mistake == "none":
@@ -374,13 +374,13 @@ def test_gradients_reach_projections_token_by_token(family: str) -> None:
 def test_key_heads_are_no_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older transformers repeat them before the call: ranks would exchange copies."""
     seen = []
-    rule = kept.tree_delta_rule
+    rule = protocol.tree_delta_rule
 
     def note(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> Any:
         seen.append((query.shape[1], key.shape[1]))
         return rule(query, key, *more, **options)
 
-    monkeypatch.setattr(kept, "tree_delta_rule", note)
+    monkeypatch.setattr(protocol, "tree_delta_rule", note)
     model = build(family)
     pt.sequence_logprobs(model, ragged_packed())
     heads = model.config.get_text_config().linear_num_key_heads
