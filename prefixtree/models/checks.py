@@ -224,7 +224,7 @@ def _check_states(transformer: Any, calls: int) -> None:
     config = transformer.config.get_text_config()
     family = family_of(config)
     layers = sum(kind in family.recurrent_types for kind in layer_types_of(config))
-    if calls < layers * (expected := len(family.operators)):
+    if calls < layers * (expected := len(family.called_functions)):
         raise UnsupportedError(
             f"{calls} recurrent calls followed the tree in a forward of "
             f"{type(transformer).__name__}, which has {layers} recurrent layers of {expected} "
@@ -317,7 +317,7 @@ def _attention_layers(transformer: Any) -> int:
     if not modules or not (family := family_of(config)).is_tested:
         return len(modules)
     attending = config.num_hidden_layers
-    if family.rules:
+    if family.functions:
         attending = sum(kind in ATTENDING_TYPES for kind in config.layer_types)
     return max(len(modules), attending)
 

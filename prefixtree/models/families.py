@@ -179,7 +179,7 @@ def family_of(config: Any) -> Family:
 def check_config(config: Any, training: bool) -> None:
     """Refuses what would make a packed run differ from the replicated one, by configuration."""
     family = family_of(config)
-    if family.rules:
+    if family.functions:
         _check_version(config)
     if INDEXED in family.layer_types - set(layer_types_of(config)):
         raise UnsupportedError(

@@ -28,7 +28,7 @@ from prefixtree.wings import CallWing, load
 
 if TYPE_CHECKING:
     from prefixtree.images.images import Images
-    from prefixtree.recompute.forward import GroupShare, Recompute
+    from prefixtree.recompute.choose import GroupShare, Recompute
 
 
 class AskedWings(NamedTuple):
@@ -173,7 +173,7 @@ def recomputed(
     if recompute is None or not torch.is_grad_enabled():
         return None, nullcontext()
     more = recompute, held_bytes, images, share
-    found: tuple[Any, AbstractContextManager[Any]] = load("memory").recomputed_forward(
+    found: tuple[Any, AbstractContextManager[Any]] = load("recompute").recomputed_forward(
         model, transformer, packed, scored, *more
     )
     return found

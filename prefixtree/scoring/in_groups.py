@@ -29,7 +29,7 @@ from prefixtree.planning.division import Division
 from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
 from prefixtree.planning.split import split_slots
-from prefixtree.recompute.forward import GroupShare
+from prefixtree.recompute.choose import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.forward import AskedWings

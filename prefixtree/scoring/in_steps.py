@@ -27,10 +27,10 @@ from prefixtree.planning import schedule
 from prefixtree.planning.costs import ImportCost, import_cost_of
 from prefixtree.planning.division import Division
 from prefixtree.planning.steps import Steps, plan_any_steps
-from prefixtree.recompute.forward import Recompute, memory_of
-from prefixtree.recompute.kept_modes import modes_of_steps
+from prefixtree.recompute.choose import Recompute, memory_of
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.recompute.trunk_modes import modes_of_steps
 from prefixtree.scoring.forward import recomputed
 from prefixtree.scoring.in_groups import Divide, SplitInSlots
 from prefixtree.scoring.part_runs import PartForward, PartRuns

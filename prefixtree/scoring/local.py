@@ -22,7 +22,7 @@ from prefixtree.wings import CallWing
 
 if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Divided
-    from prefixtree.recompute.forward import GroupShare, Recompute
+    from prefixtree.recompute.choose import GroupShare, Recompute
 
 #: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
 #: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.

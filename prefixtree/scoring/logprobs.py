@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from prefixtree.images.images import Images
     from prefixtree.planning.costs import ImportCost
-    from prefixtree.recompute.forward import Recompute
+    from prefixtree.recompute.choose import Recompute
 
 
 @with_hints

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from prefixtree.planning.costs import ImportCost
-    from prefixtree.recompute.forward import GroupShare, Recompute
+    from prefixtree.recompute.choose import GroupShare, Recompute
 
 
 @with_hints

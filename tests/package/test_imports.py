@@ -106,10 +106,10 @@ def compiled() -> set[str]:
 LAYERS = (
     ("loops", "forest", "errors", "hub", "progress"),
     ("packing",),
-    ("planning",),
     ("kernels",),
-    ("parallel",),
     ("models",),
+    ("planning",),
+    ("parallel",),
     ("experts", "images", "recompute", "sparse", "states"),
     ("scoring",),
     ("sampling",),

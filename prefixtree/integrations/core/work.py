@@ -1,5 +1,5 @@
 """Metrics of packing: the tokens of a batch, those that are computed, and what could still be
-shared. The logs of every trainer are filled from `Work`."""
+shared. The logs of TRL and verl are filled from `Work`."""
 
 from __future__ import annotations
 

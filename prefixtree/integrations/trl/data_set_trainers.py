@@ -27,7 +27,7 @@ from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 
 # ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head ------------
 

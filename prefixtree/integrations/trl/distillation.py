@@ -29,7 +29,7 @@ from prefixtree.integrations.trl.refusals import (
 )
 from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 from prefixtree.scoring.teacher import Teacher
 
 _NO_LABEL = -100

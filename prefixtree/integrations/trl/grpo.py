@@ -27,7 +27,7 @@ from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.arguments import at_least_one
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 from prefixtree.scoring.edges import SequenceScores
 
 # float32 log-probabilities [B, C], entropies [B, C], and the load-balancing loss []

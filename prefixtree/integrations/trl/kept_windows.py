@@ -37,7 +37,7 @@ from prefixtree.packing.layout import pack
 from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks
-from prefixtree.recompute.forward import Recompute, encoder_memory_of
+from prefixtree.recompute.choose import Recompute, encoder_memory_of
 from prefixtree.recompute.image_work import ImageWork
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.kept_trunks import kept_trunks

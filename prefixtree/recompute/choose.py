@@ -1,4 +1,4 @@
-"""The plan of one forward: what a caller asked for, in what memory is available now."""
+"""Chooses what one forward recomputes: what the caller said, or what the free memory asks for."""
 
 from __future__ import annotations
 
