@@ -28,7 +28,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"/megatron/", "Megatron-Core"),
     (r"/sampling/", "Sampling"),
     (r"image|vision|/images/|:.*IMAGES", "Images"),
-    (r"steps|STEPS", "Steps (max_tokens=)"),
+    (r"steps|STEPS", "Steps (max_step_tokens=)"),
     (r"scoring/kept|:KEPT", "Kept trunks"),
     (r"in_groups|/parallel/|group_refusals|divided", "Groups of ranks (group=)"),
     (r"/recompute/", "Recomputation"),

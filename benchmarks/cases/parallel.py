@@ -13,7 +13,7 @@ Sides: whole, the forest in one forward on one GPU; parts and heads, the ranks o
 together (`sequence_logprobs(group=, group_mode=)`); gather, the same with an all-gather of all keys
 and values in every layer, as torch's context parallelism has it, over two chunks per rank (zigzag);
 cut, micro-batches of at most --max-tokens tokens on one GPU, which repeat the path above a cut;
-steps, `sequence_logprobs(max_tokens=)` on one GPU; steps-kept, the same where layers recompute
+steps, `sequence_logprobs(max_step_tokens=)` on one GPU; steps-kept, the same where layers recompute
 nothing, as steps run their forward twice anyway; trunks, the micro-batches of a plan with
 `trunks=True` on one GPU (`kept_trunks`), and trunks-auto, the same with `recompute="auto"`. With
 --fsdp the weights are sharded by FSDP2 where ranks work together, and their gradients reduced. The
@@ -173,7 +173,7 @@ class Work:
             self.trunks = plan_micro_batches(forest, max_tokens, trunks=True, import_cost=cost)
         if side in STEPPED:
             recompute = "nothing" if side == "steps-kept" else "all"
-            self.options = {"max_tokens": max_tokens, "recompute": recompute}
+            self.options = {"max_step_tokens": max_tokens, "recompute": recompute}
 
     def __call__(self) -> list[torch.Tensor]:
         """Log-probabilities by sequence; gradients are in the parameters."""

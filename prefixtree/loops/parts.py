@@ -131,13 +131,13 @@ def lay_out(subtree_end, starts, lengths):
 
 
 @njit(cache=True)
-def _room(above, max_tokens, weight):
+def _room(above, max_step_tokens, weight):
     """Own tokens of a step that imports `above` tokens; below 1 for none."""
-    return np.int64(np.floor(max_tokens - weight * above))
+    return np.int64(np.floor(max_step_tokens - weight * above))
 
 
 @njit(cache=True)
-def cut_steps(position, predictor, max_tokens, weight, slack):
+def cut_steps(position, predictor, max_step_tokens, weight, slack):
     """Starts of steps that are runs of packed tokens, int64, and a token no step reaches, or -1.
 
     A step that starts at token t imports all position[t] tokens above t, and each counts `weight`.
@@ -149,18 +149,18 @@ def cut_steps(position, predictor, max_tokens, weight, slack):
     num_tokens = len(position)
     starts = np.empty(16, np.int64)
     # from which tokens further steps reach the last one: all, where every token has room
-    anywhere = weight * position.max() <= max_tokens - 1
+    anywhere = weight * position.max() <= max_step_tokens - 1
     reaches = np.ones(1 if anywhere else num_tokens + 1, np.bool_)
     if not anywhere:
         furthest = np.int64(0)
         for at in range(num_tokens):
             if at <= furthest:
-                furthest = max(furthest, at + _room(position[at], max_tokens, weight))
+                furthest = max(furthest, at + _room(position[at], max_step_tokens, weight))
         if furthest < num_tokens:
             return starts[:0].copy(), furthest
         next_one = np.int64(num_tokens)
         for at in range(num_tokens - 1, -1, -1):
-            reaches[at] = at + _room(position[at], max_tokens, weight) >= next_one
+            reaches[at] = at + _room(position[at], max_step_tokens, weight) >= next_one
             if reaches[at]:
                 next_one = np.int64(at)
     count = 0
@@ -170,7 +170,7 @@ def cut_steps(position, predictor, max_tokens, weight, slack):
             starts = np.concatenate((starts, np.empty_like(starts)))
         starts[count] = t
         count += 1
-        room = _room(position[t], max_tokens, weight)
+        room = _room(position[t], max_step_tokens, weight)
         if t + room >= num_tokens:
             break
         best = t + room

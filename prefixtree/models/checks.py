@@ -453,7 +453,7 @@ def warn_of_hooks(model: nn.Module, backwards: str) -> None:
 
     Args:
         model: wrapped or not.
-        backwards: what they are, as "each step of max_tokens=".
+        backwards: what they are, as "each step of max_step_tokens=".
     """
     if model in _told_of_hooks:
         return

@@ -227,7 +227,7 @@ class Ledger:
             raise RuntimeError(
                 f"the backward of step {slot} did not reach {what} later steps imported: their "
                 "gradients are lost. A hook or a checkpoint of the model stops gradients there; "
-                "score without max_tokens, or without kept_trunks"
+                "score without max_step_tokens, or without kept_trunks"
             )
 
     def clear(self) -> None:
@@ -434,7 +434,7 @@ class CellExchanges:
             raise UnsupportedError(
                 f"{type(_module_of(layer)).__name__} {does} twice in one forward: the {rows} of "
                 "both would be one, so it cannot export them from step to step; score without "
-                "max_tokens, in micro-batches (plan_micro_batches)"
+                "max_step_tokens, in micro-batches (plan_micro_batches)"
             )
         self._seen.add(layer)
 

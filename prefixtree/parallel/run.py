@@ -214,8 +214,8 @@ def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
 
 
 _TWICE = (
-    "the backward of a call with max_tokens= ran already, and what its steps exported one another "
-    "is freed: score again for another backward (retain_graph does not keep it)"
+    "the backward of a call with max_step_tokens= ran already, and what its steps exported one "
+    "another is freed: score again for another backward (retain_graph does not keep it)"
 )
 _LATE = (
     "the backward of a micro-batch of kept trunks ran after the next one was asked for: the trunks "
@@ -228,7 +228,7 @@ _LATE = (
 def _warn_of_no_backward() -> None:
     """Once: the engine of autograd calls nothing of ours where it does not reach it."""
     warnings.warn(
-        "scores of max_tokens= with gradients were let go, and no backward came to them: "
+        "scores of max_step_tokens= with gradients were let go, and no backward came to them: "
         "torch.autograd.grad and backward(inputs=) do not reach what steps compute again. Call "
         "loss.backward(), which adds to .grad; where no gradients are wanted, score under "
         "torch.no_grad()",
@@ -247,9 +247,10 @@ class _Give(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "scores of max_tokens= and of kept trunks are differentiable once: their backward "
-                "adds the gradients of the parameters part by part, so create_graph=True has no "
-                "graph to make; leave it out, or score without max_tokens and kept_trunks"
+                "scores of max_step_tokens= and of kept trunks are differentiable once: their "
+                "backward adds the gradients of the parameters part by part, so create_graph=True "
+                "has no graph to make; leave it out, or score without max_step_tokens and "
+                "kept_trunks"
             )
         ctx.run.take(ctx.turn, gradients)
         return None, None, None, None

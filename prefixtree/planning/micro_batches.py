@@ -66,7 +66,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
             sum(w * -(a * p).sum() for w, a, p in terms).backward()
         optimizer.step()
 
-    Of a plan with `reuse`, give `sequence_logprobs` max_tokens=plan.max_tokens too.
+    Of a plan with `reuse`, give `sequence_logprobs` max_step_tokens=plan.max_tokens too.
 
     Attributes:
         forest: the PrefixForest over all sequences.
@@ -228,7 +228,7 @@ def plan_micro_batches(
 
     A tree that does not fit is cut, and the path above a cut is computed again on each side. With
     `reuse` the trees of a rank are not cut: a micro-batch may exceed `max_tokens`, and
-    `sequence_logprobs(max_tokens=)` computes it in steps. Then a sequence may be longer, too.
+    `sequence_logprobs(max_step_tokens=)` computes it in steps. Then a sequence may be longer, too.
     `stats.reuse` compares both.
 
     With `trunks` the paths above cuts are kept instead, for `kept_trunks`: a rank computes each of

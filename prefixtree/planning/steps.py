@@ -30,7 +30,7 @@ class StepStats:
     """Tokens, memory and work of steps.
 
     Attributes:
-        max_tokens: the budget.
+        max_step_tokens: the budget.
         import_weight: what an imported token counts of it.
         own_tokens: tokens that each step computes.
         imported_tokens: tokens that each step imports.
@@ -39,18 +39,17 @@ class StepStats:
         exported_bytes: bytes of these keys and values in all layers, if all are kept from the
             forwards to the backwards.
         again: FLOPs of a second forward of the exported tokens alone, over those of an update of
-            the
-            forest in one piece: what the least repetition would cost.
-        second_forward: FLOPs of the forwards that a backward of `sequence_logprobs(max_tokens=)`
-            repeats: those of all steps but the last. Layers that are checkpointed in one forward
-            repeat one of all tokens.
+            the forest in one piece: what the least repetition would cost.
+        second_forward: FLOPs of the forwards that a backward of
+            `sequence_logprobs(max_step_tokens=)` repeats: those of all steps but the last. Layers
+            that are checkpointed in one forward repeat one of all tokens.
         on_host: whether what a step imports waits on the host until its layer runs.
         states: the most tokens whose states, in models with recurrent layers, wait at once for
             later steps.
-        state_weight: what such a token's states count of max_tokens.
+        state_weight: what such a token's states count of max_step_tokens.
     """
 
-    max_tokens: int
+    max_step_tokens: int
     import_weight: float
     own_tokens: tuple[int, ...]
     imported_tokens: tuple[int, ...]
@@ -65,7 +64,7 @@ class StepStats:
 
     @property
     def peak(self) -> float:
-        """The most that a step holds, in own tokens; at most max_tokens."""
+        """The most that a step holds, in own tokens; at most max_step_tokens."""
         weighed = np.array(self.own_tokens) + self.import_weight * np.array(self.imported_tokens)
         return float(weighed.max()) + self.state_weight * self.states
 
@@ -94,9 +93,9 @@ class StepStats:
     def __str__(self) -> str:
         tokens = sum(self.own_tokens)
         return (
-            f"{tokens:,} tokens in {len(self.own_tokens):,} steps of at most {self.max_tokens:,}: "
-            f"a step imports at most {max(self.imported_tokens):,} tokens, "
-            f"{self.import_weight:.2f} each; {self.exported_tokens:,} tokens are exported "
+            f"{tokens:,} tokens in {len(self.own_tokens):,} steps of at most "
+            f"{self.max_step_tokens:,}: a step imports at most {max(self.imported_tokens):,} "
+            f"tokens, {self.import_weight:.2f} each; {self.exported_tokens:,} tokens are exported "
             f"({self.exported_tokens / tokens:.1%}, {self.exported_bytes / 2**30:,.2f} GiB)"
             f"{f', and states behind {self.states:,} at once' * bool(self.state_weight)}"
             f"{' and imported from the host' if self.on_host else ''}, "
@@ -135,7 +134,7 @@ class Steps(Parts):
 
 def plan_steps(
     packed: PackedForest,
-    max_tokens: int,
+    max_step_tokens: int,
     cost_model: CostModel | None = None,
     *,
     import_cost: ImportCost | None = None,
@@ -147,7 +146,7 @@ def plan_steps(
 
     Args:
         packed: the packed forest.
-        max_tokens: what a step may hold, in own tokens. An imported token counts
+        max_step_tokens: what a step may hold, in own tokens. An imported token counts
             `import_cost.weight`, the bytes of its keys, values and their gradients over those of an
             own token. States that wait for later steps count `import_cost.state_weight` per token.
             A sequence may be longer.
@@ -161,43 +160,43 @@ def plan_steps(
         TypeError: anything but a PackedForest.
         ForestError: a path that fits no steps, because of the bytes of what they import, or a
             packed forest whose mask holds a subset of the queries.
-        ValueError: max_tokens that is no integer >= 1, or an import_cost without token_bytes.
+        ValueError: max_step_tokens that is no integer >= 1, or an import_cost without token_bytes.
     """
     check_packed(packed, "plan_steps")
-    max_tokens = at_least_one("max_tokens", max_tokens)
+    max_step_tokens = at_least_one("max_step_tokens", max_step_tokens)
     cost_model = CostModel() if cost_model is None else cost_model
     import_cost = ImportCost() if import_cost is None else import_cost
     weight, host = import_cost.weight, packed.mask.host
-    room = max_tokens
+    room = max_step_tokens
     while True:
         start, stuck = loops.parts.cut_steps(host.position, host.predictor, room, weight, _SLACK)
         if stuck >= 0:
             break
         states = _most_states(host.predictor, start)
         taken = math.ceil(import_cost.state_weight * states)
-        if room + taken <= max_tokens:
+        if room + taken <= max_step_tokens:
             break
         # steps leave room for the states; smaller ones may need more of them
-        room = max_tokens - taken
+        room = max_step_tokens - taken
         if room < 1:
             raise ForestError(
-                f"max_tokens {max_tokens} leaves no room beside the states behind {states} tokens, "
-                f"which count {import_cost.state_weight:.1f} each by their bytes: take more than "
-                f"{taken + 1}"
+                f"max_step_tokens {max_step_tokens} leaves no room beside the states behind "
+                f"{states} tokens, which count {import_cost.state_weight:.1f} each by their bytes: "
+                f"take more than {taken + 1}"
             )
     if stuck >= 0:
         above = int(host.position[stuck])
-        left = f" ({room} beside the states that wait)" * (room < max_tokens)
+        left = f" ({room} beside the states that wait)" * (room < max_step_tokens)
         raise ForestError(
-            f"max_tokens {max_tokens}{left} is too little for packed token {stuck}, whose path has "
-            f"{above + 1} tokens: a step that begins there imports {above}, which count "
-            f"{weight:.2f} each by their bytes, {weight * above:.1f} in all; the least max_tokens "
-            f"that works for this forest is {_least_budget(packed, room, weight)}"
-            f"{' and what the states take' * (room < max_tokens)}"
+            f"max_step_tokens {max_step_tokens}{left} is too little for packed token {stuck}, "
+            f"whose path has {above + 1} tokens: a step that begins there imports {above}, which "
+            f"count {weight:.2f} each by their bytes, {weight * above:.1f} in all; the least "
+            f"max_step_tokens that works for this forest is {_least_budget(packed, room, weight)}"
+            f"{' and what the states take' * (room < max_step_tokens)}"
         )
     steps = Steps.__new__(Steps)
     steps._init(packed, start, np.arange(len(start)), len(start))
-    steps.stats = _stats(steps, max_tokens, cost_model, import_cost)
+    steps.stats = _stats(steps, max_step_tokens, cost_model, import_cost)
     return steps
 
 
@@ -220,7 +219,7 @@ def _most_states(predictor: np.ndarray, start: np.ndarray) -> int:
 
 def plan_any_steps(
     packed: PackedForest,
-    max_tokens: int,
+    max_step_tokens: int,
     cost_model: CostModel | None = None,
     *,
     import_cost: ImportCost | None = None,
@@ -228,7 +227,7 @@ def plan_any_steps(
     """`plan_steps`, with imported rows on the host where a path does not fit on the device.
 
     Args:
-        packed, max_tokens, cost_model, import_cost: as in `plan_steps`.
+        packed, max_step_tokens, cost_model, import_cost: as in `plan_steps`.
 
     Returns:
         The steps; `stats.on_host` says where what they import waits.
@@ -240,9 +239,9 @@ def plan_any_steps(
     import_cost = ImportCost() if import_cost is None else import_cost
     if not import_cost.on_host:
         with suppress(ForestError):
-            return plan_steps(packed, max_tokens, cost_model, import_cost=import_cost)
+            return plan_steps(packed, max_step_tokens, cost_model, import_cost=import_cost)
         import_cost = replace(import_cost, on_host=True)
-    return plan_steps(packed, max_tokens, cost_model, import_cost=import_cost)
+    return plan_steps(packed, max_step_tokens, cost_model, import_cost=import_cost)
 
 
 def _least_budget(packed: PackedForest, too_little: int, weight: float) -> int:
@@ -257,7 +256,7 @@ def _least_budget(packed: PackedForest, too_little: int, weight: float) -> int:
 
 
 def _stats(
-    steps: Steps, max_tokens: int, cost_model: CostModel, import_cost: ImportCost
+    steps: Steps, max_step_tokens: int, cost_model: CostModel, import_cost: ImportCost
 ) -> StepStats:
     border, exported = steps.exported_runs()
     own = steps.num_own_tokens
@@ -273,7 +272,7 @@ def _stats(
     all_but_last = float(run_flops(steps.packed, steps.runs[0], cost_model)[:-1].sum())
     second = linear / 3 + (all_but_last - linear) / 3.5
     return StepStats(
-        max_tokens=max_tokens,
+        max_step_tokens=max_step_tokens,
         import_weight=import_cost.weight,
         own_tokens=tuple(own.tolist()),
         imported_tokens=tuple((steps.num_rows - own).tolist()),

@@ -1,4 +1,4 @@
-"""A packed forest in steps through a model: `sequence_logprobs(max_tokens=)`, and of values.
+"""A packed forest in steps through a model: `sequence_logprobs(max_step_tokens=)`, and of values.
 
 Here stands how large steps may be, and how ranks agree on their number. How they run is in
 `parallel.run`, through what in `scoring.part_runs`, and what they hand on in `parallel.ledger`.
@@ -101,7 +101,8 @@ def step_cost_of(
         memory = memory_of(model, causal_lm, device, needed)
     except UnsupportedError as problem:
         raise UnsupportedError(
-            f"{problem}; for max_tokens give import_cost=ImportCost(...) with the bytes of a token"
+            f"{problem}; for max_step_tokens give import_cost=ImportCost(...) with the bytes of a "
+            "token"
         ) from None
     peaks = [memory.peak(tokens, modes) for tokens in (_FEW, _MANY)]
     cost = import_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
@@ -131,7 +132,7 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
 
 def dividing(
     model: nn.Module,
-    max_tokens: int,
+    max_step_tokens: int,
     import_cost: ImportCost | None,
     recompute: Recompute,
     images: Images | None = None,
@@ -143,13 +144,14 @@ def dividing(
 
     Args:
         model: what is called.
-        max_tokens: what a rank may hold of one step, in own tokens; imported ones are weighed.
+        max_step_tokens: what a rank may hold of one step, in own tokens; imported ones are weighed.
         import_cost: what an imported token weighs. Default: read from the model.
         recompute, images: as in `sequence_logprobs`.
     """
 
     def divide(transformer: Any, split: SplitInSlots) -> Divided:
-        most, packed, ranks = at_least_one("max_tokens", max_tokens), split.packed, split.ranks
+        most, packed = at_least_one("max_step_tokens", max_step_tokens), split.packed
+        ranks = split.ranks
         refuse(STEPS, model)
         refuse(STEPS_IN_GROUPS, {"recompute": recompute, "images": images})
         if packed.num_tokens <= most * ranks:
@@ -181,17 +183,17 @@ def rows_in_steps(
     model: nn.Module,
     transformer: Any,
     forward: PartForward,
-    max_tokens: int,
+    max_step_tokens: int,
     import_cost: ImportCost | None,
     recompute: Recompute,
     divided: Divided | None = None,
 ) -> Rows | None:
-    """The rows of all units and tokens, in steps of at most `max_tokens`.
+    """The rows of all units and tokens, in steps of at most `max_step_tokens`.
 
     Args:
         model: what is called. transformer: the transformers model inside it.
         forward: calls it over a step.
-        max_tokens: of one step, imported tokens weighed.
+        max_step_tokens: of one step, imported tokens weighed.
         import_cost: what an imported token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
         divided: among slots and the ranks of a group, on which all of them agreed. Default: this
@@ -213,7 +215,7 @@ def rows_in_steps(
     scored: list[tuple[np.ndarray, np.ndarray]] = []
     count = 1
     try:
-        max_tokens = at_least_one("max_tokens", max_tokens)
+        max_step_tokens = at_least_one("max_step_tokens", max_step_tokens)
         # however large the forest is
         refuse(STEPS, model)
         # what each forward would refuse
@@ -221,16 +223,16 @@ def rows_in_steps(
         undivided = _refusal(model)
         if divided is not None:
             count = len(divided.division)
-        elif packed.num_tokens <= max_tokens:
+        elif packed.num_tokens <= max_step_tokens:
             # this rank's forest may fit where that of another does not
             steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
             divided = Divided(Division(steps))
         elif undivided is not None:
             count = 2
         else:
-            check_rope(transformer, packed.mask.host, divided="each step of max_tokens")
+            check_rope(transformer, packed.mask.host, divided="each step of max_step_tokens")
             cost = import_cost or step_cost_of(model, transformer, device, recompute)
-            planned = plan_any_steps(packed, max_tokens, import_cost=cost)
+            planned = plan_any_steps(packed, max_step_tokens, import_cost=cost)
             divided, count = Divided(Division(planned), planned.stats.on_host), len(planned)
         if divided is not None:
             scored = [part.scored(forward.units.predictor) for part in divided.cells]
@@ -248,8 +250,9 @@ def rows_in_steps(
         raise problem
     if num_runs == _FAILED or (num_runs > 1 and refuses):
         raise ForestError(
-            f"another rank cannot compute its forest in steps of max_tokens {max_tokens}, and no "
-            "rank can go on without it; its own message says what it needs"
+            "another rank cannot compute its forest in steps of max_step_tokens "
+            f"{max_step_tokens}, and no rank can go on without it; its own message says what it "
+            "needs"
         )
     if num_runs == 1:
         return None
@@ -259,8 +262,8 @@ def rows_in_steps(
     def check() -> None:
         if (change := runs.change()) is not None:
             raise RuntimeError(
-                f"{change} between a call with max_tokens= and its backward, which runs the steps "
-                "again: call backward() before such a change (before optimizer.step(), "
+                f"{change} between a call with max_step_tokens= and its backward, which runs the "
+                "steps again: call backward() before such a change (before optimizer.step(), "
                 "within the same adapters and mode), or score again after it"
             )
 
@@ -268,7 +271,7 @@ def rows_in_steps(
     ledger, gives = divided.ledger(events, parks=True), [range(len(scored))]
     found = Run(events, ledger, gives, runs, check, inline=True).give()
     assert found is not None
-    runs.settle("each step of max_tokens=")
+    runs.settle("each step of max_step_tokens=")
     units = np.concatenate([units for units, _ in scored])
     tokens = np.concatenate([part.own_tokens for part in divided.cells])
     return tuple(

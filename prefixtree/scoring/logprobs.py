@@ -50,7 +50,7 @@ def sequence_logprobs(
     recompute: Recompute = None,
     group: ProcessGroup | None = None,
     group_mode: GroupMode = "parts",
-    max_tokens: int | None = None,
+    max_step_tokens: int | None = None,
     import_cost: ImportCost | None = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
@@ -66,7 +66,7 @@ def sequence_logprobs(
     parameters, averaged over the ranks of the group as DDP and FSDP do, are those of the mean of
     the ranks' losses. A rank's gradients alone mean nothing. Every rank must run the backward.
 
-    With `max_tokens`, a larger forest is computed in steps, each of which imports the keys and
+    With `max_step_tokens`, a larger forest is computed in steps, each of which imports the keys and
     values above it from earlier ones; the backward runs them again, last to first. Any loss works.
     Its backward adds the gradients to the parameters' `.grad`. `torch.autograd.grad` and
     `backward(inputs=)` find none; a warning says so when scores are let go without a backward.
@@ -111,14 +111,15 @@ def sequence_logprobs(
             Default: None, as the model is set.
         group: the ranks that compute this forest together. Default: this process alone computes it.
         group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
-            of the ancestors that a rank's tokens see. "ulysses" (DeepSpeed): each rank computes some
-            heads of all tokens, so all queries, keys, values and outputs move; the ranks must
+            of the ancestors that a rank's tokens see. "ulysses" (DeepSpeed): each rank computes
+            some heads of all tokens, so all queries, keys, values and outputs move; the ranks must
             divide the query heads. Default: "parts".
-        max_tokens: what one step may hold, in own tokens; with `group` what a rank may hold of it,
-            as the ranks divide each step. An imported token counts `import_cost.weight`. Ranks of
-            DDP and FSDP take as many steps as the rank with most. Where the forests of all fit,
+        max_step_tokens: what one step may hold, in own tokens; with `group` what a rank may hold of
+            it, as the ranks divide each step. An imported token counts `import_cost.weight`. Ranks
+            of DDP and FSDP take as many steps as the rank with most. Where the forests of all fit,
             each is computed in one forward. Default: the forest in one forward.
-        import_cost: bytes of own and imported tokens, for max_tokens. Default: read from the model.
+        import_cost: bytes of own and imported tokens, for max_step_tokens. Default: read from the
+            model.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
@@ -131,22 +132,22 @@ def sequence_logprobs(
             that require a gradient.
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
-            without token ids; a path that fits no steps of max_tokens; a forest that was not made
-            of images.sequences.
+            without token ids; a path that fits no steps of max_step_tokens; a forest that was not
+            made of images.sequences.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
             require a gradient, which they do not get; a measure that does not return [r, C]; a
             chunk_size that is no integer >= 1; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
-            among the ranks; max_tokens below 1; an import_cost without
-            max_tokens; images that were made for another model.
+            among the ranks; max_step_tokens below 1; an import_cost without
+            max_step_tokens; images that were made for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
     given = packed
     packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
-    check_steps(max_tokens, import_cost)
+    check_steps(max_step_tokens, import_cost)
     if group is not None and load("groups").num_ranks(group) == 1:
         group = None
     asked = AskedWings(images, output_router_logits)
@@ -167,12 +168,12 @@ def sequence_logprobs(
             "a measure": measure is not None,
             "output_router_logits": output_router_logits,
             "recompute": recompute,
-            "max_tokens": max_tokens,
+            "max_step_tokens": max_step_tokens,
             "import_cost": import_cost,
         }
         divide = None
-        if max_tokens is not None:
-            how = model, max_tokens, import_cost, recompute, images
+        if max_step_tokens is not None:
+            how = model, max_step_tokens, import_cost, recompute, images
             divide = load("steps").dividing(*how)
         groups = load("groups")
         given_to_ranks = groups.scores_of_rank, options, group_mode, divide, asked
@@ -184,9 +185,9 @@ def sequence_logprobs(
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     forward = ModelForward(model, causal_lm, packed, wanted, local.wings, local.share)
     rows = None
-    if max_tokens is not None:
+    if max_step_tokens is not None:
         of_parts = ScoresOfParts(forward, local.of_steps, local.edges.found)
-        how_large = max_tokens, import_cost, recompute, local.divided
+        how_large = max_step_tokens, import_cost, recompute, local.divided
         rows = load("steps").rows_in_steps(model, causal_lm, of_parts, *how_large)
     if rows is None:
         rows = forward(local.mask, local.inputs, local.edges, recompute)

@@ -34,7 +34,7 @@ def _is_static(model: nn.Module) -> bool:
     return any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules())
 
 
-#: Of a model with `max_tokens`, however large the forest is.
+#: Of a model with `max_step_tokens`, however large the forest is.
 STEPS = (
     Refusal(
         # its ranks cannot agree on a number of steps
@@ -44,7 +44,7 @@ STEPS = (
         f"{_STEPS}",
     ),
 )
-#: The same where the forest is larger than max_tokens.
+#: The same where the forest is larger than max_step_tokens.
 SEVERAL_STEPS = (
     Refusal(
         "static_graph",
@@ -53,18 +53,18 @@ SEVERAL_STEPS = (
         f"have several: leave static_graph at False, or {_STEPS}",
     ),
 )
-#: Of the keywords of a call with `max_tokens` and `group`.
+#: Of the keywords of a call with `max_step_tokens` and `group`.
 STEPS_IN_GROUPS = (
     Refusal(
         "images",
         lambda keywords: keywords["images"] is not None,
-        "images are not verified with max_tokens and group together; leave one of the two out",
+        "images are not verified with max_step_tokens and group together; leave one of the two out",
     ),
     Refusal(
         "auto",
         lambda keywords: keywords["recompute"] == "auto",
         "recompute='auto' is not planned for steps that ranks of a group divide; give "
-        "recompute='all', 'all_but_attention' or 'nothing', or leave group or max_tokens out",
+        "recompute='all', 'all_but_attention' or 'nothing', or leave group or max_step_tokens out",
     ),
 )
 #: Of a model with kept trunks.
@@ -111,7 +111,7 @@ def check_group_mode(mode: Any) -> None:
         )
 
 
-def check_steps(max_tokens: int | None, import_cost: ImportCost | None) -> None:
-    """Raises a ValueError for an import_cost without max_tokens."""
-    if import_cost is not None and max_tokens is None:
-        raise ValueError("import_cost goes with max_tokens, and only with it")
+def check_steps(max_step_tokens: int | None, import_cost: ImportCost | None) -> None:
+    """Raises a ValueError for an import_cost without max_step_tokens."""
+    if import_cost is not None and max_step_tokens is None:
+        raise ValueError("import_cost goes with max_step_tokens, and only with it")

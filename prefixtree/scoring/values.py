@@ -53,7 +53,7 @@ def sequence_values(
     *,
     recompute: Recompute = None,
     group: ProcessGroup | None = None,
-    max_tokens: int | None = None,
+    max_step_tokens: int | None = None,
     import_cost: ImportCost | None = None,
 ) -> list[torch.Tensor]:
     """The values at every token of every sequence; the model runs once, over the distinct tokens.
@@ -73,9 +73,9 @@ def sequence_values(
         recompute: as in `sequence_logprobs`.
         group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
             this process alone computes it.
-        max_tokens: what one step may hold, as in `sequence_logprobs`. Default: one forward computes
-            the forest.
-        import_cost: what imported tokens take of `max_tokens`, as in `sequence_logprobs`.
+        max_step_tokens: what one step may hold, as in `sequence_logprobs`. Default: one forward
+            computes the forest.
+        import_cost: what imported tokens take of `max_step_tokens`, as in `sequence_logprobs`.
 
     Returns:
         One tensor [n, C] per sequence, float32 (float64 of a model in float64), C as
@@ -84,15 +84,15 @@ def sequence_values(
     Raises:
         TypeError: anything but a PackedForest or a MicroBatch, or a model that is no module.
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
-        ForestError: a forest without token ids; a path that fits no steps of max_tokens.
+        ForestError: a forest without token ids; a path that fits no steps of max_step_tokens.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
-            another model; ranks of a group that differ; max_tokens below 1; an import_cost without
-            max_tokens.
+            another model; ranks of a group that differ; max_step_tokens below 1; an import_cost
+            without max_step_tokens.
         torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     packed = packed_of(packed, "sequence_values", lambda: device_of(transformer_of(model)))
     check_module(model)
-    check_steps(max_tokens, import_cost)
+    check_steps(max_step_tokens, import_cost)
     if group is not None and load("groups").num_ranks(group) == 1:
         group = None
     divided = None if group is None else "the ranks of a group"
@@ -106,15 +106,19 @@ def sequence_values(
         local = whole_tokens(packed, classifier.config)
     else:
         groups, divide = load("groups"), None
-        if max_tokens is not None:
-            divide = load("steps").dividing(model, max_tokens, import_cost, recompute)
-        options = {"recompute": recompute, "max_tokens": max_tokens, "import_cost": import_cost}
+        if max_step_tokens is not None:
+            divide = load("steps").dividing(model, max_step_tokens, import_cost, recompute)
+        options = {
+            "recompute": recompute,
+            "max_step_tokens": max_step_tokens,
+            "import_cost": import_cost,
+        }
         how = check, groups.values_of_rank, options
         classifier, local = groups.part_of_rank(model, packed, group, *how, divide=divide)
     forward = ValuesForward(model, classifier, packed, local.of_steps, local.share)
     rows = None
-    if max_tokens is not None:
-        how_large = max_tokens, import_cost, recompute, local.divided
+    if max_step_tokens is not None:
+        how_large = max_step_tokens, import_cost, recompute, local.divided
         rows = load("steps").rows_in_steps(model, classifier, forward, *how_large)
     if rows is None:
         rows = (forward.values(local.mask, local.inputs, recompute),)

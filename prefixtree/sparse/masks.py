@@ -127,7 +127,7 @@ def not_handed_on() -> UnsupportedError:
     """The refusal of parts of a forest."""
     return UnsupportedError(
         "steps, kept trunks and groups would cut the windows of compressed keys (DeepSeek V4): "
-        "score without max_tokens=, kept_trunks and group="
+        "score without max_step_tokens=, kept_trunks and group="
     )
 
 

@@ -53,9 +53,9 @@ def test_steps_are_red_where_a_gradient_is_wrong(
 ) -> None:
     right = parallel.sequence_logprobs
 
-    def off(*given: Any, max_tokens: int | None = None, **options: Any) -> Any:
-        scores = right(*given, max_tokens=max_tokens, **options)
-        if max_tokens is None:
+    def off(*given: Any, max_step_tokens: int | None = None, **options: Any) -> Any:
+        scores = right(*given, max_step_tokens=max_step_tokens, **options)
+        if max_step_tokens is None:
             return scores
         # the same values, another gradient
         wrong = [factor * x + (1 - factor) * x.detach() for x in scores.logprobs]

@@ -188,7 +188,10 @@ def test_quack_goes_with(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_products, "_quack", lambda: asked.append(1) or as_quack())
     if beside == "compiled layers":
         compile_layers(model, backend="aot_eager")
-    options = {"recompute": {"recompute": "all"}, "steps": {"max_tokens": packed.num_tokens // 2}}
+    options = {
+        "recompute": {"recompute": "all"},
+        "steps": {"max_step_tokens": packed.num_tokens // 2},
+    }
     assert_same(run_packed(model, packed, objective, **options.get(beside, {})), wanted)
     assert asked
 

@@ -139,7 +139,7 @@ def _training(implementation: str, *trained: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("trained", "max_tokens"),
+    ("trained", "max_step_tokens"),
     [
         (("lm_head",), 24),
         (("layers.2.", "lm_head"), None),
@@ -147,11 +147,11 @@ def _training(implementation: str, *trained: str, **changes: Any) -> Any:
     ],
 )
 def test_what_trains_behind_a_layer_without_gradients(
-    trained: tuple[str, ...], max_tokens: int | None
+    trained: tuple[str, ...], max_step_tokens: int | None
 ) -> None:
     objective = ragged_objective()
     model = _training("prefixtree", *trained)
-    packed = run_packed(model, ragged_packed(), objective, max_tokens=max_tokens)
+    packed = run_packed(model, ragged_packed(), objective, max_step_tokens=max_step_tokens)
     assert_same(packed, run_replicated(_training("eager", *trained), objective))
     assert packed.gradients.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     assert all(gradient.any() for gradient in packed.gradients.values())

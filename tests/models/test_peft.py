@@ -205,7 +205,7 @@ def test_experts(model_type, config):
     model, packed = _adapted(model_type, **config), _pack(_objective().sequences)
     assert_same(run_packed(model, packed, _objective()), reference)
     assert_same(
-        run_packed(model, packed, _objective(), max_tokens=33, import_cost=LIGHT), reference
+        run_packed(model, packed, _objective(), max_step_tokens=33, import_cost=LIGHT), reference
     )
 
 

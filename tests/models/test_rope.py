@@ -112,7 +112,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one forward": {},
     "recomputed": {"recompute": "all"},
     "auto": {"recompute": "auto"},
-    "steps": {"max_tokens": 20},
+    "steps": {"max_step_tokens": 20},
 }
 
 
@@ -148,10 +148,12 @@ def test_long_sequences_of_longrope(name):
     pt.sequence_logprobs(model, pack_sequences(sequences_of(*SHORT)))
     for way in ("one forward", "recomputed", *(["auto"] if name == "longrope" else [])):
         assert_same(run_packed(model, packed, objective, **WAYS[way]), expected)
-    with pytest.raises(pt.UnsupportedError, match="each step of max_tokens would show it a part"):
-        pt.sequence_logprobs(model, packed, max_tokens=20)
+    with pytest.raises(
+        pt.UnsupportedError, match="each step of max_step_tokens would show it a part"
+    ):
+        pt.sequence_logprobs(model, packed, max_step_tokens=20)
     # it fits one
-    pt.sequence_logprobs(model, packed, max_tokens=1000)
+    pt.sequence_logprobs(model, packed, max_step_tokens=1000)
     with pytest.raises(pt.UnsupportedError, match="kept trunks would show it a part"):
         kept(model, objective)
 
@@ -160,7 +162,7 @@ def refusals(model: Any, sequences: list[np.ndarray]) -> Iterator[str]:
     packed = pack_sequences(sequences)
     calls = [
         lambda: pt.sequence_logprobs(model, packed),
-        lambda: pt.sequence_logprobs(model, packed, max_tokens=20),
+        lambda: pt.sequence_logprobs(model, packed, max_step_tokens=20),
         lambda: model(**packed.model_inputs()),
         lambda: pt.Teacher(model, packed),
         lambda: TreeSampler(model, 1000).start(packed.forest),

@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # ---- models without numbers
     "scores": (lambda: pt.sequence_logprobs(without_numbers(), PACKED), ValueError, _NO_NUMBERS),
     "steps": (
-        lambda: pt.sequence_logprobs(without_numbers(), PACKED, max_tokens=3),
+        lambda: pt.sequence_logprobs(without_numbers(), PACKED, max_step_tokens=3),
         ValueError,
         _NO_NUMBERS,
     ),
@@ -223,7 +223,7 @@ def test_sequences_beyond_learned_positions(family: str) -> None:
     short.config.max_position_embeddings = 8
     calls: list[Callable[[], Any]] = [
         lambda: pt.sequence_logprobs(model, longer),
-        lambda: pt.sequence_logprobs(model, longer, max_tokens=4),
+        lambda: pt.sequence_logprobs(model, longer, max_step_tokens=4),
         lambda: pt.sequence_values(short, longer),
         lambda: pt.TreeSampler(model, 99).start(longer.forest),
     ]

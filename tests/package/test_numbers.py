@@ -251,8 +251,8 @@ add(
     link_rate=K.POSITIVE,
     latency=K.AT_LEAST_0,
 )
-add("plan_steps", partial(plan_steps, PACKED), max_tokens=K.COUNT)
-add("plan_any_steps", partial(plan_any_steps, PACKED), max_tokens=K.COUNT)
+add("plan_steps", partial(plan_steps, PACKED), max_step_tokens=K.COUNT)
+add("plan_any_steps", partial(plan_any_steps, PACKED), max_step_tokens=K.COUNT)
 add("split_tokens", partial(split_tokens, PACKED, num_parts=2), num_parts=K.COUNT, tile=K.COUNT)
 add("Parts", partial(Parts, PACKED, owner=[0] * 4, num_parts=2), owner=K.OWNERS, num_parts=K.COUNT)
 add("Part.scored", PARTS[0].scored, predictor=K.INTEGERS)
@@ -311,9 +311,9 @@ add("Draws", Draws, temperature=K.AT_LEAST_0, seed=K.INTEGER, top_k=K.COUNT)
 add("Draws", Draws, top_p=K.SHARE, min_p=K.SHARE)
 scored = of_model(pt.sequence_logprobs, PACKED)
 add("sequence_logprobs", scored, 2, temperature=K.NUMBERS, loss_mask=K.MASKS, chunk_size=K.COUNT)
-add("sequence_logprobs", scored, 1, max_tokens=K.COUNT)
+add("sequence_logprobs", scored, 1, max_step_tokens=K.COUNT)
 valued = lambda **given: pt.sequence_values(critic(), PACKED, **given)  # noqa: E731
-add("sequence_values", valued, 1, max_tokens=K.COUNT)
+add("sequence_values", valued, 1, max_step_tokens=K.COUNT)
 add("Teacher", of_model(pt.Teacher, PACKED), loss_mask=K.MASKS)
 of_teacher = cache(of_model(lambda student: pt.Teacher(student, PACKED)))
 add("Teacher.divergence", lambda **given: of_teacher().divergence(**given), beta=K.SHARE)

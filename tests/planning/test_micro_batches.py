@@ -105,7 +105,9 @@ def test_what_stands_for_a_micro_batch_is_named():
         pack(batch)
 
 
-@pytest.mark.parametrize("options", mostly([{}, {"max_tokens": 20, "import_cost": LIGHT}], [{}]))
+@pytest.mark.parametrize(
+    "options", mostly([{}, {"max_step_tokens": 20, "import_cost": LIGHT}], [{}])
+)
 def test_a_micro_batch_takes_its_own_of_the_plan(options):
     """The bits of `batch.packed` with what `take` gives, an empty step too."""
     its, model = _OBJECTIVE, build("qwen3")

@@ -105,7 +105,9 @@ def test_a_sequence_may_be_longer_than_the_budget() -> None:
     assert "exported (" in str(batch.steps) and "and imported from the host" in str(batch.steps)
     # one layer's rows alone fill the budget
     heavy = ImportCost(token_bytes=1e4)
-    with pytest.raises(ForestError, match="the least max_tokens that works for this forest is"):
+    with pytest.raises(
+        ForestError, match="the least max_step_tokens that works for this forest is"
+    ):
         plan_micro_batches(sequences, 60, reuse=True, import_cost=heavy)
 
 

@@ -66,7 +66,9 @@ def test_steps_fit_the_budget_and_import_from_earlier_ones(forest, budget, weigh
     packed = pack(forest, 4 if pad else None)
     cost = weighing(weight)
     if not can_be_cut(packed.position_ids.tolist(), budget, weight):
-        with pytest.raises(ForestError, match=f"max_tokens {budget} is too little for packed tok"):
+        with pytest.raises(
+            ForestError, match=f"max_step_tokens {budget} is too little for packed tok"
+        ):
             plan_steps(packed, budget, import_cost=cost)
         return
     steps = plan_steps(packed, budget, import_cost=cost)
@@ -140,7 +142,7 @@ def test_imported_tokens_may_weigh_more_than_own_ones() -> None:
     steps = plan_steps(packed, 32, import_cost=weighing(1.7))
     assert steps.stats.own_tokens == (12, 30)
     assert steps.stats.imported_tokens == (0, 0)
-    with pytest.raises(ForestError, match="max_tokens 29 is too little for packed token"):
+    with pytest.raises(ForestError, match="max_step_tokens 29 is too little for packed token"):
         plan_steps(packed, 29, import_cost=weighing(1.7))
 
 
@@ -204,7 +206,7 @@ def test_the_check_turns_red_in_another_order() -> None:
 def test_bad_input() -> None:
     packed = pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
     for bad in (0, 1.0, True):
-        with pytest.raises(ValueError, match="max_tokens must be an integer >= 1, got"):
+        with pytest.raises(ValueError, match="max_step_tokens must be an integer >= 1, got"):
             plan_steps(packed, bad)
     with pytest.raises(TypeError, match="plan_steps takes a packed forest, got TreeMask"):
         plan_steps(packed.mask, 10)

@@ -352,7 +352,7 @@ def test_the_first_part_tells_of_all(way, monkeypatch):
     def run(model: Any) -> dict[str, torch.Tensor]:
         if way == "steps":
             packed = pack_sequences(sequences)
-            scores = pt.sequence_logprobs(model, packed, recompute="auto", max_tokens=250)
+            scores = pt.sequence_logprobs(model, packed, recompute="auto", max_step_tokens=250)
             torch.cat(scores.logprobs).sum().backward()
             return gradients(model)
         plan = pt.plan_micro_batches(sequences, 300, trunks=True)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.cases.pictures import config_of
 
 import prefixtree as pt
+from benchmarks.cases.pictures import config_of
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.forward import memory_of as memory_of_model
 from prefixtree.recompute.image_work import ImageWork

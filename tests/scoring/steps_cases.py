@@ -32,14 +32,14 @@ from tests.support.models import (
 )
 from tests.support.step_ranks import LIGHT, loss_of
 
-MAX_TOKENS = 20
+MAX_STEP_TOKENS = 20
 PLAN = RecomputePlan(("all",), 0)
 
 
 def score(model: nn.Module, objective: Objective, packed: Any = None, **options: Any) -> Any:
-    """Log-probabilities and entropies; in steps unless `max_tokens` is None."""
-    options = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT, **options}
-    if options["max_tokens"] is None:
+    """Log-probabilities and entropies; in steps unless `max_step_tokens` is None."""
+    options = {"max_step_tokens": MAX_STEP_TOKENS, "import_cost": LIGHT, **options}
+    if options["max_step_tokens"] is None:
         options["import_cost"] = None
     return sequence_logprobs(
         model,
@@ -66,15 +66,15 @@ def run(model: nn.Module, objective: Objective | None = None, **options: Any) ->
 def compare(model: nn.Module, objective: Objective | None = None, **options: Any) -> Run:
     """Fails unless steps give what one forward gives; the run in steps."""
     whole = {key: options[key] for key in ("packed", "recompute") if key in options}
-    expected = run(model, objective, **{**whole, "max_tokens": None})
+    expected = run(model, objective, **{**whole, "max_step_tokens": None})
     got = run(model, objective, **options)
     print(assert_same(got, expected))
     return got
 
 
-def number_of_steps(max_tokens: int = MAX_TOKENS) -> int:
+def number_of_steps(max_step_tokens: int = MAX_STEP_TOKENS) -> int:
     """Of the ragged forest."""
-    return len(plan_steps(ragged_packed(), max_tokens, import_cost=LIGHT))
+    return len(plan_steps(ragged_packed(), max_step_tokens, import_cost=LIGHT))
 
 
 def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""The backward of `sequence_logprobs(max_tokens=)`: one node, and what may not change before it."""
+"""The backward of `sequence_logprobs(max_step_tokens=)`: one node, and what may not change before
+it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_calls_interleaved() -> None:
     objectives = make_objective(ragged_objective().sequences[:7], 1), ragged_objective()
     expected: dict[str, torch.Tensor] = {}
     for objective in objectives:
-        for name, gradient in run(model, objective, max_tokens=None).gradients.items():
+        for name, gradient in run(model, objective, max_step_tokens=None).gradients.items():
             expected[name] = expected.get(name, 0) + gradient
     model.zero_grad(set_to_none=True)
     losses = [loss_of(objective, score(model, objective)) for objective in objectives]
@@ -54,7 +55,7 @@ def test_calls_interleaved() -> None:
 def test_two_threads() -> None:
     objective = ragged_objective()
     models = [build("qwen3", seed=seed) for seed in (0, 1)]
-    expected = [run(model, objective, max_tokens=None) for model in models]
+    expected = [run(model, objective, max_step_tokens=None) for model in models]
     found: dict[int, Run] = {}
 
     def work(number: int) -> None:
@@ -89,7 +90,7 @@ def test_second_derivatives_are_refused() -> None:
 @pytest.mark.usefixtures("unprobed")
 def test_an_error_in_the_backward_leaves_the_next_call_alone() -> None:
     model = build("qwen3")
-    expected = run(model, max_tokens=None)
+    expected = run(model, max_step_tokens=None)
     scores, calls = score(model, ragged_objective()), []
 
     def fails(*_: Any) -> None:
@@ -159,7 +160,7 @@ def test_what_changed_before_the_backward_is_refused_by_name() -> None:
 
     for words in _changes(*made()):
         model, packed = made()
-        scores = score(model, ragged_objective(), packed, max_tokens=60)
+        scores = score(model, ragged_objective(), packed, max_step_tokens=60)
         _changes(model, packed)[words]()
         with pytest.raises(RuntimeError, match=re.escape(words)) as refused:
             torch.cat(scores.logprobs).sum().backward()
@@ -171,7 +172,7 @@ def test_what_changed_before_the_backward_is_refused_by_name() -> None:
 def test_what_changes_no_number_is_not_refused() -> None:
     """Changes that forwards make themselves, and attributes that a model does not read."""
     model = build("qwen3")
-    expected = run(model, max_tokens=None)
+    expected = run(model, max_step_tokens=None)
     mlp = model.model.layers[1].mlp
     mlp.calls, mlp.last = 0, torch.zeros(1)
 
@@ -214,7 +215,7 @@ def test_a_model_made_in_inference_mode(context: Any) -> None:
     with torch.inference_mode():
         model = build("qwen3").eval()
     with context():
-        whole, stepped = (score(model, ragged_objective(), max_tokens=n) for n in (None, 20))
+        whole, stepped = (score(model, ragged_objective(), max_step_tokens=n) for n in (None, 20))
     torch.testing.assert_close(stepped.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
 
 

@@ -37,7 +37,7 @@ from tests.support.models import TRANSFORMERS, adapted, counted
 
 # so little that steps may be small
 LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
-OPTIONS: dict[str, Any] = {"max_tokens": 30, "import_cost": LIGHT}
+OPTIONS: dict[str, Any] = {"max_step_tokens": 30, "import_cost": LIGHT}
 
 
 def _encoder(model: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""`sequence_logprobs(max_tokens=)`: a packed forest scored in steps, against one forward."""
+"""`sequence_logprobs(max_step_tokens=)`: a packed forest scored in steps, against one forward."""
 
 from __future__ import annotations
 
@@ -75,17 +75,19 @@ def test_calls_of_attention_under_checkpointing(use_reentrant: bool) -> None:
         assert calls() == (3 * number_of_steps() - 1) * len(attentions(model))
 
 
-@pytest.mark.parametrize("max_tokens", [8, 33, 60, 90])
-def test_budgets(max_tokens: int) -> None:
-    compare(build("qwen3"), max_tokens=max_tokens, import_cost=ImportCost(token_bytes=1e9))
+@pytest.mark.parametrize("max_step_tokens", [8, 33, 60, 90])
+def test_budgets(max_step_tokens: int) -> None:
+    compare(
+        build("qwen3"), max_step_tokens=max_step_tokens, import_cost=ImportCost(token_bytes=1e9)
+    )
 
 
 def test_a_forest_that_fits_is_computed_in_one_forward() -> None:
     model = build("qwen3")
     with counted([model]) as forwards:
-        got = run(model, max_tokens=91)
+        got = run(model, max_step_tokens=91)
         assert forwards() == 1
-    assert same_bits(got, run(model, max_tokens=None))
+    assert same_bits(got, run(model, max_step_tokens=None))
 
 
 def test_a_sequence_longer_than_a_step() -> None:
@@ -97,9 +99,9 @@ def test_a_sequence_longer_than_a_step() -> None:
     cost = ImportCost(token_bytes=36 * 8 * 256 * 6 / 0.3)
     steps = plan_steps(pack_sequences(objective.sequences), 128, import_cost=cost)
     assert len(steps) > 3 and max(steps.stats.imported_tokens) > 128 and not steps.stats.on_host
-    compare(model, objective, max_tokens=128, import_cost=cost)
+    compare(model, objective, max_step_tokens=128, import_cost=cost)
     # what is imported fills the device: it waits on the host
-    compare(model, objective, max_tokens=80, import_cost=cost)
+    compare(model, objective, max_step_tokens=80, import_cost=cost)
 
 
 def test_steps_that_score_nothing() -> None:
@@ -123,13 +125,13 @@ def test_autocast_is_that_of_the_forward() -> None:
         lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
     )
 
-    def found(max_tokens: int | None, inside: bool = False, recompute: Any = None) -> Run:
+    def found(max_step_tokens: int | None, inside: bool = False, recompute: Any = None) -> Run:
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16):
             # leaves casts of all weights in autocast's cache
-            score(model, objective, max_tokens=None)
+            score(model, objective, max_step_tokens=None)
             seen.clear()
-            scores = score(model, objective, max_tokens=max_tokens, recompute=recompute)
+            scores = score(model, objective, max_step_tokens=max_step_tokens, recompute=recompute)
             if inside:
                 loss_of(objective, scores).backward()
         if not inside:
@@ -158,7 +160,7 @@ def test_without_gradients() -> None:
     assert not scores.logprobs[0].requires_grad
     assert_same(
         Run(scores.logprobs, scores.entropy, {}),
-        replace(run(model, max_tokens=None), gradients={}),
+        replace(run(model, max_step_tokens=None), gradients={}),
     )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -213,7 +215,7 @@ def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     torch.cat(sequence_logprobs(model, batch.packed).logprobs).sum().backward()
     whole, tokens.count = tokens.count, 0
     assert whole == 2 * forest.num_tokens
-    cost = {"max_tokens": 32, "import_cost": LIGHT, "recompute": "nothing"}
+    cost = {"max_step_tokens": 32, "import_cost": LIGHT, "recompute": "nothing"}
     torch.cat(sequence_logprobs(model, batch.packed, **cost).logprobs).sum().backward()
     stepped, tokens.count = tokens.count, 0
     assert batch.steps is not None
@@ -233,8 +235,8 @@ def test_the_weight_of_a_imported_token_is_read_from_the_model() -> None:
     recomputed = step_cost_of(model, model, device, None)
     assert recomputed.kept_copies == 0 and recomputed.token_bytes < 0.5 * kept.token_bytes
     assert recomputed == step_cost_of(model, model, device, "all")
-    expected = run(model, max_tokens=None)
-    assert_same(run(model, max_tokens=40, import_cost=None), expected)
+    expected = run(model, max_step_tokens=None)
+    assert_same(run(model, max_step_tokens=40, import_cost=None), expected)
 
 
 def test_large_prompts_of_the_issue() -> None:
@@ -254,19 +256,23 @@ def test_large_prompts_of_the_issue() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "20"])
 def test_budgets_that_are_none(value: Any) -> None:
-    with pytest.raises(ValueError, match="max_tokens must be an integer >= 1, got"):
-        score(build("qwen3"), ragged_objective(), max_tokens=value)
+    with pytest.raises(ValueError, match="max_step_tokens must be an integer >= 1, got"):
+        score(build("qwen3"), ragged_objective(), max_step_tokens=value)
 
 
 def test_a_budget_that_is_too_little() -> None:
     objective = make_objective([np.arange(3, 90)])
-    with pytest.raises(ForestError, match=r"max_tokens 10 is too little .* the least max_tokens"):
-        score(build("qwen3"), objective, max_tokens=10, import_cost=ImportCost(token_bytes=1e4))
+    with pytest.raises(
+        ForestError, match=r"max_step_tokens 10 is too little .* the least max_step_tokens"
+    ):
+        score(
+            build("qwen3"), objective, max_step_tokens=10, import_cost=ImportCost(token_bytes=1e4)
+        )
 
 
 def test_arguments_that_do_not_go_together() -> None:
     model = build("qwen3")
-    with pytest.raises(ValueError, match="import_cost goes with max_tokens"):
+    with pytest.raises(ValueError, match="import_cost goes with max_step_tokens"):
         sequence_logprobs(model, ragged_packed(), import_cost=LIGHT)
     for bad, message in (("some", "recompute must be None, 'auto'"), (PLAN, "a plan for 1 layers")):
         with pytest.raises(ValueError, match=message):
@@ -284,7 +290,7 @@ def test_recorded_routes(model_type: str) -> None:
     routed = pack(PrefixForest.from_sequences(sequences, routes=routes))
     found = compare(model, packed=routed)
     # what the routers choose by themselves is far off
-    assert errors(found, run(model, max_tokens=None)).largest > 0.1
+    assert errors(found, run(model, max_step_tokens=None)).largest > 0.1
 
 
 @pytest.mark.parametrize("model_type", cases(["qwen3_next"]))
@@ -327,7 +333,7 @@ def test_static_graphs_are_refused(tmp_path) -> None:
         model = nn.parallel.DistributedDataParallel(build("qwen3"), static_graph=True)
         with pytest.raises(UnsupportedError, match="static_graph=True expects one backward per up"):
             score(model, ragged_objective())
-        assert score(model, ragged_objective(), max_tokens=91).logprobs[0].requires_grad
+        assert score(model, ragged_objective(), max_step_tokens=91).logprobs[0].requires_grad
     finally:
         dist.destroy_process_group()
 

@@ -143,7 +143,7 @@ def test_triton_scores_the_queries_of_a_part(monkeypatch: pytest.MonkeyPatch) ->
 def _errors(family: str, monkeypatch: pytest.MonkeyPatch, *mistake: Any) -> Any:
     """Those of steps and of kept trunks, beside one forward."""
     model = build(family)
-    expected = run(model, max_tokens=None)
+    expected = run(model, max_step_tokens=None)
     objective = ragged_objective()
     alone = kept_cases.one_by_one(model, objective, kept_cases.plan_of(objective))
     monkeypatch.setattr(*mistake)

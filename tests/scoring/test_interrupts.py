@@ -33,7 +33,7 @@ from tests.support.models import build, pack_sequences
 from tests.support.replay import drawn_routes
 
 _SEQUENCES = [[1, 2, 3, 4], [1, 2, 5], [6, 7]]
-_STEPS: dict[str, Any] = {"max_tokens": 4, "import_cost": ImportCost(token_bytes=1e9)}
+_STEPS: dict[str, Any] = {"max_step_tokens": 4, "import_cost": ImportCost(token_bytes=1e9)}
 
 
 @pytest.fixture

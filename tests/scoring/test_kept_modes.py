@@ -208,7 +208,12 @@ def test_peaks_of_steps(memory: Memory, share: float) -> None:
         live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
         with live:
             scores = sequence_logprobs(
-                model, packed, recompute="auto", chunk_size=64, max_tokens=300, import_cost=LIGHT
+                model,
+                packed,
+                recompute="auto",
+                chunk_size=64,
+                max_step_tokens=300,
+                import_cost=LIGHT,
             )
             torch.cat(scores.logprobs).sum().backward()
             del scores

@@ -14,7 +14,7 @@ import prefixtree as pt
 from prefixtree.scoring import forward
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring import kept_cases
-from tests.scoring.steps_cases import MAX_TOKENS
+from tests.scoring.steps_cases import MAX_STEP_TOKENS
 from tests.support.models import (
     AdaptedHead,
     assert_same,
@@ -64,7 +64,9 @@ def test_what_a_measure_takes_is_planned_for(monkeypatch):
 def test_what_edges_are_called(steps):
     """`edge` counts the rows of `packed.edges`, `scored_edge` those of `measured_edges`."""
     packed, masks = ragged_packed(), ragged_objective().loss_masks
-    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT} if steps else {}
+    options: dict[str, Any] = (
+        {"max_step_tokens": MAX_STEP_TOKENS, "import_cost": LIGHT} if steps else {}
+    )
     for temperatures in (0.7, ragged_objective().temperatures):
         with torch.no_grad():
             scores = sequence_logprobs(
@@ -188,7 +190,10 @@ def test_what_another_call_measured(temperatures):
         )
     assert _read(every, packed, temperatures, masks, chunk_size=5) < 1e-5
     assert _read(masked, packed, temperatures, masks) < 1e-5
-    assert _read(every, packed, temperatures, max_tokens=MAX_TOKENS, import_cost=LIGHT) < 1e-5
+    assert (
+        _read(every, packed, temperatures, max_step_tokens=MAX_STEP_TOKENS, import_cost=LIGHT)
+        < 1e-5
+    )
     for batch in plan[0]:
         assert _read(pickle.loads(pickle.dumps(every)), batch, temperatures, masks) < 1e-5
     with pytest.raises(

@@ -90,10 +90,10 @@ def test_nothing_is_read(model_type: str) -> None:
 def test_nothing_is_read_of_a_part() -> None:
     model, packed = a_model("qwen3"), pack_sequences(SEQUENCES)
     with NothingIsRead():
-        pt.sequence_logprobs(model, packed, max_tokens=8)
+        pt.sequence_logprobs(model, packed, max_step_tokens=8)
     packed.position_ids[-1] += 1
     with pytest.raises(ValueError, match="position_ids are not the tokens' positions"):
-        pt.sequence_logprobs(model, packed, max_tokens=8)
+        pt.sequence_logprobs(model, packed, max_step_tokens=8)
 
 
 def test_positions_are_known_by_memory_that_nobody_wrote_to() -> None:

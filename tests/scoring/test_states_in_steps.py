@@ -1,5 +1,5 @@
-"""`sequence_logprobs(max_tokens=)` of models with recurrent layers: states and tails from step to
-step, against one forward."""
+"""`sequence_logprobs(max_step_tokens=)` of models with recurrent layers: states and tails from step
+to step, against one forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.in_steps import step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import (
-    MAX_TOKENS,
+    MAX_STEP_TOKENS,
     compare,
     logprobs_in_steps,
     number_of_steps,
@@ -110,9 +110,9 @@ def test_a_plan_of_several_modes() -> None:
     compare(model, recompute=RecomputePlan((*MODES, *("all",) * layers)[:layers], 0))
 
 
-@pytest.mark.parametrize("family, max_tokens", [("lfm2", 8), ("nemotron_h", 60)])
-def test_budgets(family: str, max_tokens: int) -> None:
-    compare(build(family), max_tokens=max_tokens, import_cost=ImportCost(token_bytes=1e9))
+@pytest.mark.parametrize("family, max_step_tokens", [("lfm2", 8), ("nemotron_h", 60)])
+def test_budgets(family: str, max_step_tokens: int) -> None:
+    compare(build(family), max_step_tokens=max_step_tokens, import_cost=ImportCost(token_bytes=1e9))
 
 
 def test_a_sequence_longer_than_a_step_waits_on_the_host() -> None:
@@ -121,7 +121,7 @@ def test_a_sequence_longer_than_a_step_waits_on_the_host() -> None:
     branches = [np.concatenate([trunk[:at], rng.integers(3, 90, 9)]) for at in (110, 60, 40)]
     objective = make_objective([trunk, *branches])
     cost = ImportCost(token_bytes=36 * 8 * 256 * 6 / 0.3, on_host=True)
-    compare(build("qwen3_5"), objective, max_tokens=40, import_cost=cost)
+    compare(build("qwen3_5"), objective, max_step_tokens=40, import_cost=cost)
 
 
 def test_the_same_bits_every_time() -> None:
@@ -137,7 +137,7 @@ def test_a_plan_that_reuses_trunks(family: str) -> None:
     forest = pt.PrefixForest.from_sequences(sequences)
     model = build(family)
     found = []
-    for options in ({}, {"max_tokens": 32, "import_cost": LIGHT}):
+    for options in ({}, {"max_step_tokens": 32, "import_cost": LIGHT}):
         (batch,) = plan_micro_batches(forest, 32, reuse=True, import_cost=LIGHT)[0]
         model.zero_grad(set_to_none=True)
         logprobs = torch.cat(sequence_logprobs(model, batch.packed, **options).logprobs)
@@ -151,7 +151,7 @@ def test_a_plan_that_reuses_trunks(family: str) -> None:
 
 def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_5")
-    expected = run(model, max_tokens=None)
+    expected = run(model, max_step_tokens=None)
     exact = errors(run(model), expected)
     round_exported(monkeypatch, STATES)
     assert errors(run(model), expected).gradient > 100 * exact.gradient
@@ -159,9 +159,9 @@ def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) 
 
 def test_half_precision_rounds_as_one_forward_does() -> None:
     """Returned gradients of a bfloat16 model are summed in float32."""
-    exact = run(build("qwen3_5"), max_tokens=None)
+    exact = run(build("qwen3_5"), max_step_tokens=None)
     model = build("qwen3_5").bfloat16()
-    whole, stepped = (errors(run(model, max_tokens=n), exact) for n in (None, MAX_TOKENS))
+    whole, stepped = (errors(run(model, max_step_tokens=n), exact) for n in (None, MAX_STEP_TOKENS))
     print(whole, stepped)
     assert whole.gradient > 1e-3 and stepped.gradient < 1.5 * whole.gradient
 
@@ -222,14 +222,14 @@ def test_states_that_wait_take_room_from_the_steps() -> None:
         for step in range(len(steps))
     ]
     assert steps.stats.states == max(alive) > 0
-    compare(model, max_tokens=40, import_cost=light)
+    compare(model, max_step_tokens=40, import_cost=light)
     with pytest.raises(pt.ForestError, match="leaves no room beside the states behind"):
         plan_steps(packed, 4, import_cost=light)
 
 
 def test_a_layer_that_runs_twice_is_refused() -> None:
     layer, packed = nn.Linear(2, 2), pack_sequences(ragged_objective().sequences)
-    steps = plan_steps(packed, MAX_TOKENS, import_cost=LIGHT)
+    steps = plan_steps(packed, MAX_STEP_TOKENS, import_cost=LIGHT)
     events = schedule.steps(len(steps), trains=True)
     ledger = Ledger(Division(steps), events, parks=True)
     with ledger.running(0) as exporting:

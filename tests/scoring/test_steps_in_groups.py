@@ -1,4 +1,4 @@
-"""`max_tokens` with `group`: the ranks of a group divide each step of a forest.
+"""`max_step_tokens` with `group`: the ranks of a group divide each step of a forest.
 
 What goes with it on two ranks is in `ways`; here are ways to divide,
 wrappers, mistakes and refusals.
@@ -72,8 +72,8 @@ def test_a_gradient_that_is_left_out_is_seen(two: Results, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other steps", "must make the same call.*max_tokens"),
-        ("too small", "ForestError: max_tokens .* is too little"),
+        ("other steps", "must make the same call.*max_step_tokens"),
+        ("too small", "ForestError: max_step_tokens .* is too little"),
         ("auto", "recompute='auto' is not planned for steps that ranks of a group divide"),
     ],
 )

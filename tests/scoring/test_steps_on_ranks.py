@@ -1,4 +1,4 @@
-"""`sequence_logprobs(max_tokens=)` on two ranks of DDP, FSDP2, tensor and expert parallelism.
+"""`sequence_logprobs(max_step_tokens=)` on two ranks of DDP, FSDP2, tensor and expert parallelism.
 
 Both ranks run every case of tests/support/step_ranks.py once.
 """
@@ -60,7 +60,9 @@ def test_every_rank_runs_the_model_as_often_as_the_one_with_most_steps(
 def test_a_rank_that_cannot_tells_the_others(results: Results) -> None:
     first, second = of(results, "one rank cannot")
     another = "ForestError: another rank cannot compute its forest in steps of"
-    assert first["path"].startswith("ForestError: max_tokens 30 is too little for packed token")
+    assert first["path"].startswith(
+        "ForestError: max_step_tokens 30 is too little for packed token"
+    )
     assert second["path"].startswith(another)
 
 

@@ -198,7 +198,7 @@ def test_an_edge_finds_its_row(kind):
     others = () if kind == "compiled" else (case.of(packed), case.of(pt.pack(plan.forest), masks))
     for of_teacher in (whole, *others):
         assert_same(case.scores(of_teacher, packed, masks))
-        assert_same(case.scores(of_teacher, packed, masks, max_tokens=24, import_cost=LIGHT))
+        assert_same(case.scores(of_teacher, packed, masks, max_step_tokens=24, import_cost=LIGHT))
         assert_same(case.kept(of_teacher))
         for batch in plan[0]:
             given = batch.packed, batch.take(masks)
@@ -229,7 +229,7 @@ def test_an_edge_without_a_row_is_refused(kind):
     with pytest.raises(ForestError, match=another):
         case.kept(of_first)
     with pytest.raises(ForestError, match=another):
-        case.scores(of_first, packed, masks, max_tokens=24, import_cost=LIGHT)
+        case.scores(of_first, packed, masks, max_step_tokens=24, import_cost=LIGHT)
     # other tokens in a forest of the same form
     moved = [s - 1 for s in ragged_objective().sequences]
     with pytest.raises(ForestError, match=another):

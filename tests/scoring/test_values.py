@@ -223,31 +223,31 @@ def test_in_steps(model_type: str, kind: str) -> None:
     want = run(expected, squares(expected), model)
     want_values = [x.detach() for x in expected]
     calls = []
-    for max_tokens in (20, 1000):
+    for max_step_tokens in (20, 1000):
         model.zero_grad()
         with counted([model]) as forwards:
             values = sequence_values(
-                model, ragged_packed(), max_tokens=max_tokens, import_cost=LIGHT
+                model, ragged_packed(), max_step_tokens=max_step_tokens, import_cost=LIGHT
             )
             got = run(values, squares(values), model)
             calls.append(forwards())
         assert_same(got, want)
     assert calls[0] > 5 and calls[1] == 1
     with torch.no_grad():
-        found = sequence_values(model, ragged_packed(), max_tokens=20, import_cost=LIGHT)
+        found = sequence_values(model, ragged_packed(), max_step_tokens=20, import_cost=LIGHT)
     torch.testing.assert_close(found, want_values, atol=1e-5, rtol=1e-5)
 
 
 def test_what_steps_refuse() -> None:
     model = classifier(AutoModelForTokenClassification, "qwen3")
-    with pytest.raises(ValueError, match="import_cost goes with max_tokens"):
+    with pytest.raises(ValueError, match="import_cost goes with max_step_tokens"):
         sequence_values(model, ragged_packed(), import_cost=LIGHT)
-    with pytest.raises(ValueError, match="max_tokens must be"):
-        sequence_values(model, ragged_packed(), max_tokens=0)
-    values = sequence_values(model, ragged_packed(), max_tokens=20, import_cost=LIGHT)
+    with pytest.raises(ValueError, match="max_step_tokens must be"):
+        sequence_values(model, ragged_packed(), max_step_tokens=0)
+    values = sequence_values(model, ragged_packed(), max_step_tokens=20, import_cost=LIGHT)
     with torch.no_grad():
         model.score.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="between a call with max_tokens= and its backward"):
+    with pytest.raises(RuntimeError, match="between a call with max_step_tokens= and its backward"):
         squares(values).backward()
 
 

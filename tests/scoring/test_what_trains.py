@@ -47,7 +47,7 @@ def test_scores_that_nothing_that_trains_reaches_have_no_graph(again: Any) -> No
     objective.sequences[1][:12] = objective.sequences[0][:12]
     packed = pack_sequences(objective.sequences)
     whole = pt.sequence_logprobs(model, packed)
-    in_steps = pt.sequence_logprobs(model, packed, max_tokens=16, import_cost=LIGHT)
+    in_steps = pt.sequence_logprobs(model, packed, max_step_tokens=16, import_cost=LIGHT)
     for scores in (whole, in_steps):
         assert not any(x.requires_grad for x in scores.logprobs)
     assert torch.allclose(torch.cat(in_steps.logprobs), torch.cat(whole.logprobs))

@@ -154,7 +154,10 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
     **{
         (way, level): Refused(words)
         for way in STEPS_IN_GROUPS
-        for level, words in (("images", "max_tokens and group together"), ("auto", "not planned"))
+        for level, words in (
+            ("images", "max_step_tokens and group together"),
+            ("auto", "not planned"),
+        )
     },
     ("router loss", "reentrant checkpointing"): Refused("reentrant checkpointing"),
     ("routes", "compiled layers"): Refused("not verified in compiled models"),

@@ -36,7 +36,7 @@ from tests.support.replay import drawn_routes, recorded_choice
 
 # an imported token counts a twentieth of an own one, so that a step imports much
 LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
-MAX_TOKENS = 20
+MAX_STEP_TOKENS = 20
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 BALANCE = 0.5
 
@@ -314,7 +314,7 @@ class Call:
             self.options["chunk_size"] = 7
             self.options |= _ASKED[case["returned"]]
         if self.way in STEPS:
-            self.options |= {"max_tokens": MAX_TOKENS, "import_cost": LIGHT}
+            self.options |= {"max_step_tokens": MAX_STEP_TOKENS, "import_cost": LIGHT}
         if self.way in GROUPS:
             mode = "ulysses" if self.way.endswith("heads") else "parts"
             self.options |= {"group": group, "group_mode": mode}

@@ -108,10 +108,14 @@ def _kept_values(model: nn.Module, batches: Sequence[Any]) -> None:
 WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None], bool]] = {
     "one forward": (mixture, _scored, False),
     "recomputed": (mixture, lambda *of: _scored(*of, recompute="all"), False),
-    "steps": (mixture, lambda *of: _scored(*of, max_tokens=20, import_cost=LIGHT), False),
+    "steps": (mixture, lambda *of: _scored(*of, max_step_tokens=20, import_cost=LIGHT), False),
     "batch_logprobs": (mixture, _padded, False),
     "sequence_values": (critic, _valued, False),
-    "values in steps": (critic, lambda *of: _valued(*of, max_tokens=20, import_cost=LIGHT), False),
+    "values in steps": (
+        critic,
+        lambda *of: _valued(*of, max_step_tokens=20, import_cost=LIGHT),
+        False,
+    ),
     "kept_trunks": (mixture, _kept, True),
     "kept_values": (critic, _kept_values, True),
 }

@@ -241,7 +241,7 @@ to 1e-11, gradients to 1e-10.
 _STATES = """
 ## Layers that carry a state
 
-What tests have proven: [steps](larger-trees.md) (`max_tokens=`), [groups](parallel.md) in both
+What tests have proven: [steps](larger-trees.md) (`max_step_tokens=`), [groups](parallel.md) in both
 modes, the [sampler](rollouts.md).
 
 | model type | {columns} |

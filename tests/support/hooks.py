@@ -67,7 +67,7 @@ CALLS = {
     "gradients of joined rows": "parallel.states:_Joined.backward",
     "gradients of other ranks": "parallel.transport:Transport.back",
     "heads of tokens": "parallel.heads:TokensForHeads.start_to_heads",
-    "images of rows": "integrations.trl.data_set_trainers:_images_of",
+    "images of rows": "integrations.trl.data_set_trainers:_pixels_of",
     "joined heads": "parallel.heads:TokensForHeads.joined",
     "joined runs of a vision encoder": "images.encoder:_joined",
     "kernels of an indexer": "sparse.indexers:_kernels_for",

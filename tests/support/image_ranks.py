@@ -75,7 +75,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         kept = 35 if rank == 0 else None
         options["recompute"] = pt.RecomputePlan(("all",) * layers, 0, patches=1, kept=kept)
     if kind == "steps":
-        options |= {"max_tokens": 30, "import_cost": LIGHT}
+        options |= {"max_step_tokens": 30, "import_cost": LIGHT}
     with (
         mock.patch.object(vision, "RUN", 1),
         mock.patch.object(image_work, "RUN", 1),

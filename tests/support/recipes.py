@@ -39,7 +39,7 @@ from tests.support.models import (
     ragged_sequences,
 )
 from tests.support.spawn import ROOT, WORLD_SIZE
-from tests.support.step_ranks import LIGHT, MAX_TOKENS
+from tests.support.step_ranks import LIGHT, MAX_STEP_TOKENS
 
 PAGE = ROOT / "docs" / "losses.md"
 K = 64
@@ -203,7 +203,7 @@ def compared(way: str, group: Any = None, place: int = 0) -> dict[str, Found]:
         expected = _expected(model, teacher, objectives)
     options: dict[str, Any] = {}
     if way == "fused":
-        options = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT}
+        options = {"max_step_tokens": MAX_STEP_TOKENS, "import_cost": LIGHT}
     if way == "group":
         options = {"group": group}
     if way == "sharded":

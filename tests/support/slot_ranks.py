@@ -29,7 +29,14 @@ from tests.support.hooks import forget_all_but, own_gradients_alone
 from tests.support.models import build, counted, enable_checkpointing, pack_sequences, reward_model
 from tests.support.part_exchange import scattered
 from tests.support.spawn import results_of
-from tests.support.step_ranks import FORESTS, LIGHT, MAX_TOKENS, backward, distance, gradients_of
+from tests.support.step_ranks import (
+    FORESTS,
+    LIGHT,
+    MAX_STEP_TOKENS,
+    backward,
+    distance,
+    gradients_of,
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ def run(case: Case, rank: int, group: Any) -> dict[str, Any]:
         if case.lost is not None:
             case.lost(stack)
         forwards = stack.enter_context(counted([model]))
-        where = {"group": group, "group_mode": case.mode, "max_tokens": MAX_TOKENS}
+        where = {"group": group, "group_mode": case.mode, "max_step_tokens": MAX_STEP_TOKENS}
         logprobs = backward(model, FORESTS[mine][0], import_cost=LIGHT, **where)
         count = forwards()
     got = gradients_of(model)
@@ -146,7 +153,7 @@ def values(rank: int, group: Any) -> dict[str, float]:
         return found.detach(), gradients_of(model)
 
     expected, whole = of()
-    found, got = of(group=group, max_tokens=MAX_TOKENS, import_cost=LIGHT)
+    found, got = of(group=group, max_step_tokens=MAX_STEP_TOKENS, import_cost=LIGHT)
     _average(got)
     return {"logprobs": float((found - expected).abs().max()), "gradients": distance(got, whole)}
 
@@ -171,13 +178,13 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         name: partial(run, case, rank, group) for name, case in cases.items()
     }
     if ranks == 2:
-        steps = {"max_tokens": MAX_TOKENS, "import_cost": LIGHT}
+        steps = {"max_step_tokens": MAX_STEP_TOKENS, "import_cost": LIGHT}
         heavy = replace(LIGHT, token_bytes=1e4)
         runs |= {
             "values": partial(values, rank, group),
-            "other steps": partial(told, rank, group, **steps | {"max_tokens": 20 + rank}),
-            "too small": partial(told, rank, group, max_tokens=2, import_cost=heavy),
+            "other steps": partial(told, rank, group, **steps | {"max_step_tokens": 20 + rank}),
+            "too small": partial(told, rank, group, max_step_tokens=2, import_cost=heavy),
             "auto": partial(told, rank, group, **steps, recompute="auto"),
-            "fits": partial(told, rank, group, max_tokens=1000),
+            "fits": partial(told, rank, group, max_step_tokens=1000),
         }
     return results_of(runs)

@@ -46,7 +46,7 @@ from tests.support.spawn import WORLD_SIZE, results_of
 
 # an imported token counts a twentieth of an own one
 LIGHT = ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
-MAX_TOKENS = 20
+MAX_STEP_TOKENS = 20
 # micro-batches of each rank: 91 tokens and 10, and each has another number of steps
 FORESTS = (
     (make_objective(ragged_sequences(0), 0), make_objective(ragged_sequences(1)[:2], 1)),
@@ -253,7 +253,7 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
                 loss, logprobs = forward(
                     model,
                     objective,
-                    max_tokens=MAX_TOKENS,
+                    max_step_tokens=MAX_STEP_TOKENS,
                     import_cost=LIGHT,
                     chunk_size=7,
                     measure=logprob_and_entropy if case.measured else None,
@@ -286,7 +286,7 @@ def _one_rank_cannot(rank: int) -> dict[str, str]:
     short, long = ([1, 2, 3], list(range(60)))
     packed = pack_sequences([long if rank == 0 else short])
     return {
-        "path": _told("qwen3", packed, max_tokens=30, import_cost=ImportCost(token_bytes=1e4)),
+        "path": _told("qwen3", packed, max_step_tokens=30, import_cost=ImportCost(token_bytes=1e4)),
     }
 
 
@@ -298,7 +298,9 @@ def _scores_without_gradients(rank: int, folder: Path) -> float:
     packed = pack_sequences(objective.sequences)
     with torch.no_grad():
         whole = sequence_logprobs(CASES["fsdp2"].model().eval(), packed)
-        stepped = sequence_logprobs(model, packed, max_tokens=MAX_TOKENS, import_cost=LIGHT)
+        stepped = sequence_logprobs(
+            model, packed, max_step_tokens=MAX_STEP_TOKENS, import_cost=LIGHT
+        )
     assert not stepped.logprobs[0].requires_grad
     return float((torch.cat(stepped.logprobs) - torch.cat(whole.logprobs)).abs().max())
 

@@ -56,7 +56,8 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             `prefixtree.sequence_logprobs`; all else is of `trl.GRPOTrainer`. Default: None, what
             `gradient_checkpointing` of the arguments says.
         max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
-            computed in steps, as in `prefixtree.sequence_logprobs`. Default: None, no limit.
+            computed in steps (`prefixtree.sequence_logprobs(max_step_tokens=)`). Default: None, no
+            limit.
         keep_trunks: whether micro-batches that are in one generation and one optimiser step share
             what their rows have in common (`prefixtree.kept_trunks`) where that computes less. It
             holds no more at once than the largest micro-batch takes alone, or max_tokens.
@@ -148,7 +149,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             self._sharing.saw(batch.forest, batch.masks)
         limit = self._max_tokens
         cost = None if limit is None else self._trunks.cost
-        options = options | {"recompute": self._recompute, "max_tokens": limit}
+        options = options | {"recompute": self._recompute, "max_step_tokens": limit}
         with self.accelerator.autocast():
             return batch.score(model, **options, import_cost=cost and cost.token)
 
