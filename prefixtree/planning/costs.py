@@ -129,7 +129,7 @@ class CostModel:
         Args:
             position: int64 [N], the position of each run's first token in its sequences.
             length: int64 [N], the number of tokens of each run.
-            with images: int64 [N], how many of them stand for images. Default: none.
+            image_of: int64 [N], how many of them stand for images. Default: none.
 
         Returns:
             float64 [N].
