@@ -45,9 +45,10 @@ class AskedWings(NamedTuple):
         Raises:
             TypeError, UnsupportedError, ValueError: as `sequence_logprobs`.
         """
+        known = None
         if self.images is not None:
-            load("images").check_images(model, causal_lm, packed, self.images)
-        check_model(model, causal_lm, packed, self.images, divided)
+            known = load("images").check_images(model, causal_lm, packed, self.images)
+        check_model(model, causal_lm, packed, divided, known)
         if self._has_routers(causal_lm, packed):
             load("experts").check_routes(model, causal_lm, packed)
             # refuses a family without such a loss

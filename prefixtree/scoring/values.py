@@ -211,7 +211,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
             "language-model head: load it with AutoModelForTokenClassification, or use "
             "sequence_logprobs or kept_trunks"
         )
-    check_forest(model, classifier, packed, None, divided, sees=False)
+    check_forest(model, classifier, packed, divided, sees=False)
     refuse(VALUES, packed.forest)
     return classifier
 
