@@ -145,13 +145,14 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
 
     def _score(self, model: nn.Module, batch: Batch, options: dict[str, Any]) -> SequenceScores:
         """The scores of a micro-batch by itself."""
-        if torch.is_grad_enabled():
-            self._sharing.saw(batch.forest, batch.masks)
         limit = self._max_tokens
         cost = None if limit is None else self._trunks.cost
         options = options | {"recompute": self._recompute, "max_step_tokens": limit}
         with self.accelerator.autocast():
-            return batch.score(model, **options, import_cost=cost and cost.token)
+            scores = batch.score(model, **options, import_cost=cost and cost.token)
+        if torch.is_grad_enabled():
+            self._sharing.saw(batch.forest, batch.masks)
+        return scores
 
     # ---- trunks that micro-batches share --------------------------------------------------------
 
