@@ -138,8 +138,11 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         check_prompts(mask[:, :prompt].sum(1) == 0)
         scored = np.broadcast_to(np.arange(ids.shape[1]) >= prompt, ids.shape)
         config = transformer_of(self.model).config if self._is_vlm else None
-        whole = Batch.padded(ids, mask, scored, input_ids.device, config=config)
+        more = {"pixels": shown.of(0, len(ids)), "config": config}
+        whole = Batch.padded(ids, mask, scored, input_ids.device, **more)
         size = batch_size or len(ids)
+        if len(ids) <= size:
+            return [whole]
         starts = range(0, len(ids), size)
         return [whole.rows(at, at + size, shown.of(at, at + size)) for at in starts]
 
