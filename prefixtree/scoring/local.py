@@ -40,7 +40,8 @@ class LocalTokens:
         of_steps: keywords of a forward over the whole forest, for steps.
         wings: of the call, by name.
         share: of a rank's part, for recompute="auto". Default: none, as of other modes.
-        divided: what a rank computes of each step. Default: one forward, or this process divides.
+        steps: gives a rank's steps, on which the group agreed. Default: one forward, or this
+            process divides.
     """
 
     inputs: dict[str, Any]
@@ -49,7 +50,7 @@ class LocalTokens:
     of_steps: dict[str, Any]
     wings: Mapping[str, CallWing] = field(default_factory=dict)
     share: GroupShare | None = None
-    divided: Divided | None = None
+    steps: Callable[[], Divided] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
