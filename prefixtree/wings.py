@@ -6,6 +6,14 @@ loaded by its name, where a model or a call has it. Ways of running (`scoring.ke
 `OfLayers`. What a wing does in a call is a `CallWing`, and in one forward of a call a
 `ForwardWing`.
 
+The core names a wing where it must see, before it loads any, that there is one: in the layers of a
+model (`models.prepared`), the keywords of a call (`scoring.forward`, `scoring.batches`), a vision
+encoder in a configuration (`models.compiled`, `planning.costs`), and indexers, in masks
+(`models.attention`, `models.plain_batches`).
+
+What the attention function reads or refuses of a wing's layers is in `models.families`: their
+keywords, and what a call without the wing gets wrong.
+
 Legend: T packed tokens, t own tokens of a part.
 """
 
