@@ -18,7 +18,13 @@ import typer
 from typer.core import TyperGroup
 
 from prefixtree.cli.console import chat_tokenizer, check_writable, read, write_rows
-from prefixtree.errors import ForestError, InputError, UnsupportedError
+from prefixtree.errors import (
+    ForestError,
+    InputError,
+    UnsupportedError,
+    need_training,
+    with_command,
+)
 
 # of a made-up tree: attention of more does not fit a GPU
 _MOST_TOKENS = 1 << 22
@@ -38,6 +44,14 @@ class _Commands(TyperGroup):
 
             discard_output()
             raise typer.Exit(141) from None
+        except ModuleNotFoundError as problem:
+            from prefixtree.cli.console import complain
+
+            named = with_command(f"prefixtree {ctx.invoked_subcommand}", problem)
+            if "pip install" not in str(named):
+                raise
+            complain(f"prefixtree: {named}")
+            raise typer.Exit(2) from None
         except (InputError, ForestError, UnsupportedError, OSError) as problem:
             from prefixtree.cli.console import complain, discard_output
 
@@ -205,6 +219,9 @@ def _report(
     from prefixtree.forest import PrefixForest
     from prefixtree.sharing.measure import measure
 
+    for option, given in (("--model", model), ("--ranks", ranks), ("--plot", plot)):
+        if given is not None:
+            need_training(f"report {option}")
     if plot is not None:
         from prefixtree.cli.plots import check_picture_path, write_pictures
 

@@ -1,6 +1,10 @@
-"""Adapters: import the one for your stack; transformers' registers itself (`registration`)."""
+"""Adapters: import the one for your stack; transformers' registers itself (`_registration`)."""
 
 from importlib.util import find_spec
+
+from prefixtree.errors import need_training
+
+need_training(__name__)
 
 
 def __getattr__(name: str) -> object:

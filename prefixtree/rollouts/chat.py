@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.hub import explain, first_line
 from prefixtree.rollouts.image_messages import (
     FIRST_IMAGE,
     ImageReader,
@@ -21,6 +20,7 @@ from prefixtree.rollouts.image_messages import (
     has_images,
     place,
 )
+from prefixtree.rollouts.tokenizer import TokenizerFiles
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,12 @@ class ChatTokenizer:
         images: the distinct images of all messages so far, by number.
 
     Raises:
-        InputError: a path that holds no tokenizer. A tokenizer without a chat template, or one that
-            does not tell which characters a token stands for, raises when it is called.
+        InputError: a path without a tokenizer.json. One without a chat template raises when it is
+            called.
     """
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
-        except Exception as problem:
-            raise InputError(explain("--tokenizer", path, problem)) from None
+        self._tokenizer = TokenizerFiles(path)
         self._path = path
         self._reader = ImageReader(path)
 
@@ -85,11 +80,11 @@ class ChatTokenizer:
     @property
     def placeholder(self) -> int | None:
         """The token id that stands for an image; None where the tokenizer has none."""
-        return self._tokenizer.get_vocab().get(self._placeholder_text)
+        return self._tokenizer.id_of(self._placeholder_text)
 
     @property
     def _placeholder_text(self) -> str:
-        return getattr(self._tokenizer, "image_token", None) or "<|image_pad|>"
+        return self._tokenizer.special.get("image_token", "<|image_pad|>")
 
     def decode(self, token_ids: list[int]) -> str:
         """Decodes token ids, special ones included.
@@ -109,7 +104,7 @@ class ChatTokenizer:
                 self.decode(ids) if n is None else str(self.images[n]) for n, ids in runs
             )
         try:
-            return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+            return self._tokenizer.decode(token_ids)
         except (OverflowError, IndexError):
             raise InputError(
                 f"--tokenizer {self._path}: cannot decode the token id {max(token_ids)}, its "
@@ -138,28 +133,23 @@ class ChatTokenizer:
             The tokens, with loss mask and turns.
 
         Raises:
-            InputError: messages of another shape or that the template refuses, a tokenizer without
-                a chat template, or one that does not tell which characters a token stands for.
+            InputError: messages of another shape or that the template refuses, or a tokenizer
+                without a chat template.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self._tokenizer.has_template:
             raise InputError(f"--tokenizer {self._path}: has no chat template to put messages in")
-        if not self._tokenizer.is_fast:
-            raise InputError(
-                f"--tokenizer {self._path}: is a slow tokenizer, which does not tell which "
-                "characters a token stands for; expected one with a tokenizer.json"
-            )
         given = messages
         messages, images = self._numbered(_checked(messages), folder)
         named = messages if any(images) else given
         tools = tools or None
-        whole = self._text(messages, tools)
+        whole = self._tokenizer.render(messages, tools)
         all_images = [image for found in images for image in found]
         spans, last = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i >= num_given:
                 last.append(i)
-                prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
-                spans.append((prompt, self._text(messages[: i + 1], tools)))
+                prompt = self._tokenizer.render(messages[:i], tools, True) if i else ""
+                spans.append((prompt, self._tokenizer.render(messages[: i + 1], tools)))
         tokens, borders = self._encode(whole, all_images)
         if not spans:
             loss_mask = np.zeros(len(tokens), bool)
@@ -232,21 +222,10 @@ class ChatTokenizer:
             )
         return self.placeholder
 
-    def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, **options
-            )
-        except Exception as problem:
-            raise InputError(
-                f"the chat template refuses the messages: {first_line(problem)}"
-            ) from None
-
     def _encode(self, text: str, images: list[RolloutImage]) -> tuple[np.ndarray, dict[int, int]]:
         """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = np.array(encoded["input_ids"], np.int64)
+        tokens, characters = self._tokenizer.encode(text)
         if len(tokens) == 0:
             raise InputError("messages has no token; a sequence has at least one")
         counts: Iterable[int] = range(1, len(tokens) + 1)
@@ -254,13 +233,13 @@ class ChatTokenizer:
             tokens, ends = expand(tokens, self._checked_placeholder(), images)
             counts = ends.tolist()
         borders = {0: 0}
-        for count, (_, end) in zip(counts, encoded["offset_mapping"], strict=True):
+        for count, end in zip(counts, characters, strict=True):
             borders[end] = count
         return tokens, borders
 
     def _trim(self, tokens: np.ndarray, start: int, end: int) -> int:
         """The turn's end, without the text that templates write behind its last stop token."""
-        stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_token_id)
+        stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_id)
         if len(stops) and not self.decode(tokens[start + stops[-1] + 1 : end].tolist()).strip():
             return start + int(stops[-1]) + 1
         return end

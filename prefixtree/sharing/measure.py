@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.rollouts import Rollouts
 from prefixtree.rollouts.image_messages import FIRST_IMAGE, RolloutImage
 from prefixtree.sharing.differences import describe

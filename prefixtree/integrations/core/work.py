@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.sharing.near_misses import tokens_to_win
 
 
