@@ -7,7 +7,6 @@ torch and no transformers.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from prefixtree._registration import register_when_imported as _register
 from prefixtree.errors import (
     ForestError,
     InputError,
@@ -15,6 +14,7 @@ from prefixtree.errors import (
     near_name,
     with_command,
 )
+from prefixtree.registration import register_when_imported as _register
 
 if TYPE_CHECKING:
     from prefixtree.forest import PrefixForest

@@ -1,4 +1,4 @@
-"""Adapters: import the one for your stack; transformers' registers itself (`_registration`)."""
+"""Adapters: import the one for your stack; that of transformers registers itself."""
 
 from importlib.util import find_spec
 

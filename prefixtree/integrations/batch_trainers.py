@@ -21,8 +21,8 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from prefixtree._registration import when_imported
 from prefixtree.errors import UnsupportedError
+from prefixtree.registration import when_imported
 
 if TYPE_CHECKING:
     import torch

@@ -115,7 +115,7 @@ class TokenizerFiles:
         return {
             name: text
             for name, token in named.items()
-            if name.endswith("_token")
+            if name.endswith("token")
             and isinstance(text := token["content"] if isinstance(token, dict) else token, str)
         }
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from prefixtree import UnsupportedError
-from prefixtree._registration import when_imported
 from prefixtree.integrations import common
+from prefixtree.registration import when_imported
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
