@@ -86,6 +86,11 @@ class ChatTokenizer:
     def _placeholder_text(self) -> str:
         return self._tokenizer.special.get("image_token", "<|image_pad|>")
 
+    def knows(self, sequences: Iterable[np.ndarray]) -> bool:
+        """Whether all token ids of some sequences are in its vocabulary, or stand for images."""
+        largest = (ids[ids < FIRST_IMAGE].max(initial=0) for ids in sequences)
+        return max(largest, default=0) < len(self._tokenizer)
+
     def decode(self, token_ids: list[int]) -> str:
         """Decodes token ids, special ones included.
 
