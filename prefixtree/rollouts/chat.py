@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
+from prefixtree.rollouts.dumps import Texts
 from prefixtree.rollouts.image_messages import (
     FIRST_IMAGE,
     ImageReader,
@@ -189,6 +190,29 @@ class ChatTokenizer:
                 sampled[_tokens_of(borders, first, beyond)] = True
             turns.append((tokens_there[:end], loss_mask, sampled))
         return Conversation(tokens, None, None, turns, named)
+
+    def texts(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokenizes a text and what follows it.
+
+        Args:
+            texts: both, and how they belong together.
+
+        Returns:
+            Tokens int64 [n], loss mask bool [n], true for what follows, and turn ends.
+        """
+        before, _ = self._tokenizer.encode(texts.prompt, special=not texts.is_bare)
+        if texts.is_sampled:
+            tokens = np.concatenate([before, self._tokenizer.encode(texts.completion)[0]])
+            start = len(before)
+        else:
+            end = self._tokenizer.special.get("eos_token", "")
+            text = texts.prompt + texts.completion.removesuffix(end) + end
+            tokens, _ = self._tokenizer.encode(text, special=not texts.is_bare)
+            same = tokens[: len(before)] == before[: len(tokens)]
+            # a token over the border belongs to what follows
+            start = len(same) if same.all() else int(same.argmin())
+        loss_mask = np.arange(len(tokens)) >= start
+        return tokens, loss_mask, np.array([len(tokens)] if loss_mask.any() else [], np.int64)
 
     def place(
         self, token_ids: np.ndarray, messages: Any, folder: Path | None = None

@@ -75,10 +75,10 @@ class TokenizerFiles:
         """The id of a token, None where it is none of the vocabulary."""
         return self._words.token_to_id(token)
 
-    def encode(self, text: str) -> tuple[np.ndarray, list[int]]:
-        """Token ids int64 [n], special ones as the text has them, and the character at which each
-        ends."""
-        encoded = self._words.encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, special: bool = False) -> tuple[np.ndarray, list[int]]:
+        """Token ids int64 [n], and the character at which each ends; special tokens are those that
+        the text has, and with `special` those that the tokenizer puts around it."""
+        encoded = self._words.encode(text, add_special_tokens=special)
         return np.array(encoded.ids, np.int64), [end for _, end in encoded.offsets]
 
     def decode(self, token_ids: list[int]) -> str:
