@@ -1,6 +1,6 @@
 """The errors prefixtree raises: each says what was expected, what came and how to mend it; rows of
-refusals; and hints of messages: the name that is nearest to an unknown one, and the type of a wrong
-value."""
+refusals; packages that are missing; and hints of messages: the name that is nearest to an unknown
+one, and the type of a wrong value."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 
@@ -67,6 +68,35 @@ def is_set(name: str, *fine: Any) -> Callable[[Any], bool]:
     if fine:
         return lambda given: getattr(given, name, None) not in fine
     return lambda given: bool(getattr(given, name, None))
+
+
+# ---- packages that are missing -----------------------------------------------------------------
+
+#: the extra that brings what models need and a report does not, and what it brings
+TRAIN = "prefixtree-attention[train]"
+OF_TRAIN = ("torch", "transformers", "networkx")
+
+
+def missing(what: str, package: str, install: str) -> ModuleNotFoundError:
+    """The error for a package that is not installed."""
+    return ModuleNotFoundError(
+        f"{what} needs {package}, which is not installed: pip install '{install}'", name=package
+    )
+
+
+def need_training(what: str) -> None:
+    """Raises `ModuleNotFoundError`, with what to install, if torch or transformers is missing."""
+    for package in OF_TRAIN[:2]:
+        if find_spec(package) is None:
+            raise missing(what, package, TRAIN)
+
+
+def with_command(what: str, problem: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error itself, or, of a package of `OF_TRAIN`, one that says what to install."""
+    package = (problem.name or "").split(".")[0]
+    if package not in OF_TRAIN or "pip install" in str(problem):
+        return problem
+    return missing(what, package, TRAIN)
 
 
 # ---- hints of messages -------------------------------------------------------------------------

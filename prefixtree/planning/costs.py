@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from prefixtree._numbers import integer, number
-from prefixtree.packing.host_mask import pairs_per_run
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.visible import pairs_per_run
 from prefixtree.planning.model_cost import ModelCost, model_cost
 from prefixtree.wings import load
 

@@ -15,7 +15,7 @@ import torch
 
 from prefixtree.forest import PrefixForest
 from prefixtree.images.encoder import RUN
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.recompute.image_work import EncoderChoice, ImageWork
 from prefixtree.recompute.layers import MODES, Mode
 

@@ -83,6 +83,7 @@ def every_import(below: str = "prefixtree", types: bool = False) -> Iterator[tup
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
 MASK_ROOMS = (
+    "visible",
     "copies",
     "block_tables",
     "host_mask",

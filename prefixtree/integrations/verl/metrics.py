@@ -23,7 +23,7 @@ from verl.utils.flops_counter import FlopsCounter
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.common import announce
 from prefixtree.integrations.core.work import Work
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.planning.micro_batch import MicroBatch
 
 
