@@ -214,8 +214,8 @@ class Handed:
             raise UnsupportedError(
                 f"{who} cast the log-probabilities to {scores.dtype}; keep outputs in "
                 f"{str(self.values.dtype).removeprefix('torch.')} "
-                "(FSDP2: MixedPrecisionPolicy(output_dtype=torch.float32) for the model, and for the "
-                "output embedding if it is wrapped by itself)"
+                "(FSDP2: MixedPrecisionPolicy(output_dtype=torch.float32) for the model, and for "
+                "an output embedding that is wrapped by itself)"
             )
 
     def _is_unchanged(self, scores: torch.Tensor) -> bool:
