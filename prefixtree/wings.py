@@ -1,8 +1,18 @@
 """Wings: what a model may have, or a call may ask for, beside attention over a packed forest.
 
-The core (forest, packing, attention, lm_head, scoring) imports none of them. Each is loaded by its
-name, where a model or a call has it. A wing of layers is a module that follows `OfLayers`. What a
-wing does in a call is a `CallWing`, and in one forward of a call a `ForwardWing`.
+The core (forest, packing, attention, lm_head, one forward's scores) imports none of them. Each is
+loaded by its name, where a model or a call has it. Ways of running (`scoring.kept_runs`,
+`scoring.in_steps`) import those that they use. A wing of layers is a module that follows
+`OfLayers`. What a wing does in a call is a `CallWing`, and in one forward of a call a
+`ForwardWing`.
+
+The core names a wing where it must see, before it loads any, that there is one: in the layers of a
+model (`models.prepared`), the keywords of a call (`scoring.forward`, `scoring.batches`), a vision
+encoder in a configuration (`models.compiled`, `planning.costs`), and indexers, in masks
+(`models.attention`, `models.plain_batches`).
+
+What the attention function reads or refuses of a wing's layers is in `models.families`: their
+keywords, and what a call without the wing gets wrong.
 
 Legend: T packed tokens, t own tokens of a part.
 """
@@ -36,7 +46,7 @@ MODULES = {
     # of ways to run a call
     "groups": "prefixtree.scoring.in_groups",
     "steps": "prefixtree.scoring.in_steps",
-    "memory": "prefixtree.recompute.forward",
+    "recompute": "prefixtree.recompute.choose",
 }
 
 

@@ -140,6 +140,7 @@ def targets() -> list[Target]:
         Target("test-verl-megatron", (megatron[new], verl), tests=(on_megatron,)),
         Target("test-fla", (fla,), tests=(f"{kernels}/recurrence/fla/test_*.py",)),
         Target("docs", (".venvs/docs/.ready",)),
+        Target("dist", (".venvs/dist/.ready",)),
         Target("lint"),
         Target("test", all_cores=True),
     ]

@@ -211,37 +211,6 @@ def tables(*runs: Row) -> Parts:
     )
 
 
-def headline(*runs: Row) -> Parts:
-    """A line per run: the fastest of TRL's sides, the class replaced, and our best."""
-    if not runs:
-        yield MISSING
-        return
-    yield about(runs[0])
-    lines = []
-    for run in runs:
-        timed = [row for row in run["rows"] if "seconds" in row]
-        stock = [row for row in timed if row["side"].startswith("trl")]
-        ours = {row["side"]: row for row in timed}
-        if stock and BEST in ours:
-            best = min(stock, key=lambda row: float(row["seconds"]))
-            lines.append((run, best, ours.get("prefixtree"), ours[BEST]))
-
-    def split(row: Row) -> str:
-        return f"{row['seconds']:#.3g} s ({row['generate']:#.3g} + {row['update']:#.3g})"
-
-    yield Table(
-        [
-            Column("GRPO step in TRL (generation + update)", lambda line: work_of(line[0], runs)),
-            Column("TRL's trainer", lambda line: split(line[1])),
-            Column("class replaced", lambda line: split(line[2]) if line[2] else ""),
-            Column("prefixtree, all set", lambda line: split(line[3])),
-            Column("gain", lambda line: f"{line[1]['seconds'] / line[3]['seconds']:.1f}x"),
-            Column("GiB", lambda line: " / ".join(gib(r["peak_bytes"], ".0f") for r in line[1::2])),
-        ],
-        lines,
-    )
-
-
 def curves(runs: Sequence[Row], path: Path) -> None:
     """Draws the rewards of every side by step, and where the seconds of a step go."""
     fig, axes = figure(2, "GRPO in TRL, from the same weights on one GPU")

@@ -31,7 +31,7 @@ from prefixtree import (
 )
 from prefixtree.packing.copies import move
 from prefixtree.planning.costs import CostModel
-from prefixtree.recompute.forward import gathered_bytes, memory_of
+from prefixtree.recompute.choose import gathered_bytes, memory_of
 from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes, waiting_bytes
 from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.scoring.logprobs import sequence_logprobs

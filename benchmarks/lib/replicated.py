@@ -28,7 +28,7 @@ from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.models.attention import prefixtree_attention
 from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.scoring import forward as scoring
-from prefixtree.states import kept
+from prefixtree.states import protocol
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")
@@ -227,8 +227,8 @@ def attending(attend: Attention | None) -> Iterator[None]:
             nothing = patch.object(scoring, "every_layer_attends", lambda *_: nullcontext())
             patches.enter_context(nothing)
             if isinstance(attend, WithFla):
-                patches.enter_context(patch.object(kept, "tree_conv", attend.conv))
-                patches.enter_context(patch.object(kept, "tree_delta_rule", attend.delta_rule))
+                patches.enter_context(patch.object(protocol, "tree_conv", attend.conv))
+                patches.enter_context(patch.object(protocol, "tree_delta_rule", attend.delta_rule))
             yield
     finally:
         _now.attend = None

@@ -65,7 +65,7 @@ def _softmax_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
 
 #: model type -> the class of its routers, and the weights [T, k] of experts [T, k] by the router's
 #: logits [T, E].
-RULES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+REPLAYED_ROUTERS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "flex_olmo": ("FlexOlmoTopKRouter", _softmax_of_all),
     "gpt_oss": ("GptOssTopKRouter", _softmax_of_chosen),
     "mellum": ("MellumTopKRouter", _softmax_of_all),
@@ -188,7 +188,7 @@ def replaying(causal_lm: Any, packed: PackedForest) -> Iterator[None]:
 def _prepare(causal_lm: Any) -> int:
     """Gives the model the hooks, once -> the number of its routers."""
     _, attentions, routers = _routers_of(causal_lm)
-    _, weights = RULES[causal_lm.config.get_text_config().model_type]
+    _, weights = REPLAYED_ROUTERS[causal_lm.config.get_text_config().model_type]
     for number, (attention, router) in enumerate(zip(attentions, routers, strict=True)):
         # each by itself: an interrupt may have come between the two
         if not any(isinstance(hook, _Keep) for hook in attention._forward_pre_hooks.values()):
@@ -202,17 +202,17 @@ def _prepare(causal_lm: Any) -> int:
 
 def _routers_of(causal_lm: Any) -> _Routers:
     model_type = causal_lm.config.get_text_config().model_type
-    if model_type not in RULES:
+    if model_type not in REPLAYED_ROUTERS:
         raise UnsupportedError(
             f"recorded routes are not replayed in model type {model_type!r}, only in "
-            f"{', '.join(sorted(RULES))}: leave routes= out, and the model chooses"
+            f"{', '.join(sorted(REPLAYED_ROUTERS))}: leave routes= out, and the model chooses"
         )
     if version.parse(_TRANSFORMERS) < version.parse(_OLDEST):
         raise UnsupportedError(
             f"recorded routes are replayed with transformers {_OLDEST} or later, {_TRANSFORMERS} "
             "is installed: pip install --upgrade transformers"
         )
-    kind, _ = RULES[model_type]
+    kind, _ = REPLAYED_ROUTERS[model_type]
     found = _Routers([], [], [])
     for layer in layers_of(causal_lm):
         # a sharding wrapper changes the class by a subclass

@@ -1,4 +1,4 @@
-"""Adapters: import the one for your stack; transformers' registers itself (`registration`)."""
+"""Adapters: import the one for your stack; transformers' registers itself (`common`)."""
 
 from importlib.util import find_spec
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.family_table import RULES
 
 # (class of a module) -> what its class along the tree has in addition, a forward above all
 Members = Callable[[Any], dict[str, Any]]
@@ -121,14 +120,3 @@ def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> 
     if wrapped is not None:
         copy.__wrapped__ = inner  # type: ignore[attr-defined]
     return copy
-
-
-@functools.cache
-def rules_of(kind: Any) -> frozenset[str]:
-    """Which functions along the tree the forward of a class has a place for."""
-    forward = inspect.unwrap(kind.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return frozenset()
-    # co_names has attributes too
-    return frozenset(RULES & set(code.co_names) & forward.__globals__.keys())

@@ -6,6 +6,8 @@ gradients (tests/models/test_families.py). Nothing is inferred from what a class
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +19,14 @@ INDEXED, INDEXED_BLOCKS = "indexed_attention", "minimax_m3_sparse"
 COMPRESSED_TYPES = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 INDEXED_TYPES = frozenset({INDEXED, INDEXED_BLOCKS}) | COMPRESSED_TYPES
 ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
-_RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+# a convolution alone: its inputs are all of its state
+CONVOLUTION = "conv"
+_RECURRENT_TYPES = frozenset({"linear_attention", CONVOLUTION, "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
-# the functions that recurrent layers call, which their wing replaces by those along the tree
-RULES = frozenset(
+#: The functions of transformers that recurrent layers call by name, which their wing replaces by
+#: those along the tree.
+REPLACED_FUNCTIONS = frozenset(
     {
         "causal_conv1d_fn",
         "torch_chunk_gated_delta_rule",
@@ -33,6 +38,17 @@ RULES = frozenset(
 OLDEST_WITH_STATES = "5.17"
 # earlier ones call layers with indexers otherwise
 OLDEST_WITH_INDEXERS = "5.23"
+
+
+@functools.cache
+def functions_of(kind: Any) -> frozenset[str]:
+    """Which of `REPLACED_FUNCTIONS` the forward of a module's class calls."""
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return frozenset()
+    # co_names has attributes too
+    return frozenset(REPLACED_FUNCTIONS & set(code.co_names) & forward.__globals__.keys())
 
 
 def layer_types_of(config: Any) -> Sequence[str]:
@@ -60,8 +76,8 @@ class Family:
         hides_positions: its layers are not shown position_ids, whatever they do with them.
         learns_positions: it has an embedding per position, up to config.max_position_embeddings.
         layer_types: what config.layer_types may name.
-        rules: functions that its recurrent layers call, which their wing replaces by those
-            along the tree; none where no layer carries a state.
+        functions: those of `REPLACED_FUNCTIONS` that its recurrent layers call; none where no layer
+            carries a state.
         is_tested: False for what a user let through.
     """
 
@@ -73,7 +89,7 @@ class Family:
     hides_positions: bool = False
     learns_positions: bool = False
     layer_types: frozenset[str] = ATTENTION_TYPES
-    rules: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
     is_tested: bool = True
 
     @property
@@ -89,16 +105,17 @@ class Family:
     @property
     def wings(self) -> tuple[str, ...]:
         """Names of the wings (`prefixtree.wings`) without which its layers do not know the tree."""
-        return ("sparse",) * self.has_indexers + ("states",) * bool(self.rules)
+        return ("sparse",) * self.has_indexers + ("states",) * bool(self.functions)
 
     @property
-    def operators(self) -> tuple[str, ...]:
-        """Those of `rules` that a recurrent layer calls once per packed forward."""
-        return tuple(rule for rule in self.rules if rule != FUSED)
+    def called_functions(self) -> tuple[str, ...]:
+        """Those of `functions` that a recurrent layer calls once per packed forward."""
+        return tuple(name for name in self.functions if name != FUSED)
 
 
-def _hybrid(rules: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
-    return Family(layer_types=frozenset({"full_attention", *layer_types}), rules=rules, **more)
+def _hybrid(functions: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
+    kinds = frozenset({"full_attention", *layer_types})
+    return Family(layer_types=kinds, functions=functions, **more)
 
 
 def _indexed(*layer_types: str, **more: Any) -> Family:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from prefixtree.errors import Refusal, UnsupportedError, refuse
-from prefixtree.models.along_tree import rules_of
 from prefixtree.models.checks import attention_modules, refuse_pooled, set_attention, transformer_of
 from prefixtree.models.families import check_config, check_modules, family_of
+from prefixtree.models.family_table import functions_of
 from prefixtree.wings import OfLayers, load
 
 _MARK = "_prefixtree_prepared"
@@ -87,7 +87,7 @@ def wings_of(transformer: nn.Module, config: Any) -> list[str]:
     """
     kinds: set[Any] = {type(module) for module in transformer.modules()}
     found = dict.fromkeys(family_of(config).wings)
-    if any(map(rules_of, kinds)):
+    if any(map(functions_of, kinds)):
         # in a family without, they are refused
         found["states"] = None
     if any(hasattr(kind, "_apply_gate") for kind in kinds):
@@ -101,7 +101,7 @@ def _chooses_keys(config: Any) -> Any:
 
 
 def _carries_states(config: Any) -> Any:
-    return family_of(config).rules and {"model_type": config.model_type}
+    return family_of(config).functions and {"model_type": config.model_type}
 
 
 #: Of a configuration, where layers of a wing do not know the tree yet. They would choose keys, or

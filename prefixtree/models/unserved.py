@@ -76,8 +76,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it is the decoder of an encoder-decoder, which attends to a second sequence": (
         "bart",
         "bigbird_pegasus",
-        "bexporterbot",
-        "bexporterbot-small",
+        "blenderbot",
+        "blenderbot-small",
         "marian",
         "mbart",
         "mvp",

@@ -4,7 +4,7 @@ bytes and time of a token that a part imports."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,12 +114,10 @@ class CostModel:
         )
         if getattr(config, "vision_config", None) is None:
             return of_text
-        priced = load("images").cost_of_images(config)
-        if priced is None:
-            return of_text
-        weights, first_image = priced
-        passes = 4 if gradient_checkpointing else 3
-        return replace(of_text, image=passes * 2 * weights, first_image=first_image)
+        found: CostModel = load("images").with_images(
+            of_text, config, passes=4 if gradient_checkpointing else 3
+        )
+        return found
 
     def cost(
         self, position: np.ndarray, length: np.ndarray, image_of: np.ndarray | None = None
@@ -129,7 +127,7 @@ class CostModel:
         Args:
             position: int64 [N], the position of each run's first token in its sequences.
             length: int64 [N], the number of tokens of each run.
-            with images: int64 [N], how many of them stand for images. Default: none.
+            image_of: int64 [N], how many of them stand for images. Default: none.
 
         Returns:
             float64 [N].

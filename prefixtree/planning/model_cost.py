@@ -19,6 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.family_table import CONVOLUTION, FAMILIES, Family, functions_of
+
 # the projection back to the hidden size that an attention layer ends in
 _ATTENTION_END = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 # layers whose attention has visible pairs
@@ -110,6 +113,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
 
     Raises:
         ValueError: a config that transformers builds no language model from, or no layers found.
+        UnsupportedError: a recurrent layer of a verified type, whose state is not found.
     """
     import torch
     from torch import nn
@@ -150,6 +154,8 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         slides = window is not None and getattr(text, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
     heads = told(text, "num_attention_heads") or _attention(layers[0]).num_heads
+    # another type may mean something else by the name of a layer
+    with_state = FAMILIES.get(text.model_type, Family()).recurrent_types - {CONVOLUTION}
     costs, dims = [], []
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         met = weights(layer, number)
@@ -169,6 +175,12 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
             if isinstance(child, nn.Conv1d)
         )
         numbers = sum(_state_numbers(mixer) for mixer in _mixers(layer))
+        if kind in with_state and not numbers:
+            raise UnsupportedError(
+                f"layer {number} of {text.model_type} ({type(layer).__name__}, {kind}) has no "
+                "state whose heads and sizes are known: plans would count it as nothing; install a "
+                "version of transformers that docs/families.md lists for the type"
+            )
         its_weights = sum(met.values())
         indexer = getattr(attention, "indexer", None)
         scores = 0 if indexer is None else _index_per_pair(indexer)
@@ -281,13 +293,15 @@ def state_heads(model: Any) -> set[tuple[int, int]]:
 
 
 def _mixers(layer: Any) -> list[Any]:
-    """The modules of a layer that hold a convolution, before a state or without one."""
+    """The modules of a layer that call a recurrence, or hold a convolution, as those do that are
+    not served."""
     from torch import nn
 
     return [
         mixer
         for mixer in layer.modules()
-        if any(isinstance(child, nn.Conv1d) for child in mixer.children())
+        if functions_of(mixer.__class__)
+        or any(isinstance(child, nn.Conv1d) for child in mixer.children())
     ]
 
 

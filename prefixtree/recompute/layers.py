@@ -24,12 +24,13 @@ from prefixtree.models.changes import changing
 from prefixtree.models.layers import layers_of
 
 #: What a layer computes again in its backward: all of it, all but attention and recurrences, or
-#: nothing.
+#: nothing. They stand from most to least recomputed. Plans [a, b] (`plan`), `Learnt._all_modes`
+#: (`measured`) and `GroupShare.agreed` (`choose`) know exactly these three, in this order.
 Mode = Literal["all", "all_but_attention", "nothing"]
 MODES: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
 
 #: Operators whose outputs are kept where attention is.
-KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
+KEPT_OPERATORS = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
 
 # nothing that a packed forest allows draws random numbers, so no generator's state is kept
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -51,7 +52,7 @@ def _keeping(run: Callable[..., Any], *args: Any, operators: Sequence[Any]) -> A
 def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
     """Whoever asks a layer how it is checkpointed reads the keyword, as of transformers'
     functions."""
-    return _keeping(run, *args, operators=KEPT)
+    return _keeping(run, *args, operators=KEPT_OPERATORS)
 
 
 _FUNCTIONS: dict[Mode, Any] = {
@@ -101,6 +102,7 @@ def checkpoint_of_encoder(encoder: nn.Module, mode: Mode) -> Callable[..., Any] 
     """
     if mode == "nothing":
         return None
+    assert mode in ("all", "all_but_attention"), f"no checkpoint of a vision encoder: {mode!r}"
     function: Callable[..., Any] = _checkpoint
     # FSDP2's hooks within the vision encoder run in the backward too, under which this is not
     # verified

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from prefixtree.planning.parts import Part
     from prefixtree.recompute.memory import EncoderMemory, ModelMemory
 
+# a plan [a, b] cuts the layers into as many runs
+assert len(MODES) == 3
+
 _GIB = 2**30
 # of what a vision encoder may keep
 _CHOICES = 64

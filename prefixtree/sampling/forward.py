@@ -216,7 +216,7 @@ class CachedForward:
         if family_of(config.get_text_config()).has_indexers:
             raise not_kept()
         self._position_rows = family_of(config).position_rows
-        self.has_states = bool(family_of(config.get_text_config()).rules)
+        self.has_states = bool(family_of(config.get_text_config()).functions)
         self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}
         if getattr(config.get_text_config(), "output_router_logits", False):
             # a load-balancing loss is of no use here

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import foreign_module, transformer_of
 from prefixtree.models.compiled import compile_alike
-from prefixtree.recompute.forward import available_bytes
+from prefixtree.recompute.choose import available_bytes
 
 # attributes that the copy has not: forwards and compiled code of an instance are bound to a module,
 # and hooks gather parameters

@@ -29,7 +29,7 @@ from prefixtree.planning.division import Division
 from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
 from prefixtree.planning.split import split_slots
-from prefixtree.recompute.forward import GroupShare
+from prefixtree.recompute.choose import GroupShare
 from prefixtree.recompute.plan import PartWork
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.forward import AskedWings
@@ -215,7 +215,7 @@ class RankPart:
             "mask": self.mask.attended,
             "of_steps": of_all,
             "share": self._share(config) if self._recompute == "auto" else None,
-            "divided": self.divided if self._in_steps else None,
+            "steps": (lambda: self.divided) if self._in_steps else None,
         }
 
     def _share(self, config: Any) -> GroupShare:

@@ -34,8 +34,8 @@ from prefixtree.planning import schedule
 from prefixtree.planning.division import Division
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
-from prefixtree.recompute.forward import Recompute
-from prefixtree.recompute.kept_modes import RecomputeTrunks, modes_of
+from prefixtree.recompute.choose import Recompute
+from prefixtree.recompute.trunk_modes import RecomputeTrunks, modes_of
 from prefixtree.scoring.forward import recomputed
 from prefixtree.scoring.part_runs import PartForward, PartRuns
 from prefixtree.scoring.refusals import KEPT_TRUNKS
@@ -43,7 +43,7 @@ from prefixtree.sparse.indexers import compresses_keys
 from prefixtree.sparse.masks import not_handed_on
 
 # what cuts a forest, where it matters how long sequences are
-KEPT = "a trunk or micro-batch of kept trunks"
+CUT_BY_TRUNKS = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 

@@ -25,11 +25,11 @@ from prefixtree.models.families import forward_inputs
 from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.planning.micro_batch import MicroBatch, of_plan
-from prefixtree.recompute.forward import Recompute
-from prefixtree.recompute.kept_modes import RecomputeTrunks, check_modes
+from prefixtree.recompute.choose import Recompute
+from prefixtree.recompute.trunk_modes import RecomputeTrunks, check_modes
 from prefixtree.scoring.edges import SequenceScores, find_edges, scores_of
 from prefixtree.scoring.forward import AskedWings, ModelForward, ScoresOfParts
-from prefixtree.scoring.kept_runs import KEPT, KeptRuns, TurnRows, running
+from prefixtree.scoring.kept_runs import CUT_BY_TRUNKS, KeptRuns, TurnRows, running
 from prefixtree.scoring.local import inputs_of
 from prefixtree.scoring.values import ValuesForward, checked_classifier
 
@@ -106,7 +106,7 @@ def kept_trunks(
     asked = AskedWings(images, output_router_logits)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptScores:
-        asked.check(model, causal_lm, packed, KEPT)
+        asked.check(model, causal_lm, packed, CUT_BY_TRUNKS)
         temperatures: float | Sequence[float] = 1.0
         masks = None
         if members is not None:
@@ -178,7 +178,7 @@ def kept_values(
     check_modes(model, *modes, sees=False)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptValues:
-        classifier = checked_classifier(model, packed, KEPT)
+        classifier = checked_classifier(model, packed, CUT_BY_TRUNKS)
         return _KeptValues(model, classifier, packed, forward_inputs(packed, classifier.config))
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:

@@ -22,7 +22,7 @@ from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.parallel.ledger import CellExchanges, Divided
 from prefixtree.parallel.run import Rows
 from prefixtree.parallel.states import part_mask
-from prefixtree.recompute.kept_modes import Asked, PartModes
+from prefixtree.recompute.trunk_modes import Asked, PartModes
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import of_tokens, part_inputs
 from prefixtree.scoring.local import PartCall

@@ -24,14 +24,13 @@ from prefixtree.models.along_tree import (
     AlongTree,
     along_tree,
     check_own_code,
-    rules_of,
     with_globals,
 )
 from prefixtree.models.families import PACKING_KEYWORDS, family_of
-from prefixtree.models.family_table import FUSED, Family, layer_types_of
+from prefixtree.models.family_table import FUSED, Family, functions_of, layer_types_of
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
-from prefixtree.states.kept import KeepsStates, WholeForest
+from prefixtree.states.protocol import KeepsStates, WholeForest
 from prefixtree.wings import DividedMask, DividedStates
 
 
@@ -45,7 +44,7 @@ def prepare_layers(transformer: Any, config: Any) -> None:
         UnsupportedError: a recurrent layer that is not as the family's proof had it.
     """
     family = family_of(config)
-    mixers = [(n, m) for n, m in transformer.named_modules() if rules_of(_kind(m))]
+    mixers = [(n, m) for n, m in transformer.named_modules() if functions_of(_kind(m))]
     for name, mixer in mixers:
         _check_mixer(name, mixer, config, family)
     _check_none_is_missing(len(mixers), config, family)
@@ -205,7 +204,8 @@ _TREE_RULES: dict[str, Any] = {
 def _members(original: Any) -> dict[str, Any]:
     """The same forward along the tree."""
     rules = {
-        name: functools.partial(functools.partial, _TREE_RULES[name]) for name in rules_of(original)
+        name: functools.partial(functools.partial, _TREE_RULES[name])
+        for name in functions_of(original)
     }
     return {"forward": _of_layer(with_globals(original.forward, rules))}
 
@@ -247,11 +247,11 @@ def _with_shown_positions(
 
 
 def _check_mixer(name: str, mixer: nn.Module, config: Any, family: Family) -> None:
-    kind = type(mixer).__name__
-    if rules_of(_kind(mixer)) != set(family.rules):
+    kind, functions = type(mixer).__name__, functions_of(_kind(mixer))
+    if functions != set(family.functions):
         raise UnsupportedError(
-            f"{name} ({kind}) computes {', '.join(sorted(rules_of(_kind(mixer))))}; verified for "
-            f"{config.model_type} is {', '.join(sorted(family.rules)) or 'no recurrent layer'}"
+            f"{name} ({kind}) computes {', '.join(sorted(functions))}; verified for "
+            f"{config.model_type} is {', '.join(sorted(family.functions)) or 'no recurrent layer'}"
         )
     check_own_code(name, mixer, "recurrent layers")
     parameters = inspect.signature(inspect.unwrap(type(mixer).forward)).parameters.values()

@@ -386,7 +386,7 @@ def random_objective(
 
 def float32_limit(config: Any) -> float:
     """By how much two runs in float32 may differ."""
-    has_states = bool(family_of(config.get_text_config()).rules)
+    has_states = bool(family_of(config.get_text_config()).functions)
     return FLOAT32_LIMIT_OF_STATES if has_states else FLOAT32_LIMIT
 
 

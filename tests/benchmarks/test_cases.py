@@ -16,12 +16,12 @@ from benchmarks.cases import (
     depth,
     distill,
     head,
-    images,
     layer,
     memory,
     model,
     parallel,
     peers,
+    pictures,
     planning,
     sparse,
 )
@@ -459,10 +459,10 @@ def test_distill(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "images.json"
-    monkeypatch.setattr(images, "compile_layers", partial(compile_layers, backend="eager"))
+    monkeypatch.setattr(pictures, "compile_layers", partial(compile_layers, backend="eager"))
     # those left out differ from two of these in one way each
-    sides = [s for s in images.SIDES if s not in ("auto-40", "compiled", "compiled-auto")]
-    assert images.main([*TINY, "--sides", *sides, "--out", str(out)]) == 0
+    sides = [s for s in pictures.SIDES if s not in ("auto-40", "compiled", "compiled-auto")]
+    assert pictures.main([*TINY, "--sides", *sides, "--out", str(out)]) == 0
     found = result(out)
     assert (found["screenshots"], found["distinct_screenshots"]) == (24, 10)
     assert [row["side"] for row in found["rows"]] == sides
@@ -475,7 +475,7 @@ def test_images_without_their_gradients_are_red(
 ) -> None:
     lose_images(monkeypatch)
     out = tmp_path / "images.json"
-    assert images.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
+    assert pictures.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
     (row,) = result(out)["rows"]
     assert "ms" not in row
     assert [text.split()[0] for text in row["red"]] == ["encoder"]
@@ -483,8 +483,8 @@ def test_images_without_their_gradients_are_red(
 
 def test_images_of_real_sizes() -> None:
     """As many tokens and screenshots as the benchmark says, here of one token each."""
-    config = images.config_of(True)
-    batch = images.Batch.of(replace(images.Sizes(), grid=(2, 2)), config, "cpu")
+    config = pictures.config_of(True)
+    batch = pictures.Batch.of(replace(pictures.Sizes(), grid=(2, 2)), config, "cpu")
     found = batch.facts()
     # of 44 x 80 patches
     more = 44 * 80 // 4 - 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.experts.routers import RULES
+from prefixtree.experts.routers import REPLAYED_ROUTERS
 from tests.support.models import padded_balancing_loss
 from tests.support.replay import recorded_choice
 from tests.support.spawn import ROOT
@@ -74,7 +74,7 @@ def test_the_families_named_are_the_families_verified() -> None:
     listed = re.search(r"Model types: (.*?), from transformers", text, re.DOTALL)
     assert listed is not None
     named = re.findall(r"`(\w+)`", listed[1])
-    assert named == sorted(name.removesuffix("_text") for name in RULES)
+    assert named == sorted(name.removesuffix("_text") for name in REPLAYED_ROUTERS)
     families = re.search(r"Families: (.*?)\. In the others", text, re.DOTALL)
     assert families is not None
     # Granite's four are named once

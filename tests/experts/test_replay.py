@@ -47,7 +47,7 @@ from tests.support.replay import (
     run_replayed,
 )
 
-FAMILIES = cases(sorted({name.removesuffix("_text") for name in routers.RULES}))
+FAMILIES = cases(sorted({name.removesuffix("_text") for name in routers.REPLAYED_ROUTERS}))
 
 pytestmark = pytest.mark.skipif(
     version.parse("5.17") > TRANSFORMERS, reason="refused: see test_older_transformers"
@@ -106,12 +106,12 @@ def _unreplayed(model_type: str) -> Run:
 def test_the_routers_gradient_is_kept(model_type, monkeypatch):
     """And its absence is seen: the experts' weights must be a function of the logits."""
     text = build(model_type).config.get_text_config().model_type
-    kind, weights = routers.RULES[text]
+    kind, weights = routers.REPLAYED_ROUTERS[text]
 
     def constant(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return weights(router, logits.detach(), experts)
 
-    monkeypatch.setitem(routers.RULES, text, (kind, constant))
+    monkeypatch.setitem(routers.REPLAYED_ROUTERS, text, (kind, constant))
     packed = _pack(_routes(model_type))
     run = run_packed(build(model_type), packed, ragged_objective())
     reference = _reference(model_type)

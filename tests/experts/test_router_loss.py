@@ -13,7 +13,7 @@ import torch
 from packaging import version
 
 import prefixtree as pt
-from prefixtree.recompute import forward
+from prefixtree.recompute import choose
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES
 from tests.support.full import in_turn, mostly
@@ -131,9 +131,9 @@ def test_a_plan_leaves_room_for_router_logits(monkeypatch):
         asked.append(available)
         return original(memory, work, available, **options)
 
-    original = forward.plan_for
-    monkeypatch.setattr(forward, "plan_for", planned)
-    monkeypatch.setattr(forward, "available_bytes", lambda device: 2**30)
+    original = choose.plan_for
+    monkeypatch.setattr(choose, "plan_for", planned)
+    monkeypatch.setattr(choose, "available_bytes", lambda device: 2**30)
     model, packed = build("qwen3_moe"), ragged_packed()
     for wanted in (False, True):
         sequence_logprobs(model, packed, recompute="auto", output_router_logits=wanted)

@@ -60,7 +60,7 @@ TESTED = {
     "models/families.py": "models/test_refused_models.py",
     "models/prepared.py": "models/test_refused_models.py",
     "images/refusals.py": "models/test_refused_models.py",
-    "recompute/kept_modes.py": "scoring/test_refusals.py",
+    "recompute/trunk_modes.py": "scoring/test_refusals.py",
     "scoring/group_refusals.py": "scoring/test_refusals.py",
     "scoring/refusals.py": "scoring/test_refusals.py",
 }

@@ -11,12 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
+from prefixtree.errors import UnsupportedError
 from prefixtree.images.encodings import blank_image
 from prefixtree.images.vision import encoder_of, grid_keyword_of
 from prefixtree.packing.host_mask import pairs_per_run, visible_keys, visible_pairs
 from prefixtree.planning.costs import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches
-from prefixtree.planning.model_cost import model_cost, state_cost
+from prefixtree.planning.model_cost import model_cost, state_cost, state_heads
 from tests.support import image_cases
 from tests.support.family_configs import FAMILIES
 from tests.support.full import mostly
@@ -102,6 +103,43 @@ def test_linear_attention_has_weights_and_no_pairs() -> None:
     assert kinds == ["linear_attention"] * 3 + ["full_attention"]
     assert [layer.per_pair for layer in cost.layers] == [0, 0, 0, 4 * 16]
     assert all(layer.weights > 0 for layer in cost.layers)
+
+
+class _Taps(torch.nn.Module):
+    """Weights of a convolution that is no Conv1d."""
+
+    def __init__(self, convolution: torch.nn.Conv1d) -> None:
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1"])
+def test_a_recurrence_is_known_by_the_functions_that_it_calls(family: str) -> None:
+    model = build(family, "eager")
+    expected, heads = model_cost(model), state_heads(model)
+    assert heads
+    for mixer in recurrent(model):
+        mixer.conv1d = _Taps(mixer.conv1d)
+    cost = model_cost(model)
+    for name in ("state", "state_numbers"):
+        assert [getattr(x, name) for x in cost.layers] == [
+            getattr(x, name) for x in expected.layers
+        ]
+    assert state_heads(model) == heads
+
+
+@pytest.mark.parametrize(
+    "family, size", [("qwen3_5", "head_k_dim"), ("nemotron_h", "head_dim"), ("zamba2", "head_dim")]
+)
+def test_a_state_that_would_count_as_nothing_is_refused(family: str, size: str) -> None:
+    model = build(family, "eager")
+    delattr(recurrent(model)[-1], size)
+    with pytest.raises(UnsupportedError, match="has no state whose heads and sizes are known"):
+        model_cost(model)
+    # whose layers hold a convolution alone, or are another model's
+    assert model_cost(build("lfm2", "eager")).token_states == 0
+    model.config.get_text_config().model_type = "of another"
+    assert model_cost(model).token_states > 0
 
 
 def test_a_config_that_no_language_model_is_built_from() -> None:

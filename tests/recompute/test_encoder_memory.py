@@ -16,10 +16,9 @@ from prefixtree.images import vision
 from prefixtree.images.encoder import EncoderShape, in_few_calls
 from prefixtree.images.vision import PlacedImages, encoder_of
 from prefixtree.planning.trunks import Span
-from prefixtree.recompute import forward, image_work
+from prefixtree.recompute import choose, image_work
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.image_work import RUN, ImageWork
-from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import checkpoint_of_encoder
 from prefixtree.recompute.memory import EncoderMemory
 from prefixtree.recompute.plan import (
@@ -31,6 +30,7 @@ from prefixtree.recompute.plan import (
     recomputed_by,
     spare_bytes,
 )
+from prefixtree.recompute.trunk_modes import plan_kept
 from tests.recompute.test_recompute import memory_of
 from tests.support.full import mostly
 from tests.support.hooks import inner, limit
@@ -90,7 +90,7 @@ def test_a_run_takes_what_was_probed(model_type, trains):
             live.restart()
             torch.autograd.backward(features, gradients)
             most = live.restart() - 2 * size
-    memory = forward.encoder_memory_of(model, model, _CPU)
+    memory = choose.encoder_memory_of(model, model, _CPU)
     assert memory.feature == size // len(features[0]) and memory.dtype == torch.float32
     print(f"{model_type}: measured {most}, probed {memory.run(len(shown)):.0f}")
     assert memory.run(len(shown)) == pytest.approx(most, rel=0.1)
@@ -248,7 +248,7 @@ def test_what_a_encoder_keeps_is_what_was_probed(model_type):
             scores = pt.sequence_logprobs(model, packed, images=images, recompute=of_plan)
             held.append(live.bytes)
         del scores
-    encoder = forward.encoder_memory_of(model, model, _CPU)
+    encoder = choose.encoder_memory_of(model, model, _CPU)
     for bytes_, kept in zip(held[1:], (512, 6 * 256), strict=True):
         assert bytes_ - held[0] == pytest.approx(encoder.kept(kept), rel=0.05)
 
@@ -265,9 +265,9 @@ def test_a_encoder_that_does_not_train_has_nothing_to_keep():
     less = pt.plan_recomputation(model, packed, much.peak_bytes - 100_000, images=images)
     assert much.kept == less.kept == 0 and "the vision encoder keeps 0 patches" in str(much)
     base = model.get_base_model()
-    frozen = forward.encoder_memory_of(model, base, _CPU)
+    frozen = choose.encoder_memory_of(model, base, _CPU)
     encoder_of(base).requires_grad_(True)
-    trained = forward.encoder_memory_of(model, base, _CPU)
+    trained = choose.encoder_memory_of(model, base, _CPU)
     # a trunk that runs again pays for it
     assert frozen.again(64) == trained.again(64) > 0 and not frozen.may_keep
     assert set(much.modes) == {"nothing"} != set(less.modes)
@@ -280,7 +280,7 @@ def test_frames_of_a_video_attend_alone():
     images = images_of(model, made)
     placed = PlacedImages(model, model, _packed(images), images)
     work = ImageWork.of(placed.placements, images, torch.float32, moved=False)
-    encoder = forward.encoder_memory_of(model, model, _CPU)
+    encoder = choose.encoder_memory_of(model, model, _CPU)
     assert work is not None and any(count > 1 for count in work.frames.values())
     encode = in_few_calls(encoder_of(model))
     for number, patches in work.patches.items():
@@ -301,7 +301,7 @@ def test_a_image_that_does_not_fit_is_named(monkeypatch):
     packed = _packed(images)
     with pytest.raises(torch.OutOfMemoryError, match=r"for image 0 alone, .* with 32 patches"):
         pt.plan_recomputation(model, packed, 150_000, images=images)
-    monkeypatch.setattr(forward, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(choose, "available_bytes", lambda device: 0)
     with pytest.raises(torch.OutOfMemoryError, match="enough for 0 patches at once: give smaller"):
         pt.sequence_logprobs(model, packed, images=images, recompute="auto")
     eager = build("qwen3_vl", "eager")
@@ -335,5 +335,5 @@ def test_layers_are_measured_beside_images():
         found.append(torch.cat(scores.logprobs).detach())
         del scores
     assert torch.equal(*found)
-    learnt = forward.learnt_so_far(model, _CPU)
+    learnt = choose.learnt_so_far(model, _CPU)
     assert learnt.knows(("all",)) and learnt.margin == 0

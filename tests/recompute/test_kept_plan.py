@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from prefixtree.planning.costs import import_cost_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute.image_work import ImageWork
-from prefixtree.recompute.kept_modes import plan_kept
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.memory import EncoderMemory
 from prefixtree.recompute.plan import PartWork, scoring_bytes
+from prefixtree.recompute.trunk_modes import plan_kept
 from tests.recompute.test_recompute import memory_of
 
 # a trunk above two others, of which one imports from both, and their micro-batches

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.layers import layers_of
-from prefixtree.recompute import forward
+from prefixtree.recompute import choose
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.measured import MeasuredPlan
@@ -105,7 +105,7 @@ def update(model: Any, packed: pt.PackedForest, recompute: Any = "auto") -> Live
 
 
 def known_of(model: Any) -> ModelMemory:
-    memory = forward.learnt_so_far(find_causal_lm(model), _CPU).memory()
+    memory = choose.learnt_so_far(find_causal_lm(model), _CPU).memory()
     assert memory is not None
     return memory
 
@@ -156,7 +156,7 @@ def test_an_update_takes_what_was_planned(case, plans, left):
             assert plan.peak_bytes < slack * live.most and plan.peak_bytes <= room + 1
         assert set(plan.modes) != {"nothing"}
         measured, other = known_of(model), make()
-        probed = forward.memory_of(other, find_causal_lm(other), _CPU)
+        probed = choose.memory_of(other, find_causal_lm(other), _CPU)
     for mode in MODES:
         for one, two in zip(measured.layers[mode], probed.layers[mode], strict=True):
             for part in ("held", "working"):
@@ -186,15 +186,15 @@ def test_little_memory_is_not_tried(plans, left):
     model = _six("qwen3")
     memory = 200 << 20
     tokens = pt.max_micro_batch_tokens(model, memory)
-    learnt = forward.learnt_so_far(model, _CPU)
+    learnt = choose.learnt_so_far(model, _CPU)
     need = known_of(model).peak
     assert learnt.tokens == 0 and 0.9 * memory < need(tokens, "all") < 0.93 * memory
     model, packed = _six("qwen3"), _packed(1200)
-    left(forward.learnt_so_far(model, _CPU).needs_at_most(packed.num_tokens) - 1)
+    left(choose.learnt_so_far(model, _CPU).needs_at_most(packed.num_tokens) - 1)
     update(model, packed)
     # it is planned, and measured all the same
     assert isinstance(plans[-1], MeasuredPlan) and not plans[-1].first
-    learnt = forward.learnt_so_far(model, _CPU)
+    learnt = choose.learnt_so_far(model, _CPU)
     assert learnt.knows(MODES) and learnt.tokens == packed.num_tokens
     assert pt.max_micro_batch_tokens(model, memory) > 1.05 * tokens
 
@@ -212,11 +212,11 @@ def test_a_first_micro_batch_that_fails_is_measured_again(where, plans):
     with pytest.raises(RuntimeError, match="stop"):
         update(model, packed)
     handle.remove()
-    assert forward.learnt_so_far(model, _CPU).memory() is None
+    assert choose.learnt_so_far(model, _CPU).memory() is None
     for first in (True, False):
         update(model, packed)
         assert isinstance(plans[-1], MeasuredPlan) == first
-    assert forward.learnt_so_far(model, _CPU).margin == 0
+    assert choose.learnt_so_far(model, _CPU).margin == 0
 
 
 def test_a_peak_above_the_plan_is_noticed(plans, left, monkeypatch):
@@ -224,7 +224,7 @@ def test_a_peak_above_the_plan_is_noticed(plans, left, monkeypatch):
     model, packed = _six("qwen3"), _packed()
     update(model, packed)
     update(model, packed)
-    learnt = forward.learnt_so_far(model, _CPU)
+    learnt = choose.learnt_so_far(model, _CPU)
     assert learnt.margin == 0
     # layers begin to hold more than they did
     kept = []
@@ -260,7 +260,7 @@ def test_a_backward_that_died_is_noticed_before_the_next_forward(plans):
     model, packed = _six("qwen3"), _packed()
     update(model, packed)
     update(model, packed)
-    learnt = forward.learnt_so_far(model, _CPU)
+    learnt = choose.learnt_so_far(model, _CPU)
     live = LiveBytes(x for p in model.parameters() for x in (p, p.grad) if x is not None)
     with live:
         scores = pt.sequence_logprobs(model, packed, recompute="auto")
@@ -305,7 +305,7 @@ def test_a_copy_shares_weights_that_train_and_keeps_ties():
 def test_modes_that_tell_of_all_kinds():
     """The last layers of each kind, and one of a kind only where its plan leaves room."""
     model = build("qwen3_5")
-    learnt = forward.learnt_so_far(model, _CPU)
+    learnt = choose.learnt_so_far(model, _CPU)
     # the third attends, the others have states
     first = ("all", "all_but_attention", "all", "nothing")
     assert learnt.first_modes(compiled=False) == first
@@ -318,7 +318,7 @@ def test_modes_that_tell_of_all_kinds():
     assert learnt.more_modes(("nothing",) * 4, True, lambda _: True) == ("nothing",) * 4
     # nothing is taken for less than it is
     bounds = known_of(model)
-    forward.memory_of(model, model, _CPU)
+    choose.memory_of(model, model, _CPU)
     assert learnt.knows(MODES)
     for mode in MODES:
         for most, one in zip(bounds.layers[mode], known_of(model).layers[mode], strict=True):
@@ -412,10 +412,10 @@ def test_ranks_that_know_nothing_run_the_same_modes(other_knows, monkeypatch):
     monkeypatch.setattr(
         dist, "all_reduce", lambda most, *_, **__: most.copy_(torch.maximum(most, other))
     )
-    monkeypatch.setattr(forward, "agree", lambda group, device, own, *_: own()[0])
+    monkeypatch.setattr(choose, "agree", lambda group, device, own, *_: own()[0])
     first: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
     own = MeasuredPlan(first, 0, first=True)
-    share = forward.GroupShare(None, None)
+    share = choose.GroupShare(None, None)
     plan = share.agreed(_CPU, lambda: own, lambda: first)
     assert plan.modes == (("all",) * 3 if other_knows else first)
     assert isinstance(plan, MeasuredPlan)

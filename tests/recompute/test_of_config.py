@@ -13,7 +13,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree.models.checks import find_causal_lm
-from prefixtree.recompute.forward import memory_of
+from prefixtree.recompute.choose import memory_of
 from prefixtree.recompute.memory import ModelMemory
 from prefixtree.recompute.plan import Work, reserve, scoring_bytes, tokens_that_fit
 from prefixtree.recompute.probes import memory_of_config, memory_on_shapes

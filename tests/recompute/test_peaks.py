@@ -10,8 +10,8 @@ import torch
 
 import prefixtree as pt
 from benchmarks.cases.pictures import config_of
+from prefixtree.recompute.choose import memory_of as memory_of_model
 from prefixtree.recompute.counted import LiveBytes
-from prefixtree.recompute.forward import memory_of as memory_of_model
 from prefixtree.recompute.image_work import ImageWork
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.memory import EncoderMemory

@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from prefixtree.kernels.attention import operator
 from prefixtree.kernels.recurrence import operator as recurrence
 from prefixtree.models.layers import layers_of
 from prefixtree.planning.model_cost import LayerCost, ModelCost
-from prefixtree.recompute import forward
-from prefixtree.recompute.forward import plan_recomputation
+from prefixtree.recompute import choose, layers, plan
+from prefixtree.recompute.choose import plan_recomputation
 from prefixtree.recompute.layers import MODES, recomputing
 from prefixtree.recompute.memory import LayerMemory, ModelMemory
 from prefixtree.recompute.plan import RecomputePlan, Work, plan_for, scoring_bytes, tokens_that_fit
@@ -204,8 +205,16 @@ def test_whose_switches_are_set():
     assert all(vars(m) == before[m] for m in before)
 
 
+def test_a_mode_more_is_noticed_where_three_are_known(monkeypatch):
+    monkeypatch.setattr(layers, "MODES", (*MODES, "half"))
+    with pytest.raises(AssertionError):
+        run_path(plan.__file__)
+    with pytest.raises(AssertionError, match="no checkpoint of a vision encoder: 'half'"):
+        layers.checkpoint_of_encoder(torch.nn.Linear(1, 1), "half")
+
+
 def test_without_gradients_nothing_is_planned(monkeypatch):
-    monkeypatch.setattr(forward, "plan_for", None)
+    monkeypatch.setattr(choose, "plan_for", None)
     with torch.no_grad():
         pt.sequence_logprobs(build("qwen3").eval(), ragged_packed(), recompute="auto")
 
@@ -301,10 +310,10 @@ def test_what_is_left_for_activations(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
     left = (50 + 7 - 4 - 4) << 30
     gpu = torch.device("cuda", 0)
-    assert forward.available_bytes(gpu) == left
-    assert forward.left_for_activations(model, gpu) == (model, left - wanted)
-    monkeypatch.setattr(forward, "gathered_bytes", lambda _: 1000)
-    assert forward.left_for_activations(model, gpu) == (model, left - wanted - 1000)
+    assert choose.available_bytes(gpu) == left
+    assert choose.left_for_activations(model, gpu) == (model, left - wanted)
+    monkeypatch.setattr(choose, "gathered_bytes", lambda _: 1000)
+    assert choose.left_for_activations(model, gpu) == (model, left - wanted - 1000)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -328,7 +337,7 @@ def test_what_fsdp2_gathers(together, kept):
             fully_shard(unit, **options)
         fully_shard(model, **options)
         unit = sum(sizes) if together else max(sizes)
-        assert forward.gathered_bytes(model) == 4 * unit + kept * sum(sizes) // 2
+        assert choose.gathered_bytes(model) == 4 * unit + kept * sum(sizes) // 2
     finally:
         dist.destroy_process_group()
 
@@ -352,7 +361,7 @@ def test_parameters_of_several_meshes_are_gathered():
         for layer in layers_of(model):
             fully_shard(layer, mesh=mesh, shard_placement_fn=place)
             assert len(layer._get_fsdp_state()._fsdp_param_groups) == 2
-        assert forward.gathered_bytes(model) == 4 * max(sizes)
+        assert choose.gathered_bytes(model) == 4 * max(sizes)
     finally:
         dist.destroy_process_group()
 
@@ -365,7 +374,7 @@ def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
     assert "with every layer recomputed" in str(e.value)
     # logits alone take more
     assert "not one token fits" in str(e.value) and "shard the model" in str(e.value)
-    memory = forward.memory_of(model, model, packed.device)
+    memory = choose.memory_of(model, model, packed.device)
     for available in (1 << 30, 1 << 34):
         fit = tokens_that_fit(memory, available, 1.0)
         assert fit > 0

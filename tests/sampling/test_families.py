@@ -74,7 +74,7 @@ def test_every_supported_type_is_here():
     known = {*_SAMPLED, *PARTS, *INDEXED}
     assert set(supported_model_types()) <= known
     for name in HYBRIDS:
-        assert family_of(type("Config", (), {"model_type": name})()).rules
+        assert family_of(type("Config", (), {"model_type": name})()).functions
 
 
 @pytest.mark.parametrize(

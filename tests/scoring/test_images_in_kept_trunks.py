@@ -20,7 +20,7 @@ from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import Forward64
-from tests.scoring.test_kept_modes import Memory
+from tests.scoring.test_trunk_modes import Memory
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.image_cases import (
     ADAPTED,

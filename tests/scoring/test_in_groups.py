@@ -220,7 +220,7 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
         "RuntimeError: rank 1 of the group refused this call",
         "ValueError: return_statistics",
     ),
-    "other group_mode": _differs(r"group_mode \('heads', on rank 0 'parts'\)"),
+    "other group_mode": _differs(r"group_mode \('ulysses', on rank 0 'parts'\)"),
     "unknown group_mode": ("group_mode must be one of 'parts', 'ulysses', got 'ring'",) * 2,
     "other dtype": _differs(
         r"dtype of model.embed_tokens.weight \(torch.bfloat16, on rank 0 torch.float32\)",

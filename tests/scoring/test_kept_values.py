@@ -17,7 +17,7 @@ from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
 from prefixtree.recompute.counted import LiveBytes
 from tests.scoring.kept_cases import plan_of
-from tests.scoring.test_kept_modes import Memory
+from tests.scoring.test_trunk_modes import Memory
 from tests.scoring.test_values import classifier
 from tests.support.full import mostly
 from tests.support.image_cases import Float64

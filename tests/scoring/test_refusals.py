@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForTokenClassification
 
 from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.recompute import kept_modes
-from prefixtree.recompute.kept_modes import check_modes
+from prefixtree.recompute import trunk_modes
+from prefixtree.recompute.trunk_modes import check_modes
 from prefixtree.scoring import group_refusals, refusals
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
@@ -77,7 +77,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "VALUES: routes": of_model(refusals.VALUES, lambda: SimpleNamespace(routes=[])),
 }
-ROWS = rows_of(group_refusals, refusals, kept_modes)
+ROWS = rows_of(group_refusals, refusals, trunk_modes)
 
 
 def test_every_row_has_a_case() -> None:

@@ -18,7 +18,7 @@ from transformers import (
 
 import prefixtree as pt
 from prefixtree.models.layers import layers_of
-from prefixtree.recompute import forward
+from prefixtree.recompute import choose
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 from tests.support.full import mostly
@@ -141,14 +141,14 @@ def test_layers_recompute_what_is_asked_for(recompute, monkeypatch):
         modes = "all", "all_but_attention", *modes[2:-1], "nothing"
         plan = pt.RecomputePlan(modes, 0)
     elif recompute == "auto":
-        monkeypatch.setattr(forward, "available_bytes", lambda _: 0.9 * whole.peak_bytes)
-        real = forward.plan_for
+        monkeypatch.setattr(choose, "available_bytes", lambda _: 0.9 * whole.peak_bytes)
+        real = choose.plan_for
 
         def planned(*given: Any, **options: Any) -> Any:
             plans.append(real(*given, **options))
             return plans[-1]
 
-        monkeypatch.setattr(forward, "plan_for", planned)
+        monkeypatch.setattr(choose, "plan_for", planned)
     attentions = count_attentions(monkeypatch)
     with Float64(), counted([layer.mlp for layer in layers]) as products:
         values = sequence_values(model, packed, recompute=plan)

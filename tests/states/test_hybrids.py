@@ -20,8 +20,8 @@ from prefixtree.models.along_tree import AlongTree
 from prefixtree.packing.segments import segments_of
 from prefixtree.planning.costs import CostModel
 from prefixtree.rollouts import read_rollouts
-from prefixtree.states import kept
 from prefixtree.states import layers as hybrids
+from prefixtree.states import protocol
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
 from tests.support.hooks import put
@@ -166,7 +166,7 @@ def test_states_that_do_not_follow_the_tree_turn_it_red(
 ) -> None:
     put(monkeypatch, "check of states", lambda *_: None)
     for name, operator in _by_definition(mistake).items():
-        monkeypatch.setattr(kept, name, operator)
+        monkeypatch.setattr(protocol, name, operator)
     found = _errors(build(family), family)
     print(f"{family}, {mistake}: {found}")
     if mistake == "none":
@@ -198,7 +198,7 @@ def test_layers_that_are_not_prepared_turn_it_red(
 
 
 def _mixers(model: Any) -> list[Any]:
-    return [m for m in model.modules() if hybrids.rules_of(type(m))]
+    return [m for m in model.modules() if hybrids.functions_of(type(m))]
 
 
 @needs_states
@@ -321,12 +321,12 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
     import dis
 
     model = build(family)
-    rules = families.family_of(model.config).rules
+    rules = families.family_of(model.config).functions
     assert _mixers(model)
     for layer in _mixers(model):
         forward = hybrids.inspect.unwrap(type(layer).forward)
         loaded = [i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"]
-        assert hybrids.rules_of(type(layer)) == set(rules) <= set(loaded)
+        assert hybrids.functions_of(type(layer)) == set(rules) <= set(loaded)
         signature = hybrids.inspect.signature(forward)
         assert any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
@@ -374,13 +374,13 @@ def test_gradients_reach_projections_token_by_token(family: str) -> None:
 def test_key_heads_are_no_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older transformers repeat them before the call: ranks would exchange copies."""
     seen = []
-    rule = kept.tree_delta_rule
+    rule = protocol.tree_delta_rule
 
     def note(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> Any:
         seen.append((query.shape[1], key.shape[1]))
         return rule(query, key, *more, **options)
 
-    monkeypatch.setattr(kept, "tree_delta_rule", note)
+    monkeypatch.setattr(protocol, "tree_delta_rule", note)
     model = build(family)
     pt.sequence_logprobs(model, ragged_packed())
     heads = model.config.get_text_config().linear_num_key_heads

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import prefixtree as pt
 from prefixtree.parallel.ledger import Exchange
 from prefixtree.planning.parts import Parts
-from prefixtree.recompute import forward
+from prefixtree.recompute import choose
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
 from prefixtree.scoring import in_groups as shares
@@ -56,7 +56,7 @@ PEAKS = {
 def _memory_of_rank(share: float, seen: dict[str, Any]) -> Iterator[None]:
     """Plans of "auto" have a share of the bytes between the least and the most that they may need;
     notes the modes of the last forward, and what it needs by the memory model."""
-    planning, running = forward.plan_for, forward.recomputing
+    planning, running = choose.plan_for, choose.recomputing
     of_plan: dict[str, Any] = {}
 
     def plan_for(memory: Any, work: Any, available: float, *_: Any, **__: Any) -> Any:
@@ -72,8 +72,8 @@ def _memory_of_rank(share: float, seen: dict[str, Any]) -> Iterator[None]:
         return running(model, modes)
 
     with (
-        patch.object(forward, "plan_for", plan_for),
-        patch.object(forward, "recomputing", recomputing),
+        patch.object(choose, "plan_for", plan_for),
+        patch.object(choose, "recomputing", recomputing),
     ):
         yield
 
@@ -126,7 +126,7 @@ def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
     "auto" plans them."""
     packed = pack_sequences([np.random.default_rng(0).integers(3, 90, 90)])
     parts = Parts(packed, OWNERS[owner](packed.num_tokens, 2), 2)
-    giving_back, planning = Exchange.give_back, forward.plan_for
+    giving_back, planning = Exchange.give_back, choose.plan_for
     seen: dict[str, float] = {}
 
     def plan_for(memory: Any, work: Any, *given: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def _rows_at_once(owner: str, group: Any) -> tuple[float, float]:
 
     model = build("llama")
     with (
-        patch.object(forward, "plan_for", plan_for),
+        patch.object(choose, "plan_for", plan_for),
         patch.object(Exchange, "give_back", give_back),
         patch.object(shares, "split_slots", lambda *_, **__: parts),
     ):

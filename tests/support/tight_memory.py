@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from prefixtree.recompute import kept_modes
-from prefixtree.recompute.kept_modes import KeptPlan
+from prefixtree.recompute import trunk_modes
+from prefixtree.recompute.trunk_modes import KeptPlan
 from tests.support.hooks import limit
 
 
 def tighten(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[KeptPlan]:
     """Gives "auto" in kept trunks a share of what they take without recomputation -> its plans."""
     plans: list[KeptPlan] = []
-    real = kept_modes.plan_kept
+    real = trunk_modes.plan_kept
 
     def planned(*given: Any, **options: Any) -> KeptPlan:
         available = share * real(*given[:-1], 1 << 60, **options).peak_bytes
@@ -24,7 +24,7 @@ def tighten(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[KeptPla
         assert plans[-1].runs_again or len(modes) > 1
         return plans[-1]
 
-    monkeypatch.setattr(kept_modes, "plan_kept", planned)
+    monkeypatch.setattr(trunk_modes, "plan_kept", planned)
     # chunks of logits are as small as the models
     limit(monkeypatch, "logits of plans", 1 << 12)
     return plans

@@ -25,8 +25,8 @@ from prefixtree import (
     sequence_values,
 )
 from prefixtree.planning.costs import ImportCost
-from prefixtree.recompute import kept_modes
-from prefixtree.recompute.kept_modes import plan_kept
+from prefixtree.recompute import trunk_modes
+from prefixtree.recompute.trunk_modes import plan_kept
 from tests.support.models import (
     build,
     counted,
@@ -117,7 +117,7 @@ def _run(name: str, rank: int, folder: Path) -> dict[str, Any]:
         def planned(*given: Any, **keywords: Any) -> Any:
             return plan_kept(*given, **{**keywords, "runs_again": rank == 0})
 
-        planning = patch.object(kept_modes, "plan_kept", planned)
+        planning = patch.object(trunk_modes, "plan_kept", planned)
         options = {"recompute": "auto", "measure": logprob_and_entropy}
     with planning:
         for _ in range(case.updates):

@@ -13,7 +13,7 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.trunks import Trunks, plan_trunks
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 from prefixtree.scoring.in_steps import import_cost
 from prefixtree.scoring.kept_runs import check_kept
 

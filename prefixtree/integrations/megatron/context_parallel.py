@@ -43,7 +43,7 @@ from prefixtree.scoring.in_groups import (
     gathering,
     padded_to_ranks,
 )
-from prefixtree.states.kept import KeepsStates, WholeForest
+from prefixtree.states.protocol import KeepsStates, WholeForest
 
 
 class LocalForest:

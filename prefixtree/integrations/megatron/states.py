@@ -23,7 +23,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron.context_parallel import Alone, ForestParams
 from prefixtree.models.along_tree import with_globals
-from prefixtree.states.kept import KeepsStates
+from prefixtree.states.protocol import KeepsStates
 
 if TYPE_CHECKING:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _DeltaNet

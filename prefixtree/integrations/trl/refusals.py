@@ -22,7 +22,7 @@ from prefixtree.models.families import (
     check_modules,
 )
 from prefixtree.models.prepared import prepare_layers
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 
 #: Arguments of every trainer (a `GRPOConfig`, `DPOConfig`, ...).
 ARGUMENTS = (

@@ -11,7 +11,7 @@ import torch
 
 from prefixtree.errors import Refusal, refuse
 from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 
 
 class PackedTrainer:

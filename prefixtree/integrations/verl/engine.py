@@ -66,7 +66,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.micro_batch import MicroBatch
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.choose import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.kept_runs import KeptRuns
 from prefixtree.scoring.kept_trunks import kept_trunks, kept_values

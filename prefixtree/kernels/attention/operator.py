@@ -40,7 +40,7 @@ def _forward(
     handle: torch.Tensor,
     *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    *options, lse_used, chosen = _with_chosen(scalars, 7)
+    *options, lse_used, chosen = scalars
     mask, given = host_of(handle), Options(*options)
     note_call(mask, "attention")
     call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used, chosen)
@@ -63,7 +63,7 @@ def _backward(
     handle: torch.Tensor,
     *scalars: Any,
 ) -> list[torch.Tensor]:
-    *options, chosen = _with_chosen(scalars, 6)
+    *options, chosen = scalars
     given = Options(*options)
     call = AttentionCall.of(q, k, v, sinks, host_of(handle), given, chosen=chosen)
     with as_given(q):
@@ -71,11 +71,6 @@ def _backward(
         with _first("backward", backend.name, call):
             *grads, dsinks = backend.kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
-
-
-def _with_chosen(scalars: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The numbers and `chosen`, which torch leaves out where it is None."""
-    return scalars if len(scalars) > count else (*scalars, None)
 
 
 def _first(direction: str, backend: str, call: AttentionCall) -> AbstractContextManager[Any]:
@@ -97,14 +92,14 @@ def _fake_forward(q, k, v, *_):
 
 
 def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
-    # behind out, lse and the handle
-    *_, is_wide, _ = _with_chosen(rest, 9)
+    *_, is_wide, _ = rest
     wide = torch.promote_types(k.dtype, torch.float32) if is_wide else k.dtype
     dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
     dsinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
     return [q.new_empty(q.shape), dk, dv, *dsinks]
 
 
+# `chosen` has no default: torch hands arguments on without those at the end that have theirs.
 # The fields of `Options`. With `wide` the backward gives dk and dv in float32 (float64 for
 # float64), because the caller adds to them. The forward is told too, so that it takes a backend
 # that can
@@ -113,7 +108,7 @@ TREE_ATTENTION = register(
     _library,
     "tree_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
-    f"{_OPTIONS}, bool lse_used, Tensor? chosen=None) -> (Tensor, Tensor)",
+    f"{_OPTIONS}, bool lse_used, Tensor? chosen) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
@@ -122,7 +117,7 @@ TREE_ATTENTION_BACKWARD = register(
     _library,
     "tree_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
-    f"Tensor lse, Tensor handle, {_OPTIONS}, Tensor? chosen=None) -> Tensor[]",
+    f"Tensor lse, Tensor handle, {_OPTIONS}, Tensor? chosen) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -138,7 +133,7 @@ def _differentiable(
     *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator's kernel for autograd."""
-    *options, chosen = _with_chosen(scalars, 7)
+    *options, chosen = scalars
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

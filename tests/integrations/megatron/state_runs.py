@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from prefixtree.integrations.megatron import tree_spec
-from prefixtree.states import kept
+from prefixtree.states import protocol
 from tests.integrations.megatron import runs
 from tests.integrations.megatron.router_runs import make_sequences
 from tests.integrations.megatron.runs import Case, Weights
@@ -126,11 +126,11 @@ def packed_convolution() -> Any:
         out = torch.nn.functional.conv1d(rows, weight[:, None], bias, groups=len(weight))
         return torch.nn.functional.silu(out)[0].t()
 
-    return patch.object(kept, "tree_conv", conv)
+    return patch.object(protocol, "tree_conv", conv)
 
 
 def decay_without_gradient() -> Any:
-    rule, scan = kept.tree_delta_rule, kept.tree_ssd
+    rule, scan = protocol.tree_delta_rule, protocol.tree_ssd
 
     def cut(query: Any, key: Any, value: Any, g: Any, *rest: Any) -> Any:
         return rule(query, key, value, g.detach(), *rest)
@@ -138,4 +138,4 @@ def decay_without_gradient() -> Any:
     def cut_scan(x: Any, dt: Any, A: Any, *rest: Any, **options: Any) -> Any:
         return scan(x, dt, A.detach(), *rest, **options)
 
-    return patch.multiple(kept, tree_delta_rule=cut, tree_ssd=cut_scan)
+    return patch.multiple(protocol, tree_delta_rule=cut, tree_ssd=cut_scan)

@@ -10,7 +10,7 @@ import torch
 
 from prefixtree import UnsupportedError
 from prefixtree.integrations.megatron import check_model, pack_batches, tree_logprobs
-from prefixtree.states import kept
+from prefixtree.states import protocol
 from tests.integrations.megatron.runs import Case, make_sequences, moe, packed_of, thd
 from tests.integrations.megatron.state_runs import (
     DELTA,
@@ -100,6 +100,6 @@ def test_an_ordinary_batch_runs_megatrons_code() -> None:
     places = torch.arange(sequence.shape[1])[None]
     mask = torch.ones(1, 1, *[sequence.shape[1]] * 2, dtype=torch.bool).triu(1)
     case = Case(MAMBA, model="hybrid")
-    with in_float64(), stand_in_for_kernels(), patch.object(kept, "tree_ssd", None):
+    with in_float64(), stand_in_for_kernels(), patch.object(protocol, "tree_ssd", None):
         plain, ours = build(case, lambda spec: spec), build(case)
         assert torch.equal(plain(sequence, places, mask), ours(sequence, places, mask))

@@ -23,7 +23,7 @@ from prefixtree.integrations.trl import (
 from prefixtree.integrations.trl.images import RowImages
 from prefixtree.integrations.trl.refusals import check_images
 from prefixtree.planning.costs import ImportCost
-from prefixtree.recompute.forward import encoder_memory_of
+from prefixtree.recompute.choose import encoder_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -188,7 +188,7 @@ def test_a_window_that_does_not_fit_is_not_opened(
 
     monkeypatch.setattr(Accelerator, "reduce", reduced)
     if whose == "own":
-        monkeypatch.setattr("prefixtree.recompute.kept_modes.plan_kept", too_large)
+        monkeypatch.setattr("prefixtree.recompute.trunk_modes.plan_kept", too_large)
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
     # windows without gradients plan nothing

@@ -30,7 +30,7 @@ from prefixtree.planning.parts import Parts
 from prefixtree.planning.schedule import graphs_beside, kept
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Span, Trunks
-from prefixtree.recompute.forward import (
+from prefixtree.recompute.choose import (
     Recompute,
     encoder_memory_of,
     first_plan,

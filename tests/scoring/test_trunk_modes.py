@@ -19,10 +19,10 @@ from prefixtree import (
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.recompute import kept_modes
+from prefixtree.recompute import trunk_modes
 from prefixtree.recompute.counted import LiveBytes
-from prefixtree.recompute.kept_modes import KeptPlan
 from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.trunk_modes import KeptPlan
 from tests.scoring.kept_cases import compare, plan_of, run
 from tests.scoring.steps_cases import run as in_steps
 from tests.support.full import mostly
@@ -52,8 +52,8 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 1 << 60
         self.plans: list[KeptPlan] = []
-        self._real, self._plan = kept_modes.plan_kept, lambda available: self.plans[-1]
-        real = kept_modes.left_for_activations
+        self._real, self._plan = trunk_modes.plan_kept, lambda available: self.plans[-1]
+        real = trunk_modes.left_for_activations
 
         def left_for_activations(*model: Any) -> tuple[Any, int]:
             return real(*model)[0], self.left
@@ -64,8 +64,8 @@ class Memory:
             self.plans.append(self._real(*given, **options))
             return self.plans[-1]
 
-        monkeypatch.setattr(kept_modes, "left_for_activations", left_for_activations)
-        monkeypatch.setattr(kept_modes, "plan_kept", planned)
+        monkeypatch.setattr(trunk_modes, "left_for_activations", left_for_activations)
+        monkeypatch.setattr(trunk_modes, "plan_kept", planned)
         # chunks of logits are as small as the models
         limit(monkeypatch, "logits of plans", 1 << 16)
 
