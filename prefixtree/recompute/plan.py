@@ -449,7 +449,7 @@ def too_large(
     )
     if fit == 0:
         remedy = (
-            "not one token fits beside weights, gradients and what else is in memory: free some, "
+            "not one token fits with weights, gradients and what else is in memory: free some, "
             "or shard the model over more devices (FSDP2)"
         )
     return (

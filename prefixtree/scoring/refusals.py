@@ -84,8 +84,7 @@ KEPT_TRUNKS = (
     Refusal(
         "FSDP1",
         lambda model: any(isinstance(m, FullyShardedDataParallel) for m in model.modules()),
-        "FSDP1 is not verified with kept trunks, whose forwards do not each meet their backward at "
-        f"once; use FSDP2 (fully_shard), or {_KEPT}",
+        f"FSDP1 is not verified with kept trunks; use FSDP2 (fully_shard), or {_KEPT}",
     ),
     Refusal(
         "tensor or expert parallel",

@@ -204,8 +204,7 @@ ABOUT: dict[str, tuple[str, str]] = {
 
 _HEAD = """# Families
 
-Written by `make families` from the results of
-`tests/models/test_families.py`; do not edit.
+<!-- written by `make families` from the results of `tests/models/test_families.py` -->
 
 A test has proven each family on this list. It builds a tiny model whose configuration uses all
 special parts of the family, and compares the packed forest with the family's eager attention,

@@ -263,8 +263,8 @@ BATCHES = (
             (batch.flag("distillation_use_topk") or batch.flag("distillation_only"))
             and not batch.serves_topk
         ),
-        "distillation from the teacher's top-k needs a rank's whole logits of a language model, "
-        "which the actors of the FSDP engines have: take one, or an estimator (loss_mode=k3)",
+        "distillation from the teacher's top-k needs whole rows of logits, which only actors of "
+        "the FSDP engines have: take such an actor, or an estimator (loss_mode=k3)",
     ),
     Refusal(
         "calculate_sum_pi_squared",
