@@ -1,6 +1,7 @@
-"""The errors prefixtree raises: each says what was expected, what came and how to mend it; rows of
-refusals; and hints of messages: the name that is nearest to an unknown one, and the type of a wrong
-value."""
+"""The errors that prefixtree raises, rows of refusals, and hints for messages.
+
+A message says what was expected, what came and how to mend it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 
 class ForestError(ValueError):
-    """The sequences, masks or trees do not describe a prefix forest, or do not belong to it."""
+    """Sequences, masks or trees do not describe a prefix forest, or do not belong to it."""
 
 
 class UnsupportedError(NotImplementedError):
-    """This build, device or model cannot serve a request exactly; the message says why."""
+    """A build, a device or a model cannot serve a request exactly; the message says why."""
 
 
 class InputError(ValueError):
@@ -24,13 +25,13 @@ class InputError(ValueError):
 
 
 class Refusal(NamedTuple):
-    """One reason to refuse what a room is given: a row of its table.
+    """One reason to refuse a request: a row of a room's table.
 
     Attributes:
-        name: of what is refused, a setting's where there is one; unique within a table.
-        applies: from what is given, whether it is refused; a dict fills fields of the message.
-        message: what is refused, why, and what to do instead, with fields as `str.format` has
-            them. {name} is the name; {value} the attribute of this name of what is given.
+        name: of what is refused, a setting's name where there is one; unique within a table.
+        applies: says whether an object is refused; a dict means yes and fills fields of `message`.
+        message: what is refused, why, and what to do instead, with fields of `str.format`. {name}
+            is `name`, and {value} is the object's attribute of that name.
         only_training: whether evaluation is unaffected.
     """
 
@@ -43,27 +44,16 @@ class Refusal(NamedTuple):
 def refuse(
     rows: Iterable[Refusal], given: Any, before: str = "", *, training: bool = True, **words: Any
 ) -> None:
-    """Raises the first row that applies.
-
-    Args:
-        rows: a table.
-        given: what the conditions take.
-        before: the beginning of the message, with fields too.
-        training: whether rows of training alone are looked at. Default: True.
-        words: further fields.
-
-    Raises:
-        UnsupportedError: with the message of the row.
-    """
+    """Raises the first row that applies to `given`; `words` fill fields of `before` + message."""
     for row in rows:
-        if (training or not row.only_training) and (found := row.applies(given)):
+        if (training or not row.only_training) and (applied := row.applies(given)):
             fields = {"name": row.name, "value": getattr(given, row.name, None), **words}
-            fields |= found if isinstance(found, dict) else {}
+            fields |= applied if isinstance(applied, dict) else {}
             raise UnsupportedError((before + row.message).format_map(fields))
 
 
 def is_set(name: str, *fine: Any) -> Callable[[Any], bool]:
-    """A condition: this attribute is there, and none of `fine` (default: it is true)."""
+    """Makes a condition: an object's attribute is none of `fine` or, by default, is true."""
     if fine:
         return lambda given: getattr(given, name, None) not in fine
     return lambda given: bool(getattr(given, name, None))
@@ -78,7 +68,7 @@ _R = TypeVar("_R")
 
 
 def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a function: for a keyword that it does not have, its TypeError names the nearest.
+    """Decorates a function: for an unknown keyword, its TypeError names the nearest one.
 
     Python 3.13 does so for every function.
     """
@@ -98,11 +88,7 @@ def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def kind_of(value: object, expected: type) -> str:
-    """The type of a value that is not what was expected, in words.
-
-    Args:
-        value: what came. expected: the class of prefixtree that was asked for.
-    """
+    """Describes the type of a value that is not of the class `expected` of prefixtree."""
     kind = type(value)
     if (kind.__module__, kind.__qualname__) == (expected.__module__, expected.__qualname__):
         return (
@@ -113,5 +99,5 @@ def kind_of(value: object, expected: type) -> str:
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """The end of a message: the known name that is nearest to one that does not exist, if any."""
+    """Ends a message with the known name that is nearest to an unknown one, if any."""
     return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
