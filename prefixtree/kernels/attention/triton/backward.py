@@ -59,13 +59,14 @@ def prepare_kernel(
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Writes ROW_VALUES [2 or 3, rows] float32, top and delta: p = exp2(logit - top), ds = p (dp - delta).
+    """Writes the float32 values of each row that the other kernels need: ROW_VALUES [2 or 3, rows].
 
-    Rows are in the order of a tile's, [Hk, blocks of heads, tokens_a_block, HEADS]. Beyond Tq they
-    hold inf and 0, so that a tile's dead rows have p = ds = 0. With sinks and a gradient of lse
-    there is a third value, share = p / softmax over the keys. Then p = share exp2(logit - top) and
-    ds = exp2(logit - top) (share dp - delta), so no factor can overflow. DSINKS [programs, H] gets
-    each program's share of the sinks' gradient.
+    They are top and delta: p = exp2(logit - top), ds = p (dp - delta). Rows are in the order of a
+    tile's, [Hk, blocks of heads, tokens_a_block, HEADS]. Beyond Tq they hold inf and 0, so that a
+    tile's dead rows have p = ds = 0. With sinks and a gradient of lse there is a third value, share
+    = p / softmax over the keys. Then p = share exp2(logit - top) and ds = exp2(logit - top) (share
+    dp - delta), so no factor can overflow. DSINKS [programs, H] gets each program's share of the
+    sinks' gradient.
     """
     BLOCKS: tl.constexpr = GROUP // HEADS
     head = tl.program_id(1)

@@ -153,7 +153,7 @@ class Problem:
     # ---- what a kernel receives for an array: a pointer, or a descriptor ------------------------
 
     def rows(self, x: torch.Tensor, config: Config, columns: int, shared: bool = False) -> Any:
-        """Gives q or dout, in tiles of (tokens x heads of a block) and pieces of so many columns."""
+        """Gives q or dout, in tiles of (tokens x heads of a block) and of so many columns."""
         if shared or not self.choice.tma:
             return x
         box = [self.tokens(config), self.choice.heads, columns]
