@@ -27,7 +27,7 @@ LEAST = -1e4
 
 @dataclass(frozen=True)
 class LogitRule:
-    """The rule from the lm_head's output x to logits: softcap tanh(scale x / softcap), 0 for none."""
+    """The rule that turns the lm_head's output x into logits: softcap tanh(scale x / softcap)."""
 
     scale: float = 1.0
     softcap: float = 0.0

@@ -366,7 +366,7 @@ def _compiled_for(device: torch.device) -> ModuleType:
 
         one, none = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         fused.score(one[None].half(), none, one, LogitRule(), one.clone()[None])
-    except Exception as problem:  # Triton, its compiler and the driver raise what they like
+    except Exception as problem:  # Triton, its compiler and the driver raise errors of any type
         warnings.warn(
             "prefixtree: Triton cannot compile here, so torch's operations score the logits: "
             f"slower, with the same results ({type(problem).__name__}: {problem})",

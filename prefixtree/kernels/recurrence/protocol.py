@@ -1,5 +1,4 @@
-"""Passed between the operators and a backend: the three calls, and steps of rows. And the protocol
-`Backend`.
+"""The calls that operators hand to a backend, steps of rows, and the protocol of a backend.
 
 Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
 heads, G groups, P head dim, N state dim, I states that enter, F states that leave; R rows of a
@@ -22,8 +21,8 @@ class ConvCall(NamedTuple):
         x: [T, D].
         weight: [D, W]; the last tap is the token's own.
         bias: [D], or None.
-        mask: the mask's host side, of which kernels read `packing.segments.tables_of`. None where
-            only shapes are asked for.
+        mask: the mask's host side, of which kernels read `packing.segments.tables_of`. None if only
+            shapes are asked for.
         silu: whether silu is applied to the sum.
     """
 
@@ -42,13 +41,12 @@ class DeltaCall(NamedTuple):
         value: [T, Hv, V], in the dtype of query and key.
         g: [T, Hv] log of the decay, or [T, Hv, K], one per channel; a dtype of its own.
         beta: [T, Hv]; a dtype of its own.
-        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter:
-            `segments_of(mask).entry` says where. None where all roots start from zeros.
+        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter, at
+            `segments_of(mask).entry`. None if all roots start from zeros.
         mask: as in `ConvCall`.
         scale: factor on the query.
-        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
-        num_final: F, the states that leave: those behind `segments_of(mask).exits`. None where
-            there is nobody to take them.
+        qk_l2norm: whether query and key are first divided by sqrt(sum of squares + 1e-6).
+        num_final: F, the states that leave after `segments_of(mask).exits`. None without borders.
     """
 
     query: torch.Tensor
@@ -64,12 +62,12 @@ class DeltaCall(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(Hv, K, V)."""
+        """The shape of a state, (Hv, K, V)."""
         return self.value.shape[1], self.key.shape[2], self.value.shape[2]
 
 
 class SsdCall(NamedTuple):
-    """The inputs of one call of `tree_ssd`, behind the treatment of dt and before D.
+    """The inputs of one call of `tree_ssd`, after the treatment of dt and before D.
 
     Attributes:
         x: [T, H, P].
@@ -92,7 +90,7 @@ class SsdCall(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(H, N, P)."""
+        """The shape of a state, (H, N, P)."""
         return self.x.shape[1], self.B.shape[2], self.x.shape[2]
 
 
@@ -100,12 +98,7 @@ Call = ConvCall | DeltaCall | SsdCall
 
 
 class RowSlots(NamedTuple):
-    """Which slots of a pool the rows of a decode step read and write.
-
-    Attributes:
-        source, target: int64 [R].
-        live: bool [R].
-    """
+    """The slots of a pool that a decode step's rows read and write, int64 [R]; live bool [R]."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -115,8 +108,8 @@ class RowSlots(NamedTuple):
 class StateStep(NamedTuple):
     """The inputs of one step of a rule, all of which fit together.
 
-    With S the state in front of the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or
-    beta value, the state behind it is S' + key u, and out = scale query (S' + key u).
+    With S the state before the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or beta
+    value, the state after it is S' + key u, and out = scale query (S' + key u).
 
     Attributes:
         query, key: [R, Hk, K]; head h reads key head h // (H / Hk).
@@ -124,10 +117,9 @@ class StateStep(NamedTuple):
         g: [R, H], or [R, H, K], log of the decay.
         beta: [R, H].
         states: [S, H, K, V], float32 (float64 for float64 values), contiguous; written.
-        rows: as `RowSlots`.
         scale: factor on the query.
-        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
-        delta: whether the rule takes off what the key finds.
+        qk_l2norm: whether query and key are first divided by sqrt(sum of squares + 1e-6).
+        delta: whether the rule subtracts what the key finds.
     """
 
     query: torch.Tensor
@@ -150,7 +142,6 @@ class ConvStep(NamedTuple):
         weight: [D, W]; the last tap is the token's own.
         bias: [D], or None.
         tails: [S, W - 1, D] in x's dtype, contiguous, the token before last; written.
-        rows: as `RowSlots`.
         silu: whether silu is applied to the sum.
     """
 
@@ -167,8 +158,8 @@ class Computed(NamedTuple):
 
     Attributes:
         out: contiguous, in the dtype of x or value.
-        saved: what the backward wants besides the call. No tensor of the call itself.
-        final: [F, ...] the states that leave, in the dtype of `initial`; None where the call has no
+        saved: what the backward needs in addition to the call. No tensor of the call itself.
+        final: [F, ...] the states that leave, in the dtype of `initial`; None if the call has no
             num_final.
     """
 
@@ -181,18 +172,18 @@ class Kernels(Protocol):
     """The functions that the module of a backend of the three operators has."""
 
     def refusal(self, call: Call) -> str | None:
-        """Why they cannot serve a call, in words that follow the backend's name; None if they can.
+        """Says why they cannot serve a call, to follow the backend's name; None if they can.
 
         Compiled code asks it with a mask of None: it may look at shapes, dtypes and devices only.
         """
         ...
 
     def saves(self, call: Call) -> list[torch.Tensor]:
-        """New tensors like those that `forward` saves, uninitialised; the mask is None."""
+        """Makes new tensors like those that `forward` saves, uninitialised; the mask is None."""
         ...
 
     def forward(self, call: Call) -> Computed:
-        """-> what the layer goes on with, and what the backward wants."""
+        """Computes the layer's result, and what the backward needs."""
         ...
 
     def backward(
@@ -202,7 +193,9 @@ class Kernels(Protocol):
         saved: list[torch.Tensor],
         dfinal: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """-> a gradient for each tensor of the call, in their order and dtypes, contiguous; a bias
-        or an initial of None has none. dfinal has the shape and dtype of final; None
-        stands for zeros."""
+        """Computes a gradient for each tensor of the call, in their order and dtypes, contiguous.
+
+        A bias or an initial of None has none. dfinal has the shape and dtype of final; None stands
+        for zeros.
+        """
         ...
