@@ -68,10 +68,7 @@ _R = TypeVar("_R")
 
 
 def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a function: for an unknown keyword, its TypeError names the nearest one.
-
-    Python 3.13 does so for every function.
-    """
+    """Lets the TypeError for an unknown keyword name the nearest one, as Python 3.13 does."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

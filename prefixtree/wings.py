@@ -73,30 +73,18 @@ class LayerMask:
         chosen: dict[str, torch.Tensor],
         **options: Any,
     ) -> torch.Tensor:
-        """Attends for the own tokens, [t, H, Dv].
-
-        Args:
-            module: the attention layer.
-            rows: query, key and value, [1, heads, rows, dim] each.
-            mask: of the own tokens.
-            chosen: the tensors that `check` takes.
-            options: scale, window, softcap and sinks of `tree_attention`.
-        """
+        """Attends for own tokens, [t, H, Dv]; rows are query, key, value, [1, heads, rows, dim]."""
         raise NotImplementedError
 
 
 class DividedMask:
-    """Stands in for the mask in a forward that computes a part of a forest.
-
-    Attributes:
-        mask: of the own tokens.
-        attended: the mask over which attention runs, imported keys included.
-    """
+    """Stands in for the mask, of the own tokens, in a forward that computes a part of a forest."""
 
     mask: TreeMask
 
     @property
     def attended(self) -> TreeMask:
+        """The mask over which attention runs, imported keys included."""
         raise NotImplementedError
 
     def attend(
@@ -116,13 +104,10 @@ class DividedMask:
 
 
 class DividedStates:
-    """States of a part's layer that come from other parts, and go to them: a `KeepsStates`.
-
-    Attributes:
-        num_tokens: the number of own tokens.
-    """
+    """States of a layer of a part, which come from other parts and go to them: a `KeepsStates`."""
 
     query_tokens = None
+    # own tokens
     num_tokens: int
 
 
@@ -130,14 +115,11 @@ class DividedStates:
 
 
 class ForwardWing:
-    """A wing in one forward, over a forest or a part of one. The base class does nothing.
+    """A wing in one forward, over a forest or a part of one. The base class does nothing."""
 
-    Attributes:
-        inputs: keywords of the model's forward.
-        held_bytes: bytes that are held until the backward.
-    """
-
+    # keywords of the model's forward
     inputs: Mapping[str, Any] = MappingProxyType({})
+    # until the backward
     held_bytes: int = 0
 
     def around(self, recompute: Any) -> AbstractContextManager[Any]:
@@ -150,14 +132,11 @@ class ForwardWing:
 
 
 class CallWing:
-    """A wing in a call over a packed forest. The base class does nothing.
+    """A wing in a call over a packed forest. The base class does nothing."""
 
-    Attributes:
-        inputs: keywords of a forward over all of the forest; a part gets those of its tokens.
-        held_bytes: bytes that a forward over all of the forest holds until its backward.
-    """
-
+    # keywords of a forward over all of the forest; a part gets those of its tokens
     inputs: Mapping[str, Any] = MappingProxyType({})
+    # by a forward over all of the forest, until its backward
     held_bytes: int = 0
 
     def forward(self, own: np.ndarray | None) -> ForwardWing:

@@ -14,19 +14,11 @@ from prefixtree.kernels.runtime import installed
 
 
 def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch.Tensor:
-    """Selects the best keys of queries on their paths; of equal scores the lowest position wins.
+    """Selects at most `count` keys of each query's path, bool [n, K]: the highest scores.
 
-    The order makes every algorithm find the same keys. Equal scores are common, because a ReLU
-    makes many of them exactly 0.
-
-    Args:
-        scores: [n, K], any float dtype; column d is of the key at position d of the query's path.
-            -0.0 equals 0.0. Columns after the query may hold anything.
-        count: keys per query. A query that sees fewer gets all that it sees.
-        position: int [n], of the queries.
-
-    Returns:
-        bool [n, K], true for at most `count` keys, none of them after its query.
+    scores [n, K] of any float dtype have a column per position of the path; columns after
+    `position`, int [n], may hold anything. Of equal scores the lowest position wins, so that every
+    algorithm finds the same keys: a ReLU makes many scores exactly 0. -0.0 equals 0.0.
     """
     width = scores.shape[1]
     if (kernels := _kernels_for(scores)) is not None:

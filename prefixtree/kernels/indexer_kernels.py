@@ -59,10 +59,7 @@ def scores_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes SCORES [n, width] float32 of the queries from `first` on.
-
-    A key's column is its position. Columns after a query's own position are not written.
-    """
+    """Writes SCORES [n, width] float32 of queries from `first` on, by position, up to their own."""
     tile = first_tile + tl.program_id(0)
     start = tl.load(Q_TILES + 3 * tile)
     query = tl.load(Q_TILES + 3 * tile + 1) - first
@@ -127,18 +124,11 @@ def index_scores(
     first: int,
     scale: float,
 ) -> torch.Tensor:
-    """Scores the keys on the paths of neighbouring queries.
+    """Scores the keys on the paths of neighbouring queries, float32 [n, K].
 
-    Args:
-        q: [n, H, D], those of the mask's queries from `first` on, up to a border of `tile_borders`.
-        keys: [T, D] in q's dtype; those after the queries are not read.
-        weights: float32 [n, H].
-        first: row of the first query, one of `tile_borders`.
-        scale: the factor on q . k.
-
-    Returns:
-        float32 [n, K], K one more than the greatest position of a query: column d is of the key at
-        position d of its query's path. Columns after a query's own position hold anything.
+    q [n, H, D] are the mask's queries from `first`, one of `tile_borders`, up to another; keys [T,
+    D] in its dtype; weights float32 [n, H]. Column d is of the key at position d of a query's path.
+    Columns after the query's own position hold anything.
     """
     n, heads, d = q.shape
     tokens = tile_tokens(heads)
@@ -225,12 +215,10 @@ def best_keys_kernel(
     SIZE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Writes BITS [n, num_words], which were 0, of queries that see more than `shortest` columns.
-
-    If IS_WHOLE, only of those that see at most SIZE.
-    """
+    """Writes BITS [n, num_words], 0 before, of queries with more columns than `shortest`."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(POSITION + row) + 1, width).to(tl.int32)
+    # longer paths are left to another launch if IS_WHOLE
     if (length > shortest) & (length <= SIZE if IS_WHOLE else True):
         SCORES += row * width
         scores = _scores(SCORES, 0, length, SIZE)

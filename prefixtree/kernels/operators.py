@@ -29,10 +29,8 @@ uncompiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def new_library(name: str) -> torch.library.Library:
-    """Makes a library of the namespace "prefixtree", and destroys an earlier one of this name.
-
-    It is kept where a second import (importlib.reload) finds it: torch takes no operator twice.
-    """
+    """Makes a library of the namespace "prefixtree", and destroys an earlier one of this name."""
+    # torch takes no operator twice, so it is kept where importlib.reload finds it
     if (earlier := getattr(_NAMESPACE, name, None)) is not None:
         earlier._destroy()
     library = torch.library.Library("prefixtree", "FRAGMENT")
@@ -78,10 +76,7 @@ _watch = _Watch()
 
 @contextmanager
 def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Gives a function that counts the forward calls over `mask` in this thread so far.
-
-    It returns the calls of `tree_attention`, and of recurrent operators.
-    """
+    """Gives a function that counts this thread's calls over `mask`: attention, recurrence."""
     before = _watch.mask, _watch.calls
     try:
         _watch.mask, _watch.calls = mask, Counter()
@@ -103,10 +98,8 @@ def as_one_call(mask: HostMask, of: Kind) -> Iterator[None]:
 
 
 def note_call(mask: HostMask, of: Kind) -> None:
-    """Counts a forward call of an operator that computes.
-
-    A mask with borders of states counts as the mask itself.
-    """
+    """Counts a forward call of an operator that computes."""
+    # a mask with borders of states counts as the mask itself
     if _watch.mask is (mask.counts_as or mask):
         _watch.calls[of] += 1
 

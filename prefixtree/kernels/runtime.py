@@ -27,15 +27,10 @@ K = TypeVar("K", bound=_Refuses)
 
 @dataclass(frozen=True)
 class Backend(Generic[K]):
-    """One implementation of a room's operators. Stateless.
-
-    Attributes:
-        name: its name for the keyword `backend`.
-        load: imports and returns the module of its kernels.
-        package: a package that must be installed before `load` is called; None for none.
-    """
+    """One implementation of a room's operators, by the name that calls give. Stateless."""
 
     name: str
+    # imports and returns the module of its kernels, if the package is installed
     load: Callable[[], K]
     package: str | None = None
 

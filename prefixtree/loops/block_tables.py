@@ -14,10 +14,7 @@ CAUSAL, END, WINDOW = 1, 2, 4
 
 @njit(cache=True)
 def walk(subtree_end):
-    """Finds the path predecessor (-1 at roots) and position of every token, int32 [T], in one pass.
-
-    The third value is the first token at which the ends do not nest, or -1.
-    """
+    """Finds predecessors (-1 at roots), positions, int32 [T], and a token not nested, or -1."""
     num_tokens = len(subtree_end)
     predictor = np.empty(num_tokens, np.int32)
     position = np.empty(num_tokens, np.int32)
@@ -122,10 +119,7 @@ def key_spans(subtree_end, k_tiles, tile_k):
 
 @njit(cache=True)
 def cut_key_tiles(subtree_end, q_tiles, tile_k):
-    """Cuts keys at node borders so that the tiles' query runs add up to the least, int32 [NK, 2].
-
-    A dynamic programme over the places where a tile of at most `tile_k` keys may start.
-    """
+    """Cuts keys at node borders so that the tiles' query runs sum to the least, int32 [NK, 2]."""
     num_tokens = len(subtree_end)
     num_q = len(q_tiles)
     # numbers of query tiles that end before a token, and of query tiles that start before it
@@ -148,6 +142,7 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
             border[t] = t + 1
         else:
             border[t] = border[t + 1]
+    # a dynamic programme over the places where a tile may start
     unreached = np.int64(2) ** 62
     cost = np.full(num_tokens + 1, unreached, np.int64)
     come_from = np.empty(num_tokens + 1, np.int64)
@@ -235,16 +230,13 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
 
     The key tiles before a query tile that it still sees form a stack, because tokens leave the path
     in the reverse of the order in which they joined it. A tile is `whole` if all its keys were on
-    the path when it joined. The next tile begins below each of its keys. So the least end falls
-    along neighbouring whole tiles, and those full for a query tile are the lower part of a run. A
-    query tile therefore costs its number of runs, not of tiles.
+    the path when it joined. Along neighbouring whole tiles the least end falls, so those full for a
+    query tile are the lower part of a run. A query tile therefore costs its number of runs, not of
+    tiles.
 
-    Args:
-        k_ends, k_positions, q_positions: int32 [n, 2], least and greatest of a tile's tokens.
-        window: in positions, 0 for none.
-
-    Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (full runs stand before it, partial ones after)
-    and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).
+    k_ends, k_positions and q_positions, int32 [n, 2], are the least and greatest of a tile's
+    tokens. Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (full runs stand before it, partial
+    ones after) and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).
     """
     num_q = len(q_tiles)
     num_k = len(k_tiles)

@@ -21,16 +21,12 @@ def _grown(rows):
 
 @njit(cache=True)
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
-    """Finds the pieces of a part: its runs and the ancestors it imports, cut where owners change.
+    """Finds every part's pieces: its runs and the ancestors it imports, cut where owners change.
 
-    Args:
-        node_parent, node_start, node_end: [N], in preorder; tokens after the last node are padding,
-            which has no ancestors.
-        run_start: int64 [Q + 1], the runs of one owner, side by side from 0 to T.
-        run_part: int64 [Q], the owner of each.
-
-    Returns ptr int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part
-    after part and ascending within a part. No piece spans two runs.
+    Nodes are in preorder; tokens after the last node are padding, which has no ancestors. run_start
+    int64 [Q + 1] are runs of one owner from 0 to T, run_part int64 [Q] their owners. Returns ptr
+    int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part after part and
+    ascending within a part. No piece spans two runs.
     """
     num_runs = len(run_part)
     num_packed = node_end[-1]
@@ -100,12 +96,7 @@ def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_part
 
 @njit(cache=True)
 def lay_out(subtree_end, starts, lengths):
-    """Lists the packed tokens of a part's rows and, in rows, their subtree ends, int32 [K] each.
-
-    Args:
-        subtree_end: int32 [T], of the whole forest.
-        starts, lengths: int64, the part's pieces, ascending.
-    """
+    """Lists the packed tokens of a part's pieces and, in rows, their subtree ends, int32 [K]."""
     num_rows = np.int64(0)
     for length in lengths:
         num_rows += length
@@ -188,14 +179,10 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
 
 @njit(cache=True)
 def deal(seconds, order, is_long, num_parts, each):
-    """Deals chunks out, heaviest first, each to the part with the least work so far: int64 [C].
+    """Deals chunks in `order`, heaviest first, to the part with the least work so far: int64 [C].
 
-    A part takes `each` chunks, and its share of the long ones while another part has room.
-
-    Args:
-        seconds: float64 [C], the work of each chunk.
-        order: int64 [C], the chunks, heaviest first.
-        is_long: bool [C], chunks that are one tile longer than the others.
+    A part takes `each` chunks, and its share of the long ones (one tile longer) while another part
+    has room. seconds, float64 [C], is the work.
     """
     share = (is_long.sum() + num_parts - 1) // num_parts
     short_share = each - is_long.sum() // num_parts

@@ -150,17 +150,13 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
 
     It goes from the leaves up. Pieces below a node are joined there, first-fit decreasing, before
     the parent gets them. So units meet as deep as possible, where they share most. A node that does
-    not fit as a whole is repeated in as few pieces as first-fit needs.
+    not fit as a whole is repeated in as few pieces as first-fit needs. A unit heavier than the
+    capacity is a piece alone. A piece may also weigh `keep` times the path above it, and up to
+    `limit` with the path, so that it stays whole if it costs much to cut.
 
-    Args:
-        unit_node: int64 [U], the deepest node that all of a unit's sequences share; -1 for none.
-        unit_size: int64 [U], the unit's weight below that node.
-        join_roots: whether trees are joined with one another too.
-        keep: a piece may also weigh `keep` times the path above it, and up to `limit` with the
-            path, so that it stays whole if it costs much to cut. 0 for the capacity alone.
-
-    Returns the piece of each unit, int64 [U], numbered by first unit. A unit that alone is heavier
-    than the capacity is a piece alone.
+    unit_node int64 [U] is the deepest node that all of a unit's sequences share (-1 for none),
+    unit_size int64 [U] the weight below it. Returns the piece of each unit, int64 [U], numbered by
+    first unit.
     """
     n = len(parent)
     num_units = len(unit_node)
@@ -314,10 +310,7 @@ def split_weights(parent, weight, ptr, ends):
 
 @njit(cache=True)
 def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
-    """Cuts the items, in their order, into one run per rank: the rank of each, int64 [I].
-
-    The heaviest run is as light as it can be, within a thousandth.
-    """
+    """Cuts items, in order, into a run per rank, the heaviest near the least: int64 [I]."""
     num_items = len(own)
     rank = np.zeros(num_items, np.int64)
     # the run that last paid for a shared node
@@ -508,10 +501,7 @@ def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
 
 @njit(cache=True)
 def fill_in_order(lengths, max_tokens):
-    """Fills micro-batches in input order, as trainers do: int64 [S], the micro-batch of each.
-
-    A new micro-batch starts if the sum of the lengths would exceed the budget.
-    """
+    """Fills micro-batches in input order up to a budget, as trainers do: int64 [S]."""
     label = np.empty(len(lengths), np.int64)
     current, held = 0, np.int64(0)
     for s in range(len(lengths)):

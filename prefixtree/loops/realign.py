@@ -195,11 +195,7 @@ def _sampled_in(before, start, end):
 
 @njit(cache=True)
 def share_masks(masks, offsets, start, length, position, parent, sequence_node):
-    """Marks a token in each sequence if any sequence that holds it marks it.
-
-    Changes masks bool [R] in place; sequence s begins at offsets[s]. The other arguments are a
-    forest's nodes.
-    """
+    """Marks each token of masks, bool [R], in place if any sequence that holds it marks it."""
     marked = np.zeros(start[-1] + length[-1], np.bool_)
     for is_reading in (True, False):
         for s in range(len(sequence_node)):
@@ -218,17 +214,12 @@ def share_masks(masks, offsets, start, length, position, parent, sequence_node):
 def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
     """Counts the tokens that the runs of `align` would save.
 
-    A difference is sampled if both of its sides hold tokens that the policy sampled.
+    A difference is sampled if both of its sides hold tokens that the policy sampled, as before [T +
+    1], their number before each packed token, tells. Turns of one rollout have none.
 
-    Args:
-        before: [T + 1], the number of sampled tokens before each packed token.
-        is_one_rollout: whether both chains are turns of one rollout, written differently. Then no
-            difference is sampled.
-
-    Returns:
-        int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
-        shared without the difference before it. win: also the later runs, up to the first sampled
-        difference. again: all runs. is_sampled: 1 if the first difference is sampled.
+    Returns int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
+    shared without the difference before it. win: also the later runs, up to the first sampled
+    difference. again: all runs. is_sampled: 1 if the first difference is sampled.
     """
     win, alone, again, is_sampled = 0, 0, 0, 0
     is_open = True

@@ -12,14 +12,9 @@ from numba import njit
 
 @njit(cache=True)
 def find(predictor, exits):
-    """Cuts a packed forest where it branches, and after the tokens `exits`.
+    """Cuts a packed forest where it branches, and after the tokens `exits`, int32 [F].
 
-    Args:
-        predictor: int32 [T], the token before each on its path, -1 at roots.
-        exits: int32 [F], tokens after which a segment ends, as if others read its state.
-
-    Returns start int32 [N + 1], parent, level and has_children (uint8) [N] of `Segments`, in packed
-    order.
+    Returns start int32 [N + 1], parent, level and has_children (uint8) [N] of `Segments`.
     """
     num_tokens = len(predictor)
     children = np.zeros(num_tokens, np.int32)
@@ -55,10 +50,7 @@ def find(predictor, exits):
 
 @njit(cache=True)
 def sorted_by(keys, num_keys):
-    """Sorts 0, 1, .. by their keys, equal keys in ascending order, without those of key -1.
-
-    Returns order int32 [n] and starts int32 [num_keys + 1] into it.
-    """
+    """Sorts 0, 1, .. stably by key, without key -1: order int32 [n], starts [num_keys + 1]."""
     starts = np.zeros(num_keys + 1, np.int32)
     for key in keys:
         if key >= 0:
@@ -76,11 +68,7 @@ def sorted_by(keys, num_keys):
 
 @njit(cache=True)
 def chunks(start, size):
-    """Cuts segments into chunks of at most `size` tokens.
-
-    Returns cu_chunks int32 [N + 1], the chunks before each segment, and chunk_indices int32 [NC,
-    2], (segment, chunk in the segment).
-    """
+    """Cuts segments into chunks of at most `size` tokens: the fields of `Chunks`."""
     num_segments = len(start) - 1
     cu_chunks = np.zeros(num_segments + 1, np.int32)
     for s in range(num_segments):
@@ -95,10 +83,7 @@ def chunks(start, size):
 
 @njit(cache=True)
 def taps(predictor, width):
-    """Builds the tables of a causal convolution of `width` taps and of its gradient: see `Taps`.
-
-    Returns ancestors int32 [W, T], start int32 [T + 1], token and tap int32 [M].
-    """
+    """Builds `Taps`: ancestors int32 [W, T], start int32 [T + 1], token and tap int32 [M]."""
     num_tokens = len(predictor)
     ancestors = np.empty((width, num_tokens), np.int32)
     start = np.zeros(num_tokens + 1, np.int32)
@@ -161,11 +146,7 @@ def above_and_below(parent: np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray,
 def deal_slots(
     order: np.ndarray, parent_state: np.ndarray, num_states: int, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Deals the children of each branch point onto its slots, in the order of the backward.
-
-    Returns:
-        slot_in_branch int32 [N], rank int32 [N] (both -1 at roots), children int32 [B].
-    """
+    """Deals children onto slots in `order`: slot and rank, int32 [N] (-1 at roots), children."""
     slot = np.full(len(order), -1, np.int32)
     rank = np.full(len(order), -1, np.int32)
     children = np.zeros(num_states, np.int32)

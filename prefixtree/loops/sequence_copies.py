@@ -16,12 +16,8 @@ from numba import njit
 def copy_index(parent, start, length, position, sequence_node, sequences, offsets, selected):
     """Lists the packed index of each token of `sequences`, one sequence after another.
 
-    Args:
-        sequences: int64 [s] sequence indices.
-        offsets: int64 [S + 1], where each sequence begins among all replicated tokens.
-        selected: uint8 [R], nonzero for the tokens to list; or empty for all.
-
-    Returns index int32 [r] and counts int64 [s], the number of listed tokens of each sequence.
+    selected uint8 [R] is nonzero for the tokens to list, or empty for all; sequence s begins at
+    offsets[s]. Returns index int32 [r] and counts int64 [s], the listed tokens per sequence.
     """
     everything = len(selected) == 0
     counts = np.empty(len(sequences), np.int64)
@@ -83,10 +79,7 @@ def first_copy(index, num_tokens):
 
 @njit(cache=True)
 def counting_sort(index, num_values):
-    """Sorts the places of `index` by value, ties in their order, without entries of -1, int64.
-
-    The second value is how often each value is there, int64 [num_values].
-    """
+    """Sorts places by value, ties in order, without -1, int64; counts each value, int64."""
     counts = np.zeros(num_values, np.int64)
     for value in index:
         if value >= 0:
@@ -105,11 +98,7 @@ def counting_sort(index, num_values):
 def distinct_pairs(index, number, num_tokens, num_numbers):
     """Finds the distinct pairs of packed token and number among copies, by number, then by token.
 
-    Args:
-        index: int32 [r], the packed token of each copy.
-        number: int64 [r], from 0 to num_numbers - 1.
-
-    Returns token int64 [U] and number int64 [U] of each pair, and the pair of each copy, int32 [r].
+    Returns token and number, int64 [U], of each pair, and the pair of each copy, int32 [r].
     """
     # a radix sort by two digits
     order, _ = counting_sort(index, num_tokens)
@@ -156,12 +145,7 @@ _A, _B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 @njit(cache=True)
 def hashes(above, value):
-    """Hashes the path of each token, uint64 [T]: equal for equal paths, hardly ever for others.
-
-    Args:
-        above: int64 [T], the token before each on its path, -1 for none.
-        value: int64 [T].
-    """
+    """Hashes each token's path, uint64 [T], of the token above (-1: none) and value, int64 [T]."""
     out = np.empty(len(above), np.uint64)
     for t in range(len(above)):
         before = out[above[t]] if above[t] >= 0 else _B
@@ -173,12 +157,7 @@ def hashes(above, value):
 
 @njit(cache=True)
 def are_equal(first, above, value):
-    """Whether a token and the first token with its hash have one path, bool [T].
-
-    Args:
-        first: int64 [T], the first token with each token's hash.
-        above, value: int64 [T], as in `hashes`.
-    """
+    """Whether a token and `first`, int64 [T], the first with its hash, have one path: bool [T]."""
     out = np.empty(len(first), np.bool_)
     for t in range(len(first)):
         a, b = above[t], above[first[t]]
@@ -192,13 +171,7 @@ def are_equal(first, above, value):
 
 @njit(cache=True)
 def keep_equal(found, above, value, first, is_equal, other_above, other_value):
-    """Sets entries of `found` to -1, in place, unless they have the path of their token.
-
-    Args:
-        found: int64 [Q], the first token of the other forest with each token's hash, or -1.
-        above, value: int64 [Q], as in `hashes`.
-        first, is_equal, other_above, other_value: of the other forest, as in `are_equal`.
-    """
+    """Sets `found`, int64 [Q], the first token elsewhere with a hash, to -1 if paths differ."""
     for q in range(len(found)):
         at = found[q]
         if at < 0:

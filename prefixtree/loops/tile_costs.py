@@ -137,10 +137,7 @@ def query_costs(q_ptr, q_runs):
 
 @njit(cache=True)
 def partial_tiles(q_ptr, q_split, q_runs, k_tiles):
-    """Lists the partial runs of each query tile as tiles, one per row.
-
-    Returns partial_ptr int32 [NQ + 1] and partial_tiles int32 [*, 2] (key tile, packed start).
-    """
+    """Lists partial runs as tiles: ptr int32 [NQ + 1], int32 [*, 2] (key tile, packed start)."""
     num_q = len(q_split)
     ptr = np.zeros(num_q + 1, np.int32)
     for i in range(num_q):
@@ -161,13 +158,9 @@ def partial_tiles(q_ptr, q_split, q_runs, k_tiles):
 
 @njit(cache=True)
 def cheapest_cuts(shared, most, cost):
-    """Finds the rows at which blocks begin, then B: int64, ascending.
+    """Finds the rows at which blocks of at most `most` rows begin, then B: int64, ascending.
 
-    Args:
-        shared: int64 [B + 1], keys that rows i - 1 and i have in common: a cut before row i reads
-            them twice.
-        most: rows of a block, at most.
-        cost: of a cut, in keys.
+    A cut before row i costs `cost` keys and shared[i], int64 [B + 1], the keys that it reads twice.
     """
     rows = len(shared) - 1
     # the cost of the cheapest way to cut the rows before a row, and its last cut but one

@@ -26,16 +26,12 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The places of the tokens of a batch [B, L].
-
-    Attributes:
-        shape: B and L.
-        place: int64 [R], each token's entry in the flattened batch, sequence by sequence.
-        lengths: int64 [S], the number of tokens of each sequence, above 0.
-    """
+    """The places of the tokens of a batch [B, L], sequence by sequence."""
 
     shape: tuple[int, int]
+    # int64 [R], each token's entry in the flattened batch
     place: np.ndarray
+    # int64 [S], above 0
     lengths: np.ndarray
 
     @classmethod
@@ -100,12 +96,8 @@ class BatchLayout:
         return np.split(array.reshape(-1)[self.place], self.first[1:])
 
     def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Puts values per token into a batch [B, L, ...], 0 elsewhere.
-
-        Args:
-            values: [n - 1, ...] per sequence, for its tokens but the first. If there is no
-                sequence, one tensor without entries.
-        """
+        """Puts [n - 1, ...] per sequence, its tokens but the first, into [B, L, ...]; else 0."""
+        # without sequences, `values` holds one tensor without entries
         flat = torch.cat(list(values))
         out = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
         return out.index_copy(0, self._predicted_on(flat.device), flat).unflatten(0, self.shape)

@@ -116,14 +116,7 @@ class BlockTables:
         return len(self.pieces) - (len(self.k_tiles) - len(self.slots))
 
     def to(self, device: torch.device | str) -> BlockTables:
-        """Copies the tables to a device, in one asynchronous copy.
-
-        Args:
-            device: the device to copy to.
-
-        Returns:
-            The same tables on `device`.
-        """
+        """Copies the tables to a device, in one asynchronous copy."""
         names = [field.name for field in fields(self)]
         moved = move_all([getattr(self, name) for name in names], device)
         return BlockTables(**dict(zip(names, moved, strict=True)))
@@ -160,13 +153,9 @@ def build_tables(
     shape: TileShape,
     window: int,
 ) -> BlockTables:
-    """Builds the block tables of a mask, on the CPU.
+    """Builds block tables on the CPU, of subtree_end and position, int32 [T]; window 0 for none.
 
-    Args:
-        subtree_end: int32 [T], one past the last packed token below each token.
-        position: int32 [T], each token's position on its path.
-        query_runs: int64 [*, 3] (packed start, row in q, length), the tokens that q holds.
-        window: in tokens; 0 for none.
+    query_runs int64 [*, 3] (packed start, row in q, length) are the tokens that q holds.
     """
     tables, costs = loops.block_tables, loops.tile_costs
     q_tiles = tables.query_tiles(query_runs, shape.tile_q)

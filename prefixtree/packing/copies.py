@@ -70,11 +70,8 @@ def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 @lasting
 def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """Moves several tensors of one dtype in one copy; each starts at a multiple of 64 bytes.
-
-    A kernel is compiled for the alignment of its addresses, so the alignment must not vary by
-    forest.
-    """
+    """Moves tensors of one dtype in one copy; each starts at a multiple of 64 bytes."""
+    # a kernel is compiled for the alignment of its addresses, which must not vary by forest
     step = 64 // tensors[0].element_size()
     room = [-(-tensor.numel() // step) * step for tensor in tensors]
     flat = tensors[0].new_zeros(sum(room))
@@ -92,14 +89,7 @@ _CHUNK = 1 << 26
 
 
 class GatherIndex:
-    """The row that each copy takes.
-
-    Args:
-        index: int [r] rows of the source, -1 for a zero; or a function that computes them at their
-            first use, when other work has been launched.
-        num_rows: the number of rows of the source.
-        device: of the tensors.
-    """
+    """The row that each copy takes: index [r], -1 for a zero, or a function that computes it."""
 
     def __init__(
         self, index: np.ndarray | Callable[[], np.ndarray], num_rows: int, device: torch.device
@@ -110,6 +100,7 @@ class GatherIndex:
 
     @cached_property
     def _index(self) -> np.ndarray:
+        # a function is called when other work has been launched
         return self._given() if callable(self._given) else self._given
 
     @cached_property
@@ -182,13 +173,7 @@ def rows_of_runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 class RowRuns:
-    """Rows of a larger tensor, in the order of their runs.
-
-    Args:
-        first: int64 [N], the first row of each run in the larger tensor.
-        length: int64 [N], the number of rows of each run. No row is in two runs.
-        device: of the tensors.
-    """
+    """Rows of a larger tensor, in runs of `length` from `first` on, int64 [N]; none in two runs."""
 
     def __init__(self, first: np.ndarray, length: np.ndarray, device: torch.device) -> None:
         self.count = int(length.sum())

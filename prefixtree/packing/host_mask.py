@@ -34,15 +34,7 @@ def visible_pairs(position: np.ndarray, length: np.ndarray, window: int | None) 
 
 
 def pairs_per_run(position: np.ndarray, length: np.ndarray, window: int | None) -> np.ndarray:
-    """Counts the visible (query, key) pairs of runs of tokens, per head, int64 [N].
-
-    This is the sum of `visible_keys` over each run, in closed form.
-
-    Args:
-        position: int64 [N], the position of each run's first token in its sequence.
-        length: int64 [N], the number of tokens of each run.
-        window: in tokens; None for none.
-    """
+    """Sums `visible_keys` over runs, int64 [N]; `position` is that of a run's first token."""
 
     def up_to(n: np.ndarray) -> np.ndarray:
         near = n if window is None else np.minimum(n, window)
@@ -60,12 +52,10 @@ class HostMask:
         query_runs: np.ndarray | None,
         whole: HostMask | None = None,
     ) -> None:
-        """Checks that the ends nest, and finds predecessors and positions.
+        """Finds predecessors and positions of subtree_end, int32 [T], which must nest.
 
-        Args:
-            subtree_end: int32 [T].
-            query_runs: int64 [*, 3] (packed start, row in q, length); None if q holds all tokens.
-            whole: the mask of all queries from which this one is made.
+        query_runs int64 [*, 3] are (packed start, row in q, length), None for all tokens. `whole`
+        is the mask of all queries from which this one is made.
         """
         self.subtree_end = subtree_end
         if whole is None:
@@ -136,27 +126,20 @@ class HostMask:
         return loops.block_tables.paths(self.predictor, self.query_runs)
 
     def blocks(self) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-        """Yields (row, length, key runs (start, end, causal)) per block of `paths`, by row.
-
-        The runs above a block come first, root first. The block's own tokens, the one causal run,
-        come last.
-        """
+        """Yields (row, length, key runs (start, end, causal)) per block of `paths`, root first."""
         blocks, prefix_ptr, prefix_runs = self.paths
         above = prefix_runs.tolist()
         for (start, row, length), a, b in zip(
             blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
         ):
-            # if a block begins inside a path, that path's beginning is among the runs above it
+            # the block's own tokens are the one causal run; if it begins inside a path, that path's
+            # beginning is among the runs above it
             runs = [(first, end, False) for first, end in above[a:b]]
             yield row, length, [*runs, (start, start + length, True)]
 
     @cached_property
     def chain_starts(self) -> np.ndarray | None:
-        """The first token of each tree, then T, int32 [trees + 1].
-
-        None if a tree branches, or q does not hold every token. Without branches, attention is that
-        of sequences one after another.
-        """
+        """The first token of each tree, then T, int32; None if a tree branches or q is a subset."""
         if self.is_subset:
             return None
         is_root = self.predictor < 0

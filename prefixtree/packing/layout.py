@@ -139,14 +139,7 @@ class PackedForest:
         return self.num_tokens - self.forest.num_tokens
 
     def to(self, device: torch.device | str) -> PackedForest:
-        """Copies the packed forest to a device, in one copy, asynchronous to CUDA.
-
-        Args:
-            device: the device to copy to.
-
-        Returns:
-            A PackedForest on `device`. Its mask shares the host tables of this one.
-        """
+        """Copies the packed forest to a device, asynchronously to CUDA; host tables are shared."""
         check_device(device)
         buffer = move(self._buffer, device)
         columns = _columns(buffer)
@@ -163,14 +156,11 @@ class PackedForest:
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> PackedForest:
-        """Changes the options of the mask.
+        """Changes the options of the mask; None leaves one unchanged. Tensors are shared.
 
         Args:
-            backend: as in `tree_attention`. Default: unchanged.
-            deterministic: whether gradients are bitwise repeatable. Default: unchanged.
-
-        Returns:
-            A PackedForest with these options, which shares its tensors with this one.
+            backend: as in `tree_attention`.
+            deterministic: whether gradients are bitwise repeatable.
         """
         return PackedForest(
             self.forest, self._buffer, self.mask.with_options(backend, deterministic)
@@ -412,45 +402,20 @@ class PackedForest:
     # ---- what adapters build on -----------------------------------------------------------------
 
     def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
-        """Checks per-sequence masks and joins them.
-
-        Args:
-            loss_mask: as in `edges`.
-
-        Returns:
-            uint8 [R], 1 where a token is selected.
-
-        Raises:
-            ForestError: as `edges`.
-        """
+        """Checks masks per sequence, as in `edges`, and joins them to uint8 [R], 1 if selected."""
         return flat_selection(loss_mask, self.forest.sequence_lengths)
 
     def selected_tokens(
         self, selected: np.ndarray, sequences: np.ndarray | None = None
     ) -> np.ndarray:
-        """Finds the packed tokens that are selected in any of the sequences.
-
-        Args:
-            selected: uint8 [R], from `flat_selection`.
-            sequences: int64 indices of the sequences that count. Default: all.
-
-        Returns:
-            bool [T].
-        """
+        """Finds the tokens that `selected`, uint8 [R], has in any of the sequences: bool [T]."""
         if sequences is None:
             sequences = self._sequence_indices(None)
         args = (*self._nodes, sequences, self._offsets, selected, self.num_tokens)
         return loops.sequence_copies.any_copy(*args)
 
     def scored_tokens(self, selected: np.ndarray | None) -> np.ndarray:
-        """Finds the packed tokens with a predictor that are selected in any sequence.
-
-        Args:
-            selected: uint8 [R], from `flat_selection`. None: all are.
-
-        Returns:
-            int64, ascending.
-        """
+        """Finds the tokens with a predictor that `selected`, uint8 [R], has: int64, ascending."""
         scored = self.mask.host.predictor >= 0
         if selected is not None:
             scored = scored & self.selected_tokens(selected)
@@ -459,15 +424,10 @@ class PackedForest:
     def copy_index(
         self, sequences: np.ndarray, selected: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the packed token of each token of some sequences.
+        """Lists the packed index, int32, of each selected token, sequence after sequence.
 
-        Args:
-            sequences: int64 indices of the sequences.
-            selected: uint8 [R], from `flat_selection`. Default: None, which selects every token.
-
-        Returns:
-            The packed index of each selected token, sequence after sequence (int32), and the number
-            of selected tokens per sequence (int64).
+        The second result is the number of selected tokens per sequence, int64. `selected` is uint8
+        [R], from `flat_selection`; None selects all.
         """
         # the compiled loop takes arrays alone
         chosen = np.empty(0, np.uint8) if selected is None else selected

@@ -80,11 +80,7 @@ class TreeMask:
         return self
 
     def given_with(self, position_ids: torch.Tensor) -> TreeMask:
-        """Makes a copy of the mask that knows the positions a model gets with it.
-
-        Args:
-            position_ids: int64 [Tq], of the rows of q.
-        """
+        """Copies the mask, which then knows the positions, int64 [Tq], that a model gets."""
         mask = self.with_options()
         if not position_ids.is_inference():
             mask._given = position_ids, position_ids._version
@@ -94,9 +90,6 @@ class TreeMask:
         """Whether these are the known positions: the same memory, not written to since.
 
         False says nothing about the values. No value is read, so the host does not wait for a GPU.
-
-        Args:
-            position_ids: [Tq].
         """
         if self._given is None:
             return False
@@ -127,14 +120,7 @@ class TreeMask:
         return rows.shape[0]
 
     def to(self, device: torch.device | str) -> TreeMask:
-        """Copies the mask to a device, in one asynchronous copy.
-
-        Args:
-            device: the device to copy to.
-
-        Returns:
-            A TreeMask on `device` that shares the host tables of this one.
-        """
+        """Copies the mask to a device, in one asynchronous copy; the host tables are shared."""
         check_device(device)
         # a tensor knows the index of a bare "cuda"
         device = torch.empty(0, device=device).device
@@ -142,29 +128,20 @@ class TreeMask:
         return mask._init(self.host, device, self.backend, self.deterministic, self.handle)
 
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> TreeMask:
-        """Makes the mask for another device, where its arrays are already.
-
-        Args:
-            subtree_end: int32 [T], a copy of the mask's array on the other device.
-            position_ids: int32 [T], a copy of the mask's array on the same device.
-
-        Returns:
-            A TreeMask on the device of the two arrays, which uses them.
-        """
+        """Makes the mask of the device where these copies of its arrays are, int32 [T] each."""
         self.host.adopt(subtree_end, position_ids)
         return self.to(subtree_end.device)
 
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> TreeMask:
-        """Changes the options; the mask carries them through a model to `tree_attention`.
+        """Changes the options, which the mask carries through a model to `tree_attention`.
+
+        The new mask shares its tables with this one. None leaves an option unchanged.
 
         Args:
-            backend: as in `tree_attention`. Default: unchanged.
-            deterministic: whether gradients are bitwise repeatable. Default: unchanged.
-
-        Returns:
-            A TreeMask with these options that shares its tables with this one.
+            backend: as in `tree_attention`.
+            deterministic: whether gradients are bitwise repeatable.
         """
         mask = TreeMask.__new__(TreeMask)
         return mask._init(

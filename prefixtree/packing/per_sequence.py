@@ -23,12 +23,7 @@ def per_sequence(name: str, values: Any, count: int) -> list[Any]:
 
 
 def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
-    """Refuses entries whose number or lengths are not those of the sequences.
-
-    Args:
-        lengths: of the entries that came; -1 for an entry without a length.
-        expected: [S] lengths of the sequences.
-    """
+    """Refuses lengths (-1: no length) that are not the expected ones of the sequences, [S]."""
     per_sequence(name, lengths, len(expected))
     for bad in np.flatnonzero(np.array(lengths) != expected)[:1]:
         got = "no 1-D array" if lengths[bad] < 0 else f"length {lengths[bad]}"
@@ -40,9 +35,8 @@ def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
 def zeros_like(entry: Any) -> Any:
     """Makes a stand-in, for an empty step, of an entry of another sequence.
 
-    Returns:
-        0 for a number; one row of zeros, without a gradient, for a list, an array or a tensor; None
-        for anything else.
+    It is 0 for a number, one row of zeros without a gradient for a list, an array or a tensor, and
+    None for anything else.
     """
     if isinstance(entry, (list, tuple)):
         return [zeros_like(first) for first in entry[:1]] or [0]

@@ -32,23 +32,18 @@ class Found(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """The paths of a forest's tokens, sorted by their hashes.
+    """The paths of a forest's tokens, sorted by their hashes."""
 
-    Attributes:
-        above: int64 [T], the token before each on its path, -1 for none.
-        value: int64 [T], equal for equal token ids and routes.
-        hashes, first: the distinct hashes, ascending, and the first token with each.
-        first_of: int64 [T], the first token with each token's hash.
-        is_equal: bool [T], whether the token has the path of `first_of`.
-        comes_again: bool [T], whether a first token's hash is also that of others.
-    """
-
+    # int64 [T]: the token before each, -1 for none; equal for equal token ids and routes
     above: np.ndarray
     value: np.ndarray
+    # the distinct hashes, ascending, and the first token with each
     hashes: np.ndarray
     first: np.ndarray
+    # int64 [T], the first token with each token's hash; bool [T], whether it has the same path
     first_of: np.ndarray
     is_equal: np.ndarray
+    # bool [T], whether a first token's hash is also that of others
     comes_again: np.ndarray
 
     @classmethod

@@ -126,14 +126,11 @@ _Array = TypeVar("_Array")
 
 
 class Chunks(NamedTuple, Generic[_Array]):
-    """A segment's tokens in chunks of C, the last of a segment shorter. numpy or torch, int32.
+    """Segments in chunks of C tokens, the last of one shorter: numpy or torch, int32."""
 
-    Attributes:
-        cu_chunks: [N + 1], the number of chunks before each segment.
-        chunk_indices: [NC, 2], (segment, chunk in the segment) of every chunk, in packed order.
-    """
-
+    # [N + 1], the number of chunks before each segment
     cu_chunks: _Array
+    # [NC, 2], (segment, chunk in the segment), in packed order
     chunk_indices: _Array
 
 
@@ -258,12 +255,7 @@ def find_segments(
     exits: np.ndarray = _NONE,
     num_entries: int = 0,
 ) -> Segments:
-    """Finds the segments of a packed forest.
-
-    Args:
-        predictor: int32 [T], -1 at roots: `HostMask.predictor`.
-        entries, rows, exits: int32, of a `StateBorders`.
-    """
+    """Finds the segments of `HostMask.predictor`, int32 [T]; int32 borders as in `StateBorders`."""
     start, parent, level, has_children = loops.segments.find(predictor, exits)
     num_levels = int(level.max(initial=-1)) + 1
     order, level_start = loops.segments.sorted_by(level, num_levels)
@@ -292,21 +284,18 @@ def find_segments(
 
 
 class SegmentTables:
-    """`Segments` as int32 tensors on a device, moved in one copy.
-
-    Attributes:
-        host: the Segments, whose numbers a launch reads without waiting for the device.
-        exit_of: [N], the row of each segment among the states that leave, -1 for none.
-    """
+    """`Segments` as int32 tensors on a device, moved in one copy."""
 
     @lasting
     def __init__(self, host: Segments, device: torch.device) -> None:
+        # a launch reads its numbers without waiting for the device
         self.host = host
         self.device = device
         names = (
             *("start", "parent", "level", "has_children", "order", "level_start"),
             *("children_start", "children", "state_row"),
         )
+        # the row of each segment among the states that leave, -1 for none
         exit_of = np.full(host.num_segments, -1, np.int32)
         exit_of[host.exits] = np.arange(len(host.exits))
         arrays = [getattr(host, name).astype(np.int32) for name in names]

@@ -134,18 +134,8 @@ def explain(
 ) -> str:
     """Says which backend `tree_attention` would run for these arguments, and why.
 
-    Args:
-        mask: the packed forest's TreeMask.
-        q: as in `tree_attention`. Give q, k and v together or leave out all three. Default: one
-            head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
-        k: as q.
-        v: as q.
-        scale: as in `tree_attention`.
-        window: as in `tree_attention`.
-        softcap: as in `tree_attention`.
-        sinks: as in `tree_attention`.
-        deterministic: as in `tree_attention`. Default: the option of the mask.
-        backend: as in `tree_attention`. Default: the option of the mask.
+    The arguments are those of `tree_attention`. q, k and v may be left out together. Default: one
+    head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
 
     Returns:
         One sentence. If `tree_attention` would raise an UnsupportedError, it starts with
@@ -189,11 +179,7 @@ def checked_call(
     deterministic: bool | None,
     part: bool = False,
 ) -> Options:
-    """Checks a call and returns its options; 0 stands for no window and for no softcap.
-
-    Args:
-        part: whether k and v have the rows of the queries' tokens alone, which a part owns.
-    """
+    """Checks a call and gives its options; with `part`, k and v are of the queries' tokens."""
     options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic, part)
     check_name(options.backend)
     return options

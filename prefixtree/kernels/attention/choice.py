@@ -199,10 +199,8 @@ def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_tail(work: float, longest_share: float, heads: int, processors: int) -> float:
-    """Raises `flash_work` by the wait for the longest block of flash-attn-4's backward.
-
-    One block takes all query tiles of a key tile and head, where triton cuts them. If few heads
-    share a prompt that all queries see, the other multiprocessors then idle.
-    """
+    """Raises `flash_work` by the wait for the longest block of flash-attn-4's backward."""
+    # one block takes all query tiles of a key tile and head, where triton cuts them: if few heads
+    # share a prompt that all queries see, the other multiprocessors then idle
     tail = longest_share * processors / heads
     return work * (1 - _BACKWARD + _BACKWARD * max(1.0, tail))

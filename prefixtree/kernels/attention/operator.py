@@ -208,10 +208,7 @@ def attend(
     lse_used: bool,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls the operator with arguments that fit together: out [Tq, H, Dv], lse [H, Tq].
-
-    It is differentiable once; through lse only if `lse_used`.
-    """
+    """Calls the operator: out [Tq, H, Dv], lse [H, Tq], which has a gradient if `lse_used`."""
     # unless something transforms the call, enter where the dispatcher would: less work
     transformed = torch.compiler.is_compiling() or _is_transformed()
     run = TREE_ATTENTION if transformed else _differentiable

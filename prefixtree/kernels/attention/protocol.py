@@ -26,37 +26,27 @@ class Options(NamedTuple):
 # a named tuple, which takes a third of the time of a frozen dataclass to make: every layer makes
 # one
 class AttentionCall(NamedTuple):
-    """The inputs of one call of `tree_attention`, all of which fit together.
+    """The inputs of one call of `tree_attention`, all of which fit together."""
 
-    Attributes:
-        q: [Tq, H, D].
-        k: [T, Hk, D].
-        v: [T, Hk, Dv].
-        sinks: [H], or None.
-        mask: the host side of the mask; tables on any device are made from it.
-        scale: factor on q k^T.
-        window: the sliding window, in tokens; 0 for none.
-        softcap: c in c tanh(scale q k^T / c); 0 for none.
-        deterministic: whether gradients must be bitwise repeatable.
-        wide: whether the backward gives dk and dv in float32 (float64 for float64 inputs), because
-            the caller adds to them; known in the forward too.
-        lse_used: whether the caller gets lse; known in the forward alone. Otherwise lse is only
-            saved for the backward.
-        chosen: int32 [Tq, W], the keys of its path to which a query attends, a bit per position
-            (`kernels.chosen`); None for all.
-    """
-
+    # [Tq, H, D], [T, Hk, D], [T, Hk, Dv], [H]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None
+    # tables on any device are made from it
     mask: HostMask
     scale: float
+    # in tokens; 0 for none, as of softcap
     window: int = 0
     softcap: float = 0.0
     deterministic: bool = False
+    # whether the backward gives dk and dv in float32 (float64 for float64 inputs), because the
+    # caller adds to them; known in the forward too
     wide: bool = False
+    # whether the caller gets lse, which is otherwise saved for the backward; known in the forward
+    # alone
     lse_used: bool = False
+    # int32 [Tq, W], a bit per position (`kernels.chosen`); None for all keys
     chosen: torch.Tensor | None = None
 
     @classmethod

@@ -60,17 +60,9 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes softmax(softcap(scale q k^T) + mask) v, every pair written out.
 
-    Args:
-        q: [Tq, H, D].
-        k: [T, Hk, D].
-        v: [T, Hk, Dv].
-        visible: bool [Tq, T]; every query sees at least one key.
-        softcap: c in c tanh(s / c), 0 for none.
-        sinks: [H], one more logit per head, which takes probability and has no value (gpt-oss).
-
-    Returns:
-        out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq] over the keys, without the sink;
-        computed in float32, float64 for float64 inputs.
+    q [Tq, H, D], k [T, Hk, D], v [T, Hk, Dv], visible bool [Tq, T] with at least one key per query,
+    sinks [H]. Returns out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq] over the keys,
+    without the sink; computed in float32, float64 for float64 inputs.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]

@@ -137,10 +137,8 @@ def _flash_serves(call: AttentionCall) -> bool:
 
 @cache
 def _flash_works() -> bool:
-    """Whether this torch has the kernel, with grouped heads, and it is right on a small case.
-
-    It is no public function, so its presence alone proves nothing.
-    """
+    """Whether this torch has the kernel, with grouped heads, and it is right on a small case."""
+    # it is no public function, so its presence alone proves nothing
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(5, h, 8, generator=generator) for h in (4, 2, 2, 4))
     try:
@@ -229,17 +227,12 @@ def _flash_backward(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A few query rows of one path over the keys in their reach.
+    """A few query rows of one path over the keys in their reach."""
 
-    Attributes:
-        rows: rows of q.
-        first_position: position of the first row; the others follow one by one.
-        runs: packed (start, end) of the keys, whose positions ascend without a gap.
-        key_position: position of the first key.
-    """
-
+    # rows of q, and the position of the first; the others follow one by one
     rows: slice
     first_position: int
+    # packed (start, end) of the keys, whose positions ascend without a gap from that of the first
     runs: list[tuple[int, int]]
     key_position: int
 

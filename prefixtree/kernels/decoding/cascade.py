@@ -96,30 +96,19 @@ def cascade_attention(
 
     Every live row's k and v are written at the next key of its tail. Then the row sees its runs,
     and its tail up to that key. Call `work.advance()` after the last layer, before the next step.
-    It is not differentiable.
+    It is not differentiable. Arguments that `tree_attention` has mean the same; B is
+    `work.num_rows`.
 
     Args:
-        q: [B, H, D], floating point; B is `work.num_rows`. Any strides.
-        k: [B, Hk, D] in q's dtype. H is a multiple of Hk; query head h reads kv head h // (H / Hk).
-        v: [B, Hk, Dv] in q's dtype.
-        key_pool: [C, Hk, D] in q's dtype, changed in place.
-        value_pool: [C, Hk, Dv] in q's dtype, changed in place.
-        work: on q's device; its keys are less than C.
-        scale: the factor on q k^T. Default: D ** -0.5.
-        window: in tokens, as in `tree_attention`, and equal to that of `work`. Default: no window.
-        softcap: c in c tanh(scale q k^T / c). Default: no soft cap.
-        sinks: [H] floating point, one logit per query head that joins the softmax without a value.
-            Default: no sinks.
+        q: [B, H, D], any strides.
+        k, v: [B, Hk, D] and [B, Hk, Dv] in q's dtype.
+        key_pool, value_pool: [C, Hk, D] and [C, Hk, Dv] in q's dtype, changed in place.
+        work: on q's device, for this window; its keys are less than C.
         backend: "triton" (GPUs; contiguous pools), "torch" (any device; it waits for the device),
-            or "auto": triton if it serves the call. Default: "auto".
+            or "auto": triton if it serves the call.
 
     Returns:
         [B, H, Dv] in q's dtype; zeros for rows that are not live.
-
-    Raises:
-        ValueError: arguments that do not fit together, with what was expected.
-        UnsupportedError: a backend that cannot serve this call, with the reason.
-        RuntimeError: a gradient would be needed.
     """
     if (window or 0) != work.window:
         raise ValueError(
@@ -260,10 +249,7 @@ def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, tor
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, call: DecodeCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes out [.., rows, Dv], lse [.., rows] of q [.., rows, D], k [.., L, D], v [.., L, Dv].
-
-    A row that sees nothing has zeros and -inf.
-    """
+    """Computes out [.., rows, Dv] and lse of keys [.., L, D]; zeros and -inf if nothing is seen."""
     scores = q @ k.transpose(-1, -2) * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)

@@ -30,10 +30,7 @@ def draw_kernel(
     BLOCK: tl.constexpr, HAS_NOISE: tl.constexpr,
     GAMMA: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Finds the largest of logits / temperature + noise in a row's part, its index and its logit.
-
-    It also writes the part's share of the row's log-sum-exp.
-    """
+    """Finds the largest noisy logit of a row's part, and the part's share of the log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -80,16 +77,11 @@ def draw_kernel(
 def draw(
     logits: torch.Tensor, state: torch.Tensor, temperature: float, constants: tuple[int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token per row.
+    """Draws a token per row of logits [B, V], whose rows are contiguous.
 
-    Args:
-        logits: [B, V], floating point, rows contiguous.
-        state: int64 [B], hash of each row's key and position.
-        temperature: 0 for the likeliest token.
-        constants: gamma and the two factors of SplitMix64.
-
-    Returns:
-        int64 [B] tokens, float32 [B] log-probabilities at the temperature (at 1 for 0).
+    state int64 [B] is a hash of each row's key and position; temperature 0 takes the likeliest
+    token; constants are gamma and the two factors of SplitMix64. Returns int64 [B] tokens and
+    float32 [B] log-probabilities at the temperature (at 1 for 0).
     """
     rows, vocabulary = logits.shape
     parts = max(1, min(-(-_PROGRAMS // rows), -(-vocabulary // _BLOCK)))

@@ -48,10 +48,7 @@ def partial_kernel(
     D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Computes an item's rows x the query heads of one kv head over the item's keys.
-
-    A slot whose row sees nothing has lse -inf, and no partial result.
-    """
+    """Computes an item's rows x the query heads of one kv head; lse is -inf if nothing is seen."""
     # the kv heads of a key are side by side in the pool: their programs run at the same time
     item = ITEMS + 5 * (tl.program_id(0) // KV_HEADS)
     kv_head = tl.program_id(0) % KV_HEADS

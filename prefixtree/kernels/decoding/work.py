@@ -36,7 +36,6 @@ class Capacity(NamedTuple):
     """The room in a work list.
 
     Attributes:
-        rows: the number of rows of q.
         wide, narrow: items of many and of few rows.
         pieces: runs of keys, cut at the ends of items.
         slots: partial results, one per row of an item; a slot takes H x (Dv + 1) float32 while a
@@ -54,11 +53,9 @@ class Capacity(NamedTuple):
         return all(a >= b for a, b in zip(self, other, strict=True))
 
     def grown(self, least: Capacity) -> Capacity:
-        """Makes at least `least`, and up to twice as much except of rows: similar lists fit.
-
-        It has both kinds of items, so a step launches the same kernels for all lists.
-        """
+        """Makes at least `least`, and up to twice as much except of rows: similar lists fit."""
         pairs = zip(self[1:], least[1:], strict=True)
+        # both kinds of items, so that a step launches the same kernels for all lists
         rest = [max(8, 1 << (need - 1).bit_length(), other) for need, other in pairs]
         return Capacity(max(self.rows, least.rows), *rest)
 
@@ -69,12 +66,11 @@ class DecodeTables(NamedTuple):
     Attributes:
         wide, narrow: [.., 5], items (first row, rows, first piece, stop piece, first slot); unused
             items have no rows.
-        pieces: [.., 5], (first key, keys, depth of the first key, first row, stop row), with the
-            rows that see the keys; keys of a tail reach to the end of its room, written or not.
+        pieces: [.., 5], (first key, keys, depth of the first key, first row, stop row); keys of a
+            tail reach to the end of its room.
         slot_ptr, slots: [B + 1] and [..], the slots of each row.
         tails: [B, 3], (first key, room, depth of the first key).
         written: [B], keys in each tail.
-        live: bool [B].
     """
 
     wide: torch.Tensor
@@ -88,29 +84,23 @@ class DecodeTables(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """One call of the operator.
+    """One call of the operator."""
 
-    Attributes:
-        q: [B, H, D].
-        k, v: [B, Hk, D] and [B, Hk, Dv], the keys and values that rows write.
-        key_pool, value_pool: [C, Hk, D] and [C, Hk, Dv].
-        sinks: [H] or None.
-        tables: of the work list.
-        scale: the factor on q k^T.
-        window, softcap: 0 for none.
-        block, narrow_block: most rows of a wide item and of a narrow one.
-    """
-
+    # [B, H, D], and the keys and values that rows write, [B, Hk, D] and [B, Hk, Dv]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    # [C, Hk, D], [C, Hk, Dv]
     key_pool: torch.Tensor
     value_pool: torch.Tensor
+    # [H]
     sinks: torch.Tensor | None
     tables: DecodeTables
     scale: float
+    # 0 for none
     window: int
     softcap: float
+    # most rows of a wide item and of a narrow one
     block: int
     narrow_block: int
 
@@ -129,29 +119,16 @@ class DecodeWork:
             keys written, depth of its first key). Rows that write into the same tail are neighbours
             and see the same runs. They are tokens of an append, each with one more key written than
             the one before.
-        device: of the pools and queries. Default: "cpu".
-        window: of the layers that use this list, in tokens. Default: no window.
-        group: H / Hk of the layers. Another number costs speed, no exactness. Default: 4.
-        kv_heads: Hk, as `group`. Default: 8.
+        group, kv_heads: H / Hk and Hk of the layers. Other numbers cost speed, no exactness.
         live: bool [rows of the capacity] on the device, kept and not copied: which rows write their
             key, see their keys and go on. The caller changes it in place; tokens of an append stop
             together. Default: all rows of `tails`, which must have room.
-        capacity: room for other rows and runs that `refill` may bring. Default: what these need.
+        capacity: room for what `refill` may bring. Default: what these need, or with `spare` up to
+            twice as much.
         num_keys: keys of the pools, beyond which runs and tails are refused. Default: as many as
             these runs and tails reach to.
         chunk: most keys of an item. Default: so many that the device's multiprocessors have about 4
             programs each; on a CPU, items are not cut.
-        spare: the default capacity is up to twice what these need.
-
-    Raises:
-        ValueError: keys beyond the pool.
-
-    Attributes:
-        tables: the tensors that kernels read, on the device.
-        capacity: what they have room for.
-        window: the sliding window, 0 for none.
-        block, narrow_block: most rows of an item, and of a narrow one.
-        num_keys: keys that the pools must have.
     """
 
     @lasting
@@ -173,6 +150,7 @@ class DecodeWork:
         self._device = torch.empty(0, device=device).device
         self._kv_heads, self._chunk, self._live = kv_heads, chunk, live
         self.window = window or 0
+        # most rows of an item, and of a narrow one
         self.block, self.narrow_block = max(1, WIDE // group), max(1, NARROW // group)
         self.num_keys = _end(runs, tails) if num_keys is None else num_keys
         needed, columns = self._plan(runs, tails)
@@ -183,18 +161,11 @@ class DecodeWork:
 
     @lasting
     def refill(self, runs: np.ndarray, tails: np.ndarray) -> bool:
-        """Replaces the contents, without waiting for a GPU.
+        """Replaces the contents, without waiting for a GPU, and says whether they fit.
 
-        Args:
-            runs, tails: as `DecodeWork` takes them. Rows of the capacity beyond those of `tails`
-                are not live (a `live` of the caller must say so itself).
-
-        Returns:
-            Whether they fit. If so, the tensors stay where they are. Otherwise there are new
-            tensors, with room for their former contents too.
-
-        Raises:
-            ValueError: keys beyond the pool; nothing has changed then.
+        If so, the tensors stay where they are. Otherwise there are new tensors, with room for their
+        former contents too. Rows beyond those of `tails` are not live (a `live` of the caller must
+        say so itself). Keys beyond the pool are refused before anything changes.
         """
         needed, columns = self._plan(runs, tails)
         if not (fits := self.capacity.holds(needed)):
@@ -328,11 +299,10 @@ def _changes(table: np.ndarray) -> np.ndarray:
 
 
 def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
-    """Lists the keys that rows read together, int64 [E, 5], sorted.
+    """Lists spans of keys that rows read together, int64 [E, 5], sorted.
 
-    A span is (first row, stop row, first key, keys, depth). Neighbouring rows that write into one
-    tail are a leaf. The rows of a run read it together if that saves enough, otherwise each leaf
-    below reads it, with its tail.
+    A span is (first row, stop row, first key, keys, depth). The rows of a run read it together if
+    that saves enough, otherwise each leaf below (rows of one tail) reads it, with its tail.
     """
     begins = _changes(tails[:, [0, 3]])
     leaf, leaf_first = np.cumsum(begins) - 1, np.flatnonzero(begins)
@@ -372,13 +342,8 @@ def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
 
     A block reads all its spans one after another, so each of its rows has one partial result. The
     rows of a span with at most `few` are a block. Other spans are in every block of at most `most`
-    rows that they reach into. Blocks are cut where rows share few keys.
-
-    Args:
-        spans: [E, 5], (first row, stop row, first key, keys, depth).
-
-    Returns:
-        (first row and stop row of the block, first key, keys, depth, first row, stop row).
+    rows that they reach into. Blocks are cut where rows share few keys. Returns (first row and stop
+    row of the block, first key, keys, depth, first row, stop row).
     """
     first, stop, keys = spans[:, 0], spans[:, 1], spans[:, 3]
     is_wide = stop - first > few

@@ -20,13 +20,9 @@ from prefixtree.packing.host_mask import HostMask
 class Chunk(NamedTuple):
     """Some queries, and the keys that each chose.
 
-    Attributes:
-        absorbed: [H, n, R].
-        rope: [n, H, P], any strides but the last.
-        latents: [T, R + P].
-        lists: int32 [n, k], packed tokens of the chosen keys first, anything after them.
-        lengths: int32 [n], how many a query chose; more than k are an error, which gives NaN.
-        scale: factor on scores.
+    absorbed [H, n, R]; rope [n, H, P], any strides but the last; latents [T, R + P]. lists int32
+    [n, k] hold the packed tokens of the chosen keys first, and anything after them. lengths int32
+    [n] are how many a query chose; more than k are an error, which gives NaN.
     """
 
     absorbed: torch.Tensor
@@ -105,17 +101,10 @@ def indices(
 
 
 class _Gather(NamedTuple):
-    """Some queries of a chunk in the sums' dtype, and the rows of their keys.
-
-    Attributes:
-        rows: of the chunk.
-        q: [H, m, R + P].
-        keys: [m, k, R + P].
-        tokens: int64 [m, k].
-        scores: [H, m, k].
-    """
+    """Some queries of a chunk, `rows`, in the sums' dtype, and the rows of their keys."""
 
     rows: slice
+    # [H, m, R + P], [m, k, R + P], int64 [m, k], [H, m, k]
     q: torch.Tensor
     keys: torch.Tensor
     tokens: torch.Tensor

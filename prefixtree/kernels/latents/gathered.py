@@ -71,21 +71,13 @@ def gathered_attention(
     scale: float,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Computes attention of every packed token to the keys that it chose.
+    """Computes attention of every packed token to the keys that it chose: [T, H, Dv].
 
-    Args:
-        q: [T, H, D], N columns without positions first.
-        latents: [T, R + P] in q's dtype: a row is a latent and the part of its key with positions,
-            which all heads share.
-        w: [R, H, N + Dv] in q's dtype, the projection of latents to keys without positions, and
-            values.
-        chosen: int32 [T, W], as `tree_attention` takes it.
-        most: k. A query that chose more, or none, has NaN for its row.
-        scale: the factor on scores.
-        kernels: `definition` or the Triton kernels.
-
-    Returns:
-        [T, H, Dv] in q's dtype. Differentiable once in q, latents and w.
+    q [T, H, D] has N columns without positions first. A row of latents, [T, R + P], is a latent and
+    the part of its key with positions, which all heads share. w [R, H, N + Dv] projects latents to
+    keys without positions, and values. All are of one dtype, and it is differentiable once in them.
+    chosen int32 [T, W] is that of `tree_attention`. A query that chose more than `most`, or none,
+    gets NaN.
     """
     with as_given(q):
         out: torch.Tensor = _Gathered.apply(q, latents, w, chosen, (mask, most, scale, kernels))

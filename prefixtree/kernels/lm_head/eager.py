@@ -51,14 +51,7 @@ def score(
     rule: LogitRule,
     out: torch.Tensor,
 ) -> None:
-    """Writes log softmax(rule(x) / temperature) at the targets, and the entropy.
-
-    Args:
-        x: [R, V], overwritten.
-        target: int64 [R].
-        temperature: float32 [R].
-        out: [R, C], written; the dtype is that of the computation.
-    """
+    """Writes log softmax(rule(x) / temperature) at targets, and entropy, out [R, C]; x is lost."""
     z = rule.apply(x.to(out.dtype))
     z /= temperature[:, None]
     # not z - logsumexp(z): between large logits that cancels
@@ -95,17 +88,10 @@ def gradient_of_logprobs(
     grad: torch.Tensor,
     into: torch.Tensor,
 ) -> None:
-    """Writes `gradient`, given the log-probabilities of all columns.
+    """Writes `gradient`, given the log-probabilities of all columns, which are overwritten.
 
-    Args:
-        logits: [R, V], before the temperature, in out's dtype as all but `into`.
-        log_p: [R, V], overwritten.
-        column: int64 [R, 1], where `hit` goes.
-        hit: [R, 1], the gradient of log p at the target; 0 if another rank has it.
-        temperature: float32 [R].
-        out: float32 or float64 [R, C].
-        grad: [R, C], out's.
-        into: [R, V], written.
+    logits [R, V] are before the temperature, in out's dtype as all but `into`. hit [R, 1] is the
+    gradient of log p at the target, which goes to `column`; 0 if another rank has it.
     """
     p = torch.exp(log_p)
     # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
@@ -150,15 +136,7 @@ def write_statistics(
     names: Sequence[str],
     out: torch.Tensor,
 ) -> None:
-    """Writes statistics of rule(x) / temperature.
-
-    Args:
-        x: [R, V], not changed.
-        target: int64 [R], the tokens that are scored.
-        temperature: float32 [R].
-        names: K names of statistics.
-        out: float32 [R, K], written.
-    """
+    """Writes K statistics of rule(x) / temperature at targets, out float32 [R, K]; keeps x."""
     if not names:
         return
     rows = max(1, _BLOCK // x.shape[1])
@@ -171,15 +149,11 @@ def write_statistics(
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The part of the vocabulary that this rank scores.
+    """The part of the vocabulary that this rank scores; its `score` and `gradient` replace ours.
 
-    Every method is a collective: all ranks of the group call it with the same rows. `score` and
-    `gradient` replace the functions of these names.
-
-    Attributes:
-        group: the ranks that together have the whole vocabulary.
-        first: the token id of this rank's first row of the weight.
-        widest: the number of rows of the largest slice; every rank has at least one.
+    Every method is a collective: all ranks of the group call it with the same rows. `first` is the
+    token id of this rank's first row of the weight, `widest` the rows of the largest slice; every
+    rank has at least one.
     """
 
     group: ProcessGroup

@@ -37,10 +37,8 @@ def load_scaled(X, column, vocabulary, scale):
 
 @triton.jit
 def logits_of(y, alive, temperature, softcap, SOFTCAP: tl.constexpr):
-    """Computes logits / temperature of y = scale x, -inf where dead, and tanh(y / softcap), or y.
-
-    Both increase in y.
-    """
+    """Computes logits / temperature of y = scale x, -inf if dead, and tanh(y / softcap), or y."""
+    # both increase in y
     z = y
     squashed = y
     if SOFTCAP:

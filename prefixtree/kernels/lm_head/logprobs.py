@@ -34,20 +34,10 @@ from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredE
 class ScoreOptions:
     """The way in which rows of logits are scored, and the columns of the result.
 
-    Columns are log p, the entropy, the statistics and those of a measure.
-
-    Attributes:
-        with_entropy: whether the entropy is computed too.
-        statistics: names of `lm_head.eager`, which have no gradients.
-        chunk_size: rows whose logits are in memory at once. Default: with the Triton kernels, as
-            many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26 (2^22
-            on a CPU).
-        rule: the family's change to the logits.
-        measure: a function of the logits. Default: none.
-
-    Raises:
-        TypeError: a measure that is no function.
-        ValueError: a statistic that is not known; a chunk_size that is no integer >= 1.
+    Columns are log p, the entropy, the statistics and those of a measure. Statistics have no
+    gradients. chunk_size are rows whose logits are in memory at once. Default: with the Triton
+    kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26
+    (2^22 on a CPU).
     """
 
     with_entropy: bool = False
@@ -105,25 +95,22 @@ def linear_logprobs(
     """Computes log softmax(rule(hidden weight^T + bias) / temperature) at targets, and the entropy.
 
     The logits are computed in hidden's dtype (under autocast in its dtype), as an eager lm_head
-    does. Everything after them is computed in `accumulate`. The backward computes the logits again,
-    chunk by chunk, and sums the weight's gradient in `accumulate`.
+    does. Everything after them is computed in `accumulate`, float32 or float64. The backward
+    computes the logits again, chunk by chunk, and sums the weight's gradient in `accumulate`.
 
     Args:
         hidden: [E, d].
-        weight: [V, d].
-        bias: [V] or None.
+        weight, bias: [V, d]; [V] or None.
         target: int64 [E], the token whose log-probability each row gives.
         temperature: float32 [E], the divisor of the logits.
         vocabulary: the part of the vocabulary that the weight and the bias are, if ranks share it.
             All ranks then give the same hidden states, targets, temperatures and chunk, and get the
             same scores. The gradient of hidden is whole on every rank, that of the weight is the
-            rank's own. It takes no statistics and no measure. Default: the weight is whole.
-        accumulate: float32 or float64. Default: float32.
-        numbers: of the edges, for a measure.
+            rank's own. It takes no statistics and no measure.
 
     Returns:
-        [E, 1] in `accumulate`, or [E, 2] with the entropy of the whole distribution, in nats; and
-        one more column per statistic, and those of a measure.
+        [E, 1] in `accumulate`, or [E, 2] with the entropy, in nats; and one more column per
+        statistic, and those of a measure.
     """
     if vocabulary is not None and options.measure is not None:
         raise UnsupportedError(
@@ -184,11 +171,7 @@ def lm_head_logprobs(
     options: ScoreOptions,
     numbers: EdgeNumbers | None = None,
 ) -> torch.Tensor:
-    """Computes `linear_logprobs` for an lm_head that is more than a weight and a bias.
-
-    It may have an adapter, be quantised or be sharded. It is called chunk by chunk, and again in
-    the backward.
-    """
+    """Computes `linear_logprobs` for an lm_head with an adapter, quantised or sharded."""
 
     measure = _bound(options, target, temperature, numbers, torch.float32)
     if measure is not None:
@@ -345,11 +328,8 @@ def _scorer(
 
 
 def _kernels_for(hidden: torch.Tensor) -> ModuleType:
-    """Chooses the module that scores a chunk's logits: Triton kernels on a GPU, else torch.
-
-    In compiled code and for tensor subclasses it is torch's operations: the compiler fuses them,
-    and a subclass knows them.
-    """
+    """Chooses the module that scores a chunk's logits: Triton kernels on a GPU, else torch."""
+    # the compiler fuses torch's operations, and a tensor subclass knows them
     if not hidden.is_cuda or type(hidden) is not torch.Tensor or torch.compiler.is_compiling():
         return eager
     return _compiled_for(hidden.device)

@@ -104,23 +104,19 @@ def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """A teacher's part in a chunk, for the kernels.
+    """A teacher's part in a chunk, for the kernels."""
 
-    Attributes:
-        beta: of the `Divergence`.
-        output: [R, V], the output of the teacher's lm_head, contiguous.
-        rule: from it to logits.
-        kept: float32 [R, 5], which the forward writes for the backward: the row's sum in the
-            gradient; and of the model's and of the teacher's logits, the largest and the log of the
-            sum of exponentials less it.
-        value: float32 [R, 1], written with the divergences, in the backward too.
-        grad: float32 [R, 1], that of the divergences; None in the forward.
-    """
-
+    # of the `Divergence`
     beta: float
+    # [R, V], of the teacher's lm_head, contiguous; and the rule from it to logits
     output: torch.Tensor
     rule: LogitRule
+    # float32 [R, 5], written by the forward for the backward: the row's sum in the gradient; of the
+    # model's and of the teacher's logits, the largest and the log of the sum of exponentials less
+    # it
     kept: torch.Tensor
+    # float32 [R, 1], written with the divergences, in the backward too; their gradient, None in the
+    # forward
     value: torch.Tensor
     grad: torch.Tensor | None = None
 
@@ -129,11 +125,10 @@ class TeacherRows:
 class Divergence:
     """The generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
 
-    Attributes:
-        beta: 0 for KL(teacher || model), 1 for KL(model || teacher). Between them, the divergences
-            to the mixture beta teacher + (1 - beta) model, weighed likewise.
-        output: the output of the teacher's lm_head for edges, [r, V], without gradients.
-        rule: from it to logits.
+    beta is 0 for KL(teacher || model) and 1 for KL(model || teacher). Between them are the
+    divergences to the mixture beta teacher + (1 - beta) model, weighed likewise. `output` gives the
+    output of the teacher's lm_head for edges, [r, V], without gradients, and `rule` turns it into
+    logits.
     """
 
     beta: float
@@ -187,13 +182,7 @@ def _times(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class BoundMeasure:
-    """A measure with the edges of one forward.
-
-    Args:
-        edges: all that the lm_head scores, [U].
-        rule: the family's change to the logits.
-        dtype: of the values, and of the logits that the measure gets.
-    """
+    """A measure with the edges of one forward, [U]; `dtype` is that of values and of its logits."""
 
     def __init__(
         self, measure: Measure, edges: MeasuredEdges, rule: LogitRule, dtype: torch.dtype
@@ -208,13 +197,10 @@ class BoundMeasure:
     def score(
         self, kernels: Any, x: torch.Tensor, at: int, rest: tuple[Any, ...], out: torch.Tensor
     ) -> None:
-        """Writes log p of a chunk, by `kernels.score`, and the measure's values.
+        """Writes log p of a chunk, by `kernels.score`, and the measure's values, out [R, C].
 
-        Args:
-            x: [R, V], the lm_head's output, overwritten.
-            at: the chunk's first edge.
-            rest: the arguments of `score` after x.
-            out: [R, C], for the values.
+        x [R, V] is the lm_head's output, overwritten; `at` the chunk's first edge; `rest` the
+        arguments of `score` after x.
         """
         if not isinstance(self._measure, Divergence) or kernels is eager:
             self.write(x, at, out)
@@ -230,11 +216,8 @@ class BoundMeasure:
     ) -> None:
         """Replaces x by the gradient of log p (by `kernels.gradient`), the entropy and the values.
 
-        Args:
-            x: [R, V], the lm_head's output.
-            at: the chunk's first edge.
-            rest: the arguments of `gradient` between x and the tensor that it writes.
-            grad: [R, C], of the values.
+        x [R, V] is the lm_head's output; `at` the chunk's first edge; `rest` the arguments of
+        `gradient` between x and the tensor that it writes; grad [R, C] of the values.
         """
         grad = grad.to(self._dtype)
         if isinstance(self._measure, Divergence) and at in self._kept and kernels is not eager:
@@ -316,13 +299,7 @@ class BoundMeasure:
             )
 
     def check(self, vocabulary: int) -> int:
-        """Finds the number of columns C with made-up logits.
-
-        Raises:
-            ValueError: a result that is not [r, C].
-            UnsupportedError: a result that depends on other edges, or on tensors whose gradient
-                would be lost, or that is drawn.
-        """
+        """Finds C with made-up logits; refuses values that are drawn or depend on other tensors."""
         device = self._edges.edge.device
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
         made_up = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4

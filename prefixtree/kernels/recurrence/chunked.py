@@ -77,16 +77,11 @@ def ssd(
 
 
 class _Decays:
-    """The decays within chunks.
+    """The decays within chunks, given g, the log of each token's: [n, H, c] or [n, H, c, K].
 
-    Args:
-        g: [n, H, c] log of the decay of each token, or [n, H, c, K], one per channel.
-
-    Attributes:
-        from_start: [n, H, c, 1 or K], of the state before the chunk until each token, its own decay
-            included.
-        to_end: [n, H, c, 1 or K], from after each token until the chunk's end.
-        whole: [n, H, 1 or K, 1], of the state before the chunk over all of it.
+    from_start and to_end [n, H, c, 1 or K] are those of the state before the chunk until each
+    token, its own included, and from after each token until the chunk's end. whole [n, H, 1 or K,
+    1] is over all of the chunk.
     """
 
     def __init__(self, g: torch.Tensor) -> None:
@@ -224,23 +219,17 @@ _PIECE_NUMBERS = 1 << 25
 
 
 class _Scan(NamedTuple):
-    """A recurrence over all tokens.
-
-    Attributes:
-        rule: the algebra of a chunk.
-        inputs: [T, ...] each, what the rule takes of its tokens.
-        state_shape: (H, K, V).
-        chunk: tokens of a chunk at most.
-        pairs: numbers that a head holds per pair of a chunk's tokens.
-        initial: [I, H, K, V] the states that enter, or None.
-    """
+    """A recurrence over all tokens: the rule of a chunk over inputs, [T, ...] each."""
 
     rule: Rule
     inputs: tuple[torch.Tensor, ...]
+    # (H, K, V)
     state_shape: tuple[int, int, int]
     mask: HostMask
+    # tokens of a chunk, at most, and numbers that a head holds per pair of them
     chunk: int
     pairs: int
+    # [I, H, K, V], the states that enter
     initial: torch.Tensor | None
 
     @property
@@ -348,23 +337,16 @@ def _part(x: torch.Tensor, number: int, parts: int) -> torch.Tensor:
 
 
 class _Piece(NamedTuple):
-    """Segments of one level, neighbours in its order.
-
-    Attributes:
-        segments: [n] their numbers.
-        steps: (rows [m], tokens [m, c]) of the chunks that run together, in the order of time: rows
-            are places in `segments`, none twice in a step.
-    """
+    """Segments [n] of one level, neighbours in its order."""
 
     segments: np.ndarray
+    # (rows [m], tokens [m, c]) of the chunks that run together, in the order of time: rows are
+    # places in `segments`, none twice in a step
     steps: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _pieces(scan: _Scan, inner: bool, backwards: bool = False) -> Iterator[_Piece]:
-    """Yields all segments, or with `inner` those with children, parents before their children.
-
-    With `backwards` the order is the reverse.
-    """
+    """Yields all segments, or the `inner` with children, parents first; reversed if `backwards`."""
     all_segments = segments_of(scan.mask)
     limit = scan.chunks_of_piece
     device = scan.inputs[0].device
@@ -440,10 +422,7 @@ def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(scan: _Scan, out: torch.Tensor | None) -> torch.Tensor:
-    """Writes out [T, H, V], if there is one, and returns states [B, H, K, V] after segments.
-
-    These are the segments with children. Without out, segments without children are left out.
-    """
+    """Writes out [T, H, V], if given; returns states [B, H, K, V] after segments with children."""
     segments = segments_of(scan.mask)
     states = scan.inputs[0].new_empty((segments.num_states, *scan.state_shape), dtype=scan.dtype)
     for piece in _pieces(scan, inner=out is None):
@@ -509,10 +488,7 @@ def _add_to_entries(
 def _add_to_parents(
     found: Segments, segments: np.ndarray, dstate: torch.Tensor, dstates: torch.Tensor
 ) -> None:
-    """Adds [n, H, K, V] into [B, H, K, V], the children of a parent one after another.
-
-    Without atomics, the sum is the same every time.
-    """
+    """Adds [n, H, K, V] into [B, H, K, V], children one after another, without atomics."""
     parents = found.parent[segments]
     if len(parents) == 0 or parents[0] < 0:
         return

@@ -80,10 +80,8 @@ def ssd_step(
 
 
 def in_one_kernel(x: torch.Tensor) -> bool:
-    """Whether Triton kernels compute a step of these tensors.
-
-    In torch a step is some 20 kernels, and states are read and written several times.
-    """
+    """Whether Triton kernels compute a step of these tensors."""
+    # in torch a step is some 20 kernels, and states are read and written several times
     return x.is_cuda and x.dtype != torch.float64 and installed("triton")
 
 

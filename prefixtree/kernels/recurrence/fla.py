@@ -207,10 +207,8 @@ def _schedule(call: Call) -> StateSchedule:
 
 
 def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
-    """Gives query and key and, if they are to be normed, both normed and the factors.
-
-    The backward norms them again: two passes over them cost less than keeping both.
-    """
+    """Gives query and key and, if they are to be normed, both normed and the factors."""
+    # the backward norms them again: two passes over them cost less than keeping both
     if not call.qk_l2norm:
         return call.query.contiguous(), call.key.contiguous()
     (query, of_query), (key, of_key) = l2norm(call.query), l2norm(call.key)

@@ -52,11 +52,7 @@ class _Asked(NamedTuple):
 def compile_ahead(call: DeltaCall, branches: bool, backward: bool) -> None:
     """Compiles the kernels of the first call of a kind; later calls cost a look-up.
 
-    Args:
-        call: of a backward, or of a forward. If the inputs of a forward require gradients, the
-            kernels of its backward are compiled too.
-        branches: whether states are handed on.
-        backward: which it is.
+    If the inputs of a forward require gradients, the kernels of its backward are compiled too.
     """
     kind = (*call.key.shape[1:], *call.value.shape[1:], call.value.dtype, call.beta.dtype, branches)
     inputs = (call.query, call.key, call.value, call.g, call.beta, call.initial)
@@ -113,10 +109,7 @@ def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]
 
 @contextmanager
 def _noted() -> Iterator[list[_Asked]]:
-    """Notes this thread's calls of TileLang's factories, whose kernels then do nothing.
-
-    Calls of other threads are made.
-    """
+    """Notes this thread's calls of TileLang's factories, whose kernels then do nothing."""
     from tilelang.jit import JITImpl
 
     asked: list[_Asked] = []

@@ -70,18 +70,15 @@ def ends(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the end states that are read, by their segments' start S: transition @ S + end.
 
-    `fused_gdr_h` rounds both to the dtype of the key; its kernel is made here to keep them in
-    float32.
-
-    Returns:
-        ends fp32 [N, HV, K, V], transitions fp32 [N, HV, K, K]; nothing is computed for segments
-        whose end is not read.
+    Returns ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K], undefined for other
+    segments.
     """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
     segments = tables.host.num_segments
     states = value.new_empty(segments, value_heads, key_dim, value_dim, dtype=torch.float32)
     transitions = value.new_empty(segments, value_heads, key_dim, key_dim, dtype=torch.float32)
+    # `fused_gdr_h` rounds both to the dtype of the key; this kernel keeps them in float32
     kernel = tilelang_prepare_h(
         value_heads,
         heads,
@@ -148,10 +145,7 @@ def gradients_of_starts(
     tables: SegmentTables,
     scale: float,
 ) -> torch.Tensor:
-    """Computes the gradient of each segment's start from its own outputs, fp32 [N, HV, K, V].
-
-    It is 0 for segments that start from zeros.
-    """
+    """Computes the gradient of starts from their own outputs, fp32 [N, HV, K, V], 0 for zeros."""
     starts_from = tables.schedule(CHUNK).parent_state
     _, dstarts = fused_gdr_dh_ws(
         *(x[None] for x in (query, key, solved, summed, beta, dout)),
@@ -174,10 +168,7 @@ def states(
     starts: torch.Tensor,
     tables: SegmentTables,
 ) -> torch.Tensor:
-    """Computes the state before each chunk, [1, chunks, HV, K, V] in the dtype of key.
-
-    starts fp32 [N, HV, K, V] are the states from which segments start.
-    """
+    """Computes the state before each chunk, [1, chunks, HV, K, V], of starts fp32 [N, HV, K, V]."""
     chunk_states, _, _ = fused_gdr_h(
         *(x[None] for x in (key, value, solved, summed, beta)),
         initial_state=starts,
@@ -222,9 +213,8 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Computes the gradients of query, key, value, g and beta.
 
-    Args:
-        states: the result of the function `states`.
-        dends: fp32 [N, HV, K, V], the gradient of each segment's end state; overwritten.
+    `states` is the result of the function of this name. dends fp32 [N, HV, K, V], the gradient of
+    each segment's end state, is overwritten.
     """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape

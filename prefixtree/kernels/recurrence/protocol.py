@@ -15,49 +15,36 @@ from prefixtree.packing.host_mask import HostMask
 
 
 class ConvCall(NamedTuple):
-    """The inputs of one call of `tree_conv`, all of which fit together.
+    """The inputs of one call of `tree_conv`, all of which fit together."""
 
-    Attributes:
-        x: [T, D].
-        weight: [D, W]; the last tap is the token's own.
-        bias: [D], or None.
-        mask: the mask's host side, of which kernels read `packing.segments.tables_of`. None if only
-            shapes are asked for.
-        silu: whether silu is applied to the sum.
-    """
-
+    # [T, D], [D, W], [D]; the last tap is the token's own
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    # kernels read `packing.segments.tables_of` it; None if only shapes are asked for
     mask: HostMask | None
     silu: bool
 
 
 class DeltaCall(NamedTuple):
-    """The inputs of one call of `tree_delta_rule`, all of which fit together.
+    """The inputs of one call of `tree_delta_rule`, all of which fit together."""
 
-    Attributes:
-        query, key: [T, Hk, K]; value head h reads key head h // (Hv / Hk).
-        value: [T, Hv, V], in the dtype of query and key.
-        g: [T, Hv] log of the decay, or [T, Hv, K], one per channel; a dtype of its own.
-        beta: [T, Hv]; a dtype of its own.
-        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter, at
-            `segments_of(mask).entry`. None if all roots start from zeros.
-        mask: as in `ConvCall`.
-        scale: factor on the query.
-        qk_l2norm: whether query and key are first divided by sqrt(sum of squares + 1e-6).
-        num_final: F, the states that leave after `segments_of(mask).exits`. None without borders.
-    """
-
+    # [T, Hk, K] twice, [T, Hv, V], of one dtype; value head h reads key head h // (Hv / Hk)
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    # [T, Hv] log of the decay, or [T, Hv, K], one per channel; [T, Hv]; each with a dtype of its
+    # own
     g: torch.Tensor
     beta: torch.Tensor
+    # [I, Hv, K, V] float32 (float64 for float64 value), the states that enter, at
+    # `segments_of(mask).entry`; None if all roots start from zeros
     initial: torch.Tensor | None
     mask: HostMask | None
     scale: float
+    # whether query and key are first divided by sqrt(sum of squares + 1e-6)
     qk_l2norm: bool
+    # F, the states that leave after `segments_of(mask).exits`; None without borders
     num_final: int | None = None
 
     @property
@@ -67,23 +54,18 @@ class DeltaCall(NamedTuple):
 
 
 class SsdCall(NamedTuple):
-    """The inputs of one call of `tree_ssd`, after the treatment of dt and before D.
+    """The inputs of one call of `tree_ssd`, after the treatment of dt and before D."""
 
-    Attributes:
-        x: [T, H, P].
-        dt: [T, H] step sizes, float32 (float64 for float64 x), bias, softplus and limits applied.
-        A: [H]; exp(dt A) is the decay.
-        B, C: [T, G, N], in the dtype of x; head h reads group h // (H / G).
-        initial: [I, H, N, P], as in `DeltaCall`.
-        mask: as in `ConvCall`.
-        num_final: as in `DeltaCall`.
-    """
-
+    # [T, H, P]
     x: torch.Tensor
+    # [T, H] step sizes, float32 (float64 for float64 x), bias, softplus and limits applied
     dt: torch.Tensor
+    # [H]; exp(dt A) is the decay
     A: torch.Tensor
+    # [T, G, N] twice, in the dtype of x; head h reads group h // (H / G)
     B: torch.Tensor
     C: torch.Tensor
+    # [I, H, N, P]; all three as in `DeltaCall`
     initial: torch.Tensor | None
     mask: HostMask | None
     num_final: int | None = None
@@ -110,57 +92,44 @@ class StateStep(NamedTuple):
 
     With S the state before the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or beta
     value, the state after it is S' + key u, and out = scale query (S' + key u).
-
-    Attributes:
-        query, key: [R, Hk, K]; head h reads key head h // (H / Hk).
-        value: [R, H, V].
-        g: [R, H], or [R, H, K], log of the decay.
-        beta: [R, H].
-        states: [S, H, K, V], float32 (float64 for float64 values), contiguous; written.
-        scale: factor on the query.
-        qk_l2norm: whether query and key are first divided by sqrt(sum of squares + 1e-6).
-        delta: whether the rule subtracts what the key finds.
     """
 
+    # [R, Hk, K] twice, [R, H, V]; head h reads key head h // (H / Hk)
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    # [R, H] or [R, H, K], log of the decay; [R, H]
     g: torch.Tensor
     beta: torch.Tensor
+    # [S, H, K, V], float32 (float64 for float64 values), contiguous; written
     states: torch.Tensor
     rows: RowSlots
     scale: float
+    # whether query and key are first divided by sqrt(sum of squares + 1e-6)
     qk_l2norm: bool
+    # whether the rule subtracts what the key finds
     delta: bool
 
 
 class ConvStep(NamedTuple):
-    """The inputs of one step of a convolution.
+    """The inputs of one step of a convolution."""
 
-    Attributes:
-        x: [R, D].
-        weight: [D, W]; the last tap is the token's own.
-        bias: [D], or None.
-        tails: [S, W - 1, D] in x's dtype, contiguous, the token before last; written.
-        silu: whether silu is applied to the sum.
-    """
-
+    # [R, D], [D, W], [D]; the last tap is the token's own
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    # [S, W - 1, D] in x's dtype, contiguous, the token before last; written
     tails: torch.Tensor
     rows: RowSlots
     silu: bool
 
 
 class Computed(NamedTuple):
-    """The results of a forward.
+    """The results of a forward: out, contiguous, in the dtype of x or value.
 
-    Attributes:
-        out: contiguous, in the dtype of x or value.
-        saved: what the backward needs in addition to the call. No tensor of the call itself.
-        final: [F, ...] the states that leave, in the dtype of `initial`; None if the call has no
-            num_final.
+    `saved` is what the backward needs in addition to the call, and no tensor of the call. `final`
+    [F, ...] are the states that leave, in the dtype of `initial`; None if the call has no
+    num_final.
     """
 
     out: torch.Tensor

@@ -51,19 +51,12 @@ def carry_states(
     initial: torch.Tensor | None = None,
     config: Config = FORWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the state from which every chunk starts. A backward calls it again: nothing is kept.
+    """Computes the state from which every chunk starts; a backward calls it again.
 
-    Args:
-        schedule: on the device of k.
-        k: [T, H, K].
-        u: [T, HV, V].
-        w: [T, HV, K]; without it nothing is subtracted from u.
-        g: fp32 [T, HV], or gk: fp32 [T, HV, K]: log2 of the decay, summed along each chunk.
-        initial: fp32 [I, HV, K, V], the states that enter; None if no state does.
-
-    Returns:
-        h [NC, HV, K, V], v_new [T, HV, V] (u itself without w), and the states that leave, fp32 [F,
-        HV, K, V].
+    k [T, H, K], u [T, HV, V], w [T, HV, K], without which nothing is subtracted from u. g fp32 [T,
+    HV] or gk fp32 [T, HV, K] is log2 of the decay, summed along each chunk. initial fp32 [I, HV, K,
+    V] are the states that enter. Returns h [NC, HV, K, V], v_new [T, HV, V] (u itself without w),
+    and the states that leave, fp32 [F, HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = u.shape[1:]
@@ -113,15 +106,10 @@ def carry_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes gradients of the states at every chunk's end, and of those that enter.
 
-    Args:
-        schedule: on the device of q.
-        q, k: [T, H, K]; do: [T, HV, V]; w, g, gk as in `carry_states`.
-        dv: [T, HV, V] with w: the gradient of v_new inside each chunk; the gradient through the
-            states is added in place.
-        dfinal: fp32 [F, HV, K, V], the gradients of the states that leave; None for zeros.
-
-    Returns:
-        dh [NC, HV, K, V], and dinitial, fp32 [I, HV, K, V].
+    q, k [T, H, K], do [T, HV, V]; w, g, gk as in `carry_states`. dv [T, HV, V], with w, is the
+    gradient of v_new inside each chunk; that through the states is added in place. dfinal fp32 [F,
+    HV, K, V] is of the states that leave; None for zeros. Returns dh [NC, HV, K, V] and fp32 [I,
+    HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = do.shape[1:]
@@ -229,17 +217,11 @@ def starts_of(
     transitions: torch.Tensor,
     initial: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the start state of each segment, and the states that leave.
+    """Computes the start state of each segment, [N, HV, K, V], and the states that leave, [F, ...].
 
-    Args:
-        schedule: on the device of ends.
-        ends: fp32 [N, HV, K, V], the state in which each segment would end from zeros.
-        transitions: fp32 [N, HV, K, K]; from start S a segment ends in transition @ S + end. Both
-            are read at branch points alone.
-        initial: fp32 [I, HV, K, V], the states that enter; None if all roots start from zeros.
-
-    Returns:
-        fp32 [N, HV, K, V] and fp32 [F, HV, K, V].
+    ends [N, HV, K, V] are the states in which segments would end from zeros. From start S a segment
+    ends in transition @ S + end, of transitions [N, HV, K, K]. Both are read at branch points
+    alone. initial [I, HV, K, V] are the states that enter. All are fp32.
     """
     starts = torch.empty_like(ends)
     states = ends.new_empty(schedule.num_states, *ends.shape[1:])
@@ -267,17 +249,11 @@ def gradients_of_ends(
     transitions: torch.Tensor,
     dfinal: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gradients of each segment's end state, and of the states that enter.
+    """Computes gradients of segments' end states, [N, HV, K, V], and of states that enter.
 
-    Args:
-        tables, schedule: on the device of dstarts.
-        dstarts: fp32 [N, HV, K, V], the gradient of each segment's start from its own outputs; at
-            branch points the gradient through the end is added in place.
-        transitions: as in `starts_of`.
-        dfinal: fp32 [F, HV, K, V], the gradients of the states that leave; None for zeros.
-
-    Returns:
-        fp32 [N, HV, K, V], zeros for ends that nothing reads, and fp32 [I, HV, K, V].
+    dstarts [N, HV, K, V] is the gradient of each start from its segment's own outputs; at branch
+    points the gradient through the end is added in place. dfinal [F, HV, K, V] is of the states
+    that leave; None for zeros. All are fp32, and ends that nothing reads have zeros.
     """
     dends = torch.empty_like(dstarts)
     sizes, programs = _hand_sizes(schedule, dstarts)

@@ -36,14 +36,10 @@ from prefixtree.kernels.attention.flash.disk_cache import cache_of
 
 
 def copied(call: Any, compile_cache: Any, names: dict[str, Any]) -> Any:
-    """Copies `_flash_attn_bwd`, or another copy of it.
-
-    Args:
-        compile_cache: where the copy keeps compiled kernels; it looks for it at its own name.
-        names: objects that replace those of its module, by name.
-    """
+    """Copies `_flash_attn_bwd`, or a copy of it, with its own cache and other global names."""
     scope = dict(call.__globals__)
     copy: Any = FunctionType(call.__code__, scope, call.__name__, call.__defaults__)
+    # it looks for its cache at its own name
     copy.compile_cache = compile_cache
     scope |= {call.__name__: copy, **names}
     return copy
@@ -108,14 +104,11 @@ _BASE = 128
 
 
 class _Conversion:
-    """Replaces flash-attn-4's conversion of dK and dV, for one backward at a time.
-
-    Attributes:
-        wide: pairs of a tensor that flash-attn-4 is to write, and the float32 result.
-    """
+    """Replaces flash-attn-4's conversion of dK and dV, for one backward at a time."""
 
     def __init__(self, convert: Any) -> None:
         self.convert = convert
+        # pairs of a tensor that flash-attn-4 is to write, and the float32 result
         self.wide: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._orders: dict[Any, torch.Tensor] = {}
 
@@ -166,14 +159,9 @@ def in_float32(
 ) -> Any:
     """Runs a backward whose query heads share kv heads, with float32 results.
 
-    Args:
-        call: `_flash_attn_bwd`, `heads_first`, or a copy in dense tiles.
-        tensors: its first arguments: q, k, v, out, dout and lse.
-        dk, dv: float32 [1, K, Hk, D]; written.
-        how: its other arguments by keyword, without sequences of variable lengths.
-
-    Returns:
-        The results of `call`, in which dk and dv hold nothing.
+    tensors are q, k, v, out, dout and lse; dk and dv float32 [1, K, Hk, D] are written. The results
+    of `call` are returned, in which dk and dv hold nothing. Sequences of variable lengths are not
+    served.
     """
     run, conversion = _converting(call)
     written = [torch.empty_like(x) for x in tensors[1:3]]

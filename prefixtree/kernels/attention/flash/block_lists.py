@@ -44,10 +44,8 @@ class Tiles:
 class Lists:
     """The lists of one direction, int32, in shapes that flash-attn-4 broadcasts over heads.
 
-    Attributes:
-        partial_count, full_count: [1, 1, R].
-        partial_index, full_index: [1, 1, R, longest list]; ascending. Entries after a row's count
-            are never read. Rows may overlap in memory.
+    Counts are [1, 1, R], indices [1, 1, R, longest list], ascending. Entries after a row's count
+    are never read. Rows may overlap in memory.
     """
 
     partial_count: torch.Tensor
@@ -88,11 +86,7 @@ _made: weakref.WeakKeyDictionary[HostMask, dict[Any, ForestLists]] = weakref.Wea
 
 
 def lists_of(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
-    """Builds the lists of a forest once per (tiles, window, device); the host does not wait.
-
-    Raises:
-        UnsupportedError: an index array would have more than `MOST_ENTRIES` entries.
-    """
+    """Builds lists once per (tiles, window, device); refuses more than `MOST_ENTRIES` entries."""
     kept = _made.setdefault(mask, {})
     if (key := (tiles, window, device)) not in kept:
         kept[key] = _build(mask, tiles, window, device)
@@ -212,14 +206,12 @@ def _forward_spans(tables: BlockTables) -> tuple[_Spans, _Spans]:
 
 
 def _backward_spans(tables: BlockTables, linear: bool) -> tuple[_Spans, _Spans]:
-    """Lists the partial and the full query tiles of each key tile.
-
-    `linear` makes the tile on the diagonal partial. It could be full only at the end of the tokens,
-    where a tile of one key has one query.
-    """
+    """Lists each key tile's partial and full query tiles; `linear`: the diagonal one is partial."""
     pointer, runs = tables.k_ptr.numpy(), tables.k_runs.numpy().copy()
     row = np.repeat(np.arange(len(tables.k_tiles)), np.diff(pointer))
     if linear:
+        # a diagonal tile is full only at the end of the tokens, where a tile of one key has one
+        # query
         runs[:, 1] = np.maximum(runs[:, 1], row + 1)
         runs[:, 2] = np.maximum(runs[:, 2], runs[:, 1])
     # a run is partial before its full part and after it
@@ -291,14 +283,11 @@ def _following(runs: _Runs, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """The sequences of a forest without branches, on one device.
+    """The sequences of a forest without branches, on one device."""
 
-    Attributes:
-        starts: int32 [sequences + 1], where each begins, then the number of tokens (`cu_seqlens`).
-        longest: tokens of the longest sequence.
-    """
-
+    # int32 [sequences + 1], where each begins, then the number of tokens (`cu_seqlens`)
     starts: torch.Tensor
+    # tokens
     longest: int
 
     def arguments(self, window: int) -> dict[str, Any]:

@@ -21,16 +21,13 @@ _READS_THEM = "flash_attn.cute.cache_utils"
 
 
 def keep_on_disk() -> None:
-    """Switches flash-attn-4's cache on disk on, before it is imported.
-
-    A user who has set `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED` (to 0 or 1), or has imported
-    flash-attn-4, has decided. Child processes inherit the setting. If there is no folder from which
-    it is safe to load code, kernels stay in memory.
-    """
+    """Switches flash-attn-4's cache on disk on, before it is imported, unless the user decided."""
+    # a user who has set it (to 0 or 1), or has imported flash-attn-4, has decided
     if ENABLED in os.environ or _READS_THEM in sys.modules:
         return
     if FOLDER not in os.environ:
         folder = own_folder()
+        # without a folder from which it is safe to load code, kernels stay in memory
         if folder is None:
             return
         os.environ[FOLDER] = str(folder)
@@ -38,11 +35,9 @@ def keep_on_disk() -> None:
 
 
 def own_folder() -> Path | None:
-    """Makes a folder for temporary files that is this user's alone, or returns None.
-
-    It is on this machine, because flash-attn-4 locks its files. It is checked, because code is
-    loaded from it: a folder of this name that another user made, or may write to, is not taken.
-    """
+    """Makes a folder for temporary files that is this user's alone, or returns None."""
+    # on this machine, because flash-attn-4 locks its files; checked, because code is loaded from
+    # it: a folder of this name that another user made, or may write to, is not taken
     folder = Path(tempfile.gettempdir()) / f"prefixtree-{os.getuid()}" / "flash-attn-4"
     try:
         for part in (folder.parent, folder):
@@ -57,13 +52,9 @@ def own_folder() -> Path | None:
 
 
 def cache_of(name: str, *modules: str) -> Any:
-    """Makes flash-attn-4's cache for kernels of ours, on disk where its own are.
-
-    Args:
-        modules: the files whose text makes these kernels differ from flash-attn-4's. Its keys do
-            not contain this text, so the folder's name does.
-    """
+    """Makes flash-attn-4's cache for kernels of ours, which the text of `modules` defines."""
     from flash_attn.cute.cache_utils import get_jit_cache
 
+    # flash-attn-4's keys do not contain this text, so the folder's name does
     text = b"".join(Path(module).read_bytes() for module in modules)
     return get_jit_cache(f"prefixtree_{name}_{hashlib.sha256(text).hexdigest()[:16]}")

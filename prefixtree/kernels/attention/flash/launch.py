@@ -158,17 +158,13 @@ def dense_tiles_for(d: int, d_v: int) -> Tiles | None:
 
 
 def packs_heads(group: int, d: int) -> bool:
-    """Whether a tile of the forward holds 128 / group tokens of each query head of a kv head.
-
-    Otherwise it holds 128 tokens of one head. The number of visited tiles is the same.
-    flash-attn-4's backward always takes one head per tile.
-
-    The copy engine cannot load a packed group that does not divide 128. Four warps then copy q row
-    by row, out goes back the same way, and their registers come from those of the products. Those
-    spill 480 bytes per thread at head dim 192 and 4 KB at 256, and nothing up to 128. Forward of 24
-    / 4 heads on agent turns, one H200 (benchmarks/results/h200/pack_gqa.json), packed and apart: D
-    256 34.6 and 6.6 ms, D 192 6.4 and 5.0, D 128 3.6 and 3.7, D 96 3.2 and 3.3.
-    """
+    """Whether a tile of the forward holds 128 / group tokens of each query head of a kv head."""
+    # otherwise it holds 128 tokens of one head, and as many tiles are visited. The copy engine
+    # cannot load a packed group that does not divide 128. Four warps then copy q row by row, out
+    # goes back the same way, and their registers come from those of the products, which spill 480
+    # bytes per thread at head dim 192 and 4 KB at 256, and nothing up to 128. Forward of 24 / 4
+    # heads on agent turns, one H200 (benchmarks/results/h200/pack_gqa.json), packed and apart: D
+    # 256 34.6 and 6.6 ms, D 192 6.4 and 5.0, D 128 3.6 and 3.7, D 96 3.2 and 3.3
     return group > 1 and (d <= 128 or TILE_ROWS % group == 0)
 
 
@@ -312,13 +308,11 @@ _query_rows: weakref.WeakKeyDictionary[HostMask, dict[torch.device, RowRuns]] = 
 
 
 def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
-    """Gives the block lists of a call and their tiles, the same for its forward and its backward.
-
-    Lists over both tilings are made only if those over dense tiles are too short.
-    """
+    """Gives a call's block lists and their tiles, the same for its forward and its backward."""
     dims = call.q.shape[2], call.v.shape[2]
     if (dense := dense_tiles_for(*dims)) is not None:
         lists = lists_of(call.mask, dense, call.window, call.q.device)
+        # lists over both tilings are made only if those over dense tiles are too short
         if lists.mean_list >= DENSE_TILES_FROM:
             return lists, dense
     tiles = tiles_for(*dims)
@@ -326,12 +320,10 @@ def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
 
 
 def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
-    """Whether the backward takes the heads of a key tile before the next key tile.
-
-    A key tile's list is one block's work. In flash-attn-4's order the longest list (a prompt's) of
-    the last head begins last and may leave a tail: its length over a multiprocessor's share of all
-    work.
-    """
+    """Whether the backward takes the heads of a key tile before the next key tile."""
+    # a key tile's list is one block's work. In flash-attn-4's order the longest list (a prompt's)
+    # of the last head begins last and may leave a tail: its length over a multiprocessor's share of
+    # all work
     tail = lists.longest_list_share * processors / heads
     return tail > HEADS_FIRST_FROM and lists.backward.full_count.shape[2] <= MOST_TILES
 
@@ -371,11 +363,9 @@ def _sinks_where(
 
 
 def keys_lse(total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Computes lse over the keys, [H, T], from that over keys and sink; for a backward alone.
-
-    If a sink takes nearly everything, the error grows with exp(sink - lse), and lse stays within 16
-    of the total. The backward adds the sink again, which undoes it.
-    """
+    """Computes lse over the keys, [H, T], from that over keys and sink; for a backward alone."""
+    # if a sink takes nearly everything, the error grows with exp(sink - lse), and lse stays within
+    # 16 of the total; the backward adds the sink again, which undoes it
     share = (sinks.unsqueeze(1) - total).clamp(max=-(2.0**-23))
     return total + torch.log(-torch.expm1(share))
 
@@ -400,12 +390,9 @@ def sinks_gradient(
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """The arguments that say what a query sees, by keyword.
+    """The arguments of either call that say what a query sees, by keyword, and its block lists.
 
-    Attributes:
-        forward, backward: the arguments of either call.
-        lists: the block lists among them; None for chains, whose tensors have no batch dimension.
-        in_dense_tiles: whether the lists are over `dense_tiles_for`.
+    lists is None for chains, whose tensors have no batch dimension.
     """
 
     forward: dict[str, Any]
@@ -414,12 +401,10 @@ class _Given:
     in_dense_tiles: bool = False
 
     def rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Brings tensors into flash-attn-4's form: unchanged for chains, otherwise a batch of one.
-
-        flash-attn-4 copies tensors whose last stride is not 1. It takes expanded tensors (the
-        gradient of a sum) as they are, but no key of a compiled kernel holds strides, so those are
-        copied here.
-        """
+        """Brings tensors into flash-attn-4's form: a batch of one, except for chains."""
+        # flash-attn-4 copies tensors whose last stride is not 1. It takes expanded tensors (the
+        # gradient of a sum) as they are, but no key of a compiled kernel holds strides, so those
+        # are copied
         whole = (x.contiguous() if 0 in x.stride() else x for x in tensors)
         return [x if self.lists is None else x.unsqueeze(0) for x in whole]
 

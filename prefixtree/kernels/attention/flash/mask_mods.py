@@ -43,10 +43,7 @@ def visible(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
 
 @cute.jit
 def visible_in_window(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
-    """Whether query q sees key k within the window. aux_scalars: spans, positions, reach.
-
-    reach contains the window, so one kernel serves every window.
-    """
+    """Whether q sees k before reach (k + window). aux_scalars: spans, positions, reach."""
     layout = cute.make_layout((1 << 30,))
     spans = cute.make_tensor(
         cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
@@ -77,10 +74,7 @@ def visible_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
 
 @cute.jit
 def visible_in_window_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
-    """Whether the token of row q sees key k within the window.
-
-    aux_scalars: spans, positions of the rows, reach, tokens.
-    """
+    """Whether row q's token sees k. aux_scalars: spans, positions of rows, reach, tokens."""
     layout = cute.make_layout((1 << 30,))
     spans = cute.make_tensor(
         cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout

@@ -196,15 +196,10 @@ def lay_out(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lays out the bits of a call, for kernels whose program has a tile of queries or keys.
 
-    Args:
-        position: int32 [T], each token's on its path, on the device.
-        tables: in tiles that are `masked`.
-        size: tokens and keys of a tile, powers of two.
-        by_key: whether a word is of a key and has a bit per query.
-
-    Returns:
-        int32, [pairs of tiles, words, tokens or keys] in a row. By key also the pair with which
-        each run of `tables.k_runs` begins, int32 [runs]; by query TILES of `by_query_kernel`.
+    position is int32 [T], `size` the tokens and keys of a tile, powers of two, and tables are
+    `masked`. Returns int32 [pairs of tiles, words, tokens or keys] in a row. By key, where a word
+    has a bit per query, also the pair with which each run of `tables.k_runs` begins, int32 [runs];
+    by query TILES of `by_query_kernel`.
     """
     tokens, keys = size
     words_per_pair = -(-tokens // 32) * keys if by_key else -(-keys // 32) * tokens

@@ -32,13 +32,10 @@ class Config:
     Attributes:
         rows: rows of a query tile: query tokens x heads of a block.
         keys: keys of a key tile.
-        warps, stages: warps per program; depth of the software pipeline over tiles.
         registers: most registers per thread, 0 for the compiler's choice.
         cut: whether key tiles start at node borders where that saves work.
-        apart: whether the keys' kernel computes dK and dV in a launch each, because registers do
-            not hold the sums of both for a tile of decent size.
-        shared: how many of q and dout the kernels over query tiles keep in shared memory, not in
-            registers, as first operands of products; through descriptors alone.
+        apart: whether dK and dV get a launch each, because registers do not hold the sums of both.
+        shared: how many of q and dout are first operands in shared memory, not in registers.
     """
 
     rows: int
@@ -56,15 +53,14 @@ Pair = tuple[Config, Config]
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Configurations of the three kernels, each for forests of (long, short) nodes.
+    """Configurations of the three kernels (out; dK and dV; dQ), each for (long, short) nodes.
 
     Attributes:
         tma: tensor descriptors (Hopper's copy engine) in place of pointers.
-        heads: query heads of one kv head that a query tile holds side by side; a larger group is
-            processed in blocks.
-        forward, keys, queries: out; dK and dV; dQ.
-        piece: columns of the pieces in which q and k are taken if that saves padding; 0 to take
-            them whole.
+        heads: query heads of one kv head that a query tile holds; a larger group is taken in
+            blocks.
+        piece: columns of the pieces in which q and k are taken to save padding; 0 to take them
+            whole.
     """
 
     tma: bool
@@ -212,12 +208,8 @@ def choose(
 ) -> KernelConfigs:
     """Chooses the configurations for a GPU and a model.
 
-    Args:
-        capability: of the device, (9, 0) for Hopper.
-        d, dv: head dims of q and k, and of v, padded to powers of two, at most 256.
-        group: query heads per kv head.
-        tma: whether the inputs' layouts suit tensor descriptors.
-        cuda: False for AMD GPUs.
+    d and dv are padded to powers of two, at most 256; group is the number of query heads per kv
+    head; tma says whether the inputs' layouts suit tensor descriptors; AMD GPUs are not `cuda`.
     """
     tma = tma and cuda and capability[0] == 9
     heads = heads_of_tile(group, tma)
@@ -236,12 +228,7 @@ def choose(
 def choose_decode(
     capability: tuple[int, int], d: int, dv: int, itemsize: int
 ) -> tuple[Config, Config]:
-    """Chooses the configurations of decoding, for (wide, narrow) items of the work list.
-
-    Args:
-        d, dv: head dims, padded to powers of two, at most 256.
-        itemsize: bytes per number of the pools.
-    """
+    """Chooses decoding's configurations, for (wide, narrow) items; d, dv padded, at most 256."""
     # Wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two
     # (H200, 16/8 heads: 634 us for 666 on agent rollouts, 101 for 117 on 8 prompts of 2K). Narrow:
     # a program of one warp ends soon, and many wait at the same time (891 for 1,023 with 64 keys
@@ -255,28 +242,18 @@ def choose_decode(
 
 
 def heads_of_tile(group: int, tma: bool) -> int:
-    """Counts the query heads of a group that share a tile; the count divides the group.
-
-    Descriptors have boxes with powers of two as sides, so they take the largest such divisor up to
-    16. Pointers take the largest divisor up to 8.
-    """
+    """Counts the query heads of a group that share a tile; the count divides the group."""
+    # descriptors have boxes with powers of two as sides: the largest such divisor up to 16
     if tma:
         return min(group & -group, 16)
     return max(n for n in range(1, 9) if group % n == 0)
 
 
 def piece_tiles(visible_pairs: int, tile_pairs: int, kv_heads: int, processors: int) -> int:
-    """Counts the query tiles after which a key tile's run is cut: a power of two, at least 32.
-
-    It is between 1/16 and 1/32 of the work of a program slot (two slots per multiprocessor), so
-    that the last piece, started longest first, leaves little idle. So at most 64 pieces per
-    multiprocessor belong to cut tiles (all kv heads together). This bounds the float32 sums by 64 x
-    processors x keys x (D + Dv) x 4 bytes, 0.5 GiB on an H200 at D 128.
-
-    Args:
-        visible_pairs: the number of visible (query, key) pairs per head.
-        tile_pairs: pairs of a full tile.
-        processors: multiprocessors of the device.
-    """
+    """Counts the query tiles after which a key tile's run is cut: a power of two, at least 32."""
+    # between 1/16 and 1/32 of the work of a program slot (two slots per multiprocessor), so that
+    # the last piece, started longest first, leaves little idle. So at most 64 pieces per
+    # multiprocessor belong to cut tiles (all kv heads together), which bounds the float32 sums by
+    # 64 x processors x keys x (D + Dv) x 4 bytes, 0.5 GiB on an H200 at D 128
     share = visible_pairs * kv_heads / (tile_pairs * 2 * processors * 16)
     return max(1 << max(int(share), 1).bit_length() - 1, 32)

@@ -60,22 +60,17 @@ def refusal(call: AttentionCall) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call in layouts that the kernels read, and the facts on which they are specialised.
-
-    Attributes:
-        call: the call as it came.
-        q, k, v: those of the call, copied if no kernel can read them in place.
-        choice: the frozen tiles.
-        position: int32 [T], each token's on its path, on the device.
-        configs: of the forward, the keys' and the queries' kernel.
-    """
+    """One call in layouts that the kernels read, and the facts on which they are specialised."""
 
     call: AttentionCall
+    # those of the call, copied if no kernel can read them in place
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     choice: KernelConfigs
+    # int32 [T], each token's on its path, on the device
     position: torch.Tensor
+    # of the forward, the keys' and the queries' kernel
     configs: tuple[Config, Config, Config]
 
     @classmethod
