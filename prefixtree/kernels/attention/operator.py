@@ -22,13 +22,13 @@ from prefixtree.kernels.operators import (
 )
 from prefixtree.packing.host_mask import host_of
 
-# One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
-# nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
-# Dynamo is kept out where eager calls enter, or it would compile the backends' host code in a model
-# that is compiled in parts.
+# the mask goes in as its handle, a tensor, so that torch.compile has nothing to specialise on and
+# makes one graph for every forest. `lse_used` keeps autograd from making a gradient that nobody
+# asked for. Dynamo is kept out where eager calls enter, or it would compile the backends' host code
+# in a model that is compiled in parts
 
 _library = new_library("_library")
-# a torch that does not say is asked by way of the dispatcher, which is right and slower
+# a torch that does not say goes through the dispatcher, which is right and slower
 _is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -41,11 +41,11 @@ def _forward(
     *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *options, lse_used, chosen = scalars
-    mask, given = host_of(handle), Options(*options)
+    mask, call_options = host_of(handle), Options(*options)
     note_call(mask, "attention")
-    call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used, chosen)
+    call = AttentionCall.of(q, k, v, sinks, mask, call_options, lse_used, chosen)
     with as_given(q):
-        backend = choose(given.backend, call).backend
+        backend = choose(call_options.backend, call).backend
         with _first("forward", backend.name, call):
             return backend.kernels.forward(call)
 
@@ -64,17 +64,17 @@ def _backward(
     *scalars: Any,
 ) -> list[torch.Tensor]:
     *options, chosen = scalars
-    given = Options(*options)
-    call = AttentionCall.of(q, k, v, sinks, host_of(handle), given, chosen=chosen)
+    call_options = Options(*options)
+    call = AttentionCall.of(q, k, v, sinks, host_of(handle), call_options, chosen=chosen)
     with as_given(q):
-        backend = choose(given.backend, call).backend
+        backend = choose(call_options.backend, call).backend
         with _first("backward", backend.name, call):
             *grads, dsinks = backend.kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
 
 
 def _first(direction: str, backend: str, call: AttentionCall) -> AbstractContextManager[Any]:
-    """Around what may compile: on a CPU nothing does."""
+    """Makes a context around a call that may compile; on a CPU nothing does."""
     q, k, v = call.q, call.k, call.v
     if not q.is_cuda:
         return nullcontext()
@@ -99,10 +99,9 @@ def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
     return [q.new_empty(q.shape), dk, dv, *dsinks]
 
 
-# `chosen` has no default: torch hands arguments on without those at the end that have theirs.
-# The fields of `Options`. With `wide` the backward gives dk and dv in float32 (float64 for
-# float64), because the caller adds to them. The forward is told too, so that it takes a backend
-# that can
+# the fields of `Options`; the forward gets `wide` too, so that it takes a backend whose backward
+# serves it. `chosen` has no default: torch hands arguments on without those at the end that have
+# theirs
 _OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 TREE_ATTENTION = register(
     _library,
@@ -166,7 +165,7 @@ class _TreeAttention(torch.autograd.Function):
         *ctx.options, lse_used = options
         if not lse_used:
             ctx.mark_non_differentiable(lse)
-            # no zeros in the place of its gradient, which backends take for one
+            # no zeros for its gradient: backends would take them for one
             ctx.set_materialize_grads(False)
         return out, lse
 
@@ -175,7 +174,7 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse, handle, chosen = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        # with create_graph, what follows must not be taken for a constant
+        # with create_graph, the gradients must not be taken for constants
         gradients = _Once.apply if torch.is_grad_enabled() else TREE_ATTENTION_BACKWARD
         inputs = q, k, v, sinks, out, lse, handle, *ctx.options, chosen
         dq, dk, dv, *dsinks = gradients(dout, dlse, *inputs)
@@ -204,11 +203,8 @@ def attend(
     lse_used: bool,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator, for arguments that fit together -> out [Tq, H, Dv], lse [H, Tq].
-
-    Differentiable once; through lse only if `lse_used`.
-    """
-    # unless something transforms the call, what the dispatcher would come to first: less work
+    """Calls the operator: out [Tq, H, Dv], lse [H, Tq], which has a gradient if `lse_used`."""
+    # unless something transforms the call, enter where the dispatcher would: less work
     transformed = torch.compiler.is_compiling() or _is_transformed()
     run = TREE_ATTENTION if transformed else _differentiable
     return run(q, k, v, sinks, handle, *options, lse_used, chosen)
