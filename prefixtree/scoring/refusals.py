@@ -20,7 +20,7 @@ GroupMode = Literal["parts", "ulysses"]
 
 
 _STEPS = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
-_KEPT = "leave kept trunks out and score each micro-batch by itself"
+_KEPT = "score each micro-batch by itself"
 
 
 def divided_by_transformers(model: nn.Module) -> Any:
