@@ -9,7 +9,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY prefixtree prefixtree
 # this folder and its extras, which the rule takes for a package without a version
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir '.[fa4,qla,parquet,images]'
+RUN pip install --no-cache-dir '.[train,fa4,qla,parquet,images]'
 WORKDIR /data
 ENTRYPOINT ["prefixtree"]
 CMD ["doctor"]

@@ -267,7 +267,7 @@ $(READY): pyproject.toml
 	@# --group is known to pip from 25.1 on; Python 3.11 and 3.12 come with an older one
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" numpy
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev -e ".[plot,parquet,images]" \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev -e ".[train,plot,parquet,images]" \
 	  $(PINS)
 	@touch $@
 

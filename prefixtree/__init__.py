@@ -1,13 +1,20 @@
 """Tree-structured shared-prefix attention for training LLM agents.
 
-What a name needs is imported where the name is used first.
+What a name needs is imported where the name is used first: forests, rollouts and reports need no
+torch and no transformers.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from prefixtree.errors import ForestError, InputError, UnsupportedError, near_name
-from prefixtree.integrations.common import register_when_imported as _register
+from prefixtree.errors import (
+    ForestError,
+    InputError,
+    UnsupportedError,
+    near_name,
+    with_command,
+)
+from prefixtree.registration import register_when_imported as _register
 
 if TYPE_CHECKING:
     from prefixtree.forest import PrefixForest
@@ -171,7 +178,10 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     for module, names in _LATER.items():
         if name in names:
-            return getattr(importlib.import_module(module), name)
+            try:
+                return getattr(importlib.import_module(module), name)
+            except ModuleNotFoundError as problem:
+                raise with_command(f"{__name__}.{name}", problem) from None
     if name in ("rollouts", "sampling"):
         return importlib.import_module(f"prefixtree.{name}")
     mend = near_name(name, __all__)

@@ -1,8 +1,9 @@
-"""The one place where numbers are read that a caller gives, alone or in lists, arrays and tensors.
+"""Readers of the numbers that a caller gives, alone or in lists, arrays and tensors.
 
-Each reader is told the argument's name, and says what it expected and what came. None of them takes
-a number for another one: text, None, truth values where a quantity is expected, NaN, the hidden
-entries of a masked array, complex numbers, or a tensor whose gradient would be lost.
+A reader is told the argument's name, and says what it expected and what came. It takes nothing else
+for a number: no text, None, truth value, NaN, hidden entry of a masked array, complex number, or
+tensor whose gradient would be lost. `expected`, `note` and `or_none` only word the message, and
+`wrong` is the error for what is no number at all.
 """
 
 from __future__ import annotations
@@ -28,26 +29,14 @@ def integer(
     note: str = "",
     wrong: type[Exception] = ValueError,
 ) -> int:
-    """One integer.
-
-    Args:
-        name: of the argument.
-        value: what was given: an integer of Python, numpy or torch.
-        least: the smallest that is right. Default: any.
-        or_none: whether the caller takes None too, for the message.
-        note: of the message, behind what was expected.
-        wrong: the error where it is no integer.
-
-    Raises:
-        ValueError: it is below `least`.
-    """
+    """Reads one integer of Python, numpy or torch; raises a ValueError below `least`."""
     # an int as it is: operator.index would fix one that torch.compile holds as a symbol
-    found = value if type(value) is int else _index(value)
-    if found is None or (least is not None and found < least):
+    whole = value if type(value) is int else _index(value)
+    if whole is None or (least is not None and whole < least):
         expected = f"{'None or ' * or_none}an integer" + ("" if least is None else f" >= {least}")
-        error = wrong if found is None else ValueError
+        error = wrong if whole is None else ValueError
         raise error(f"{name} must be {expected}{note}, got {_shown(value)}")
-    return found
+    return whole
 
 
 def number(
@@ -62,54 +51,31 @@ def number(
     note: str = "",
     wrong: type[Exception] = ValueError,
 ) -> float:
-    """One real number.
-
-    Args:
-        name: of the argument.
-        value: what was given: a number of Python or numpy, or a tensor without dimensions.
-        least, above, most: the range: >= least, > above, <= most. Default: any.
-        finite: whether infinity and NaN are refused. Default: True.
-        or_none: whether the caller takes None too, for the message.
-        note: of the message, behind what was expected.
-        wrong: the error where it is no real number.
-
-    Raises:
-        ValueError: it is out of range, or a tensor whose gradient would be lost.
-    """
+    """Reads one real number; raises a ValueError unless >= `least`, > `above` and <= `most`."""
     # a float as it is, which torch.compile may hold as a symbol
-    found: float | None = value if type(value) in (int, float) else _real(name, value)
-    if found is None:
+    real: float | None = value if type(value) in (int, float) else _real(name, value)
+    if real is None:
         raise wrong(f"{name} must be {'None or ' * or_none}a number{note}, got {_shown(value)}")
     holds = (
-        (least is None or found >= least)
-        and (above is None or found > above)
-        and (most is None or found <= most)
-        and (not finite or -_INFINITY < found < _INFINITY)
+        (least is None or real >= least)
+        and (above is None or real > above)
+        and (most is None or real <= most)
+        and (not finite or -_INFINITY < real < _INFINITY)
     )
     if not holds:
         bounds = {">=": least, "above": above, "at most": most}
         expected = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
         if finite and most is None:
             expected.append("finite")
-        what = f"{'None or ' * or_none}{' and '.join(expected)}"
-        raise ValueError(f"{name} must be {what}, got {_shown(value)}")
-    return found
+        wanted = f"{'None or ' * or_none}{' and '.join(expected)}"
+        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
+    return real
 
 
 def numbers(
     name: str, values: Any, expected: str, wrong: type[Exception] = ValueError
 ) -> np.ndarray:
-    """Real numbers of any shape, float64; NaN and infinity are the caller's to judge.
-
-    Args:
-        name: of the argument.
-        values: a number, or a list, an array or a tensor of numbers.
-        expected: of the message.
-        wrong: the error where they are no real numbers.
-
-    Raises:
-        ForestError: masked entries, or gradients that would be lost.
-    """
+    """Reads real numbers of any shape as float64; the caller judges NaN and infinity."""
     array = to_numpy(values, name)
     if array.dtype.kind not in "iuf":
         raise wrong(f"{name} must be {expected}, got {_shown(values)}")
@@ -117,16 +83,7 @@ def numbers(
 
 
 def integers(name: str, values: Any, end: int | None = None, of_what: str = "") -> np.ndarray:
-    """1-D integers, int64.
-
-    Args:
-        name: of the argument.
-        values: a list, an array or a tensor.
-        end, of_what: they must be 0 .. end - 1, as there are so many of these. Default: any.
-
-    Raises:
-        ForestError: they are none.
-    """
+    """Reads 1-D integers as int64; with `end` they must be 0 .. end - 1, indices of `of_what`."""
     # numpy makes numbers of truth values that stand among numbers
     mixed = isinstance(values, (list, tuple)) and any(isinstance(v, bool) for v in values)
     array = to_numpy(values, name)
@@ -137,21 +94,17 @@ def integers(name: str, values: Any, end: int | None = None, of_what: str = "") 
         )
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ForestError(f"{name} must be integers below 2^63, got {array.max()}")
-    found = array.astype(np.int64)
-    if end is not None and found.size and (found.min() < 0 or found.max() >= end):
-        bad = int(np.flatnonzero((found < 0) | (found >= end))[0])
+    wide = array.astype(np.int64)
+    if end is not None and wide.size and (wide.min() < 0 or wide.max() >= end):
+        bad = int(np.flatnonzero((wide < 0) | (wide >= end))[0])
         raise ForestError(
-            f"{name}[{bad}] is {found[bad]}; expected 0 to {end - 1}, as there are {end} {of_what}"
+            f"{name}[{bad}] is {wide[bad]}; expected 0 to {end - 1}, as there are {end} {of_what}"
         )
-    return found
+    return wide
 
 
 def selection(name: str, values: Any) -> np.ndarray:
-    """A mask of any shape, bool: true where it is 1.
-
-    Raises:
-        ForestError: values other than 0 and 1. A weight is no mask.
-    """
+    """Reads a mask of 0 and 1, of any shape, as bool. A weight is no mask."""
     array = to_numpy(values, name)
     if array.dtype.kind == "b" or array.size == 0:
         return array.astype(bool)
@@ -165,28 +118,18 @@ def selection(name: str, values: Any) -> np.ndarray:
 
 
 def not_a_mask(name: str, value: Any) -> ForestError:
-    """The error for an entry of a mask that is neither 0 nor 1."""
+    """Makes the error for an entry of a mask that is neither 0 nor 1."""
     return ForestError(
         f"{name} is {value}; a mask is 0 or 1 (or truth values): weights belong in the loss"
     )
 
 
 def entries(name: str, values: Any, expected: str, *, ordered: bool = True) -> list[Any]:
-    """The entries of a list, an array or anything else that is iterated.
-
-    Args:
-        name: of the argument.
-        values: what was given.
-        expected: of the message.
-        ordered: whether their order counts, so that a set is none. Default: True.
-
-    Raises:
-        ForestError: one value, text or a mapping, which are no list of entries.
-    """
+    """Lists what an iterable holds; refuses text, mappings and, if `ordered`, sets."""
     check_unmasked(name, values, nested=False)
-    none = (str, bytes, Mapping, Set) if ordered else (str, bytes, Mapping)
+    refused = (str, bytes, Mapping, Set) if ordered else (str, bytes, Mapping)
     try:
-        if isinstance(values, none):
+        if isinstance(values, refused):
             raise TypeError
         return list(values)
     except TypeError:
@@ -194,11 +137,7 @@ def entries(name: str, values: Any, expected: str, *, ordered: bool = True) -> l
 
 
 def to_numpy(values: Any, name: str) -> np.ndarray:
-    """numpy array of a list, an array or a torch tensor on any device.
-
-    Raises:
-        ForestError: lists of several lengths, masked entries, or a gradient that would be lost.
-    """
+    """Makes a numpy array of a list, an array or a torch tensor on any device."""
     if hasattr(values, "detach"):
         check_without_gradient(name, values)
         _check_dense(name, values)
@@ -217,7 +156,7 @@ def to_numpy(values: Any, name: str) -> np.ndarray:
 
 
 def check_without_gradient(name: str, tensor: Any) -> None:
-    """Raises a ForestError if this tensor asks for a gradient, which would be lost."""
+    """Refuses a tensor that asks for a gradient, which would be lost."""
     import torch
 
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -227,7 +166,7 @@ def check_without_gradient(name: str, tensor: Any) -> None:
 
 
 def _check_dense(name: str, tensor: Any) -> None:
-    """Raises a ForestError if this tensor is none that numpy can hold."""
+    """Refuses a tensor that numpy cannot hold."""
     import torch
 
     if tensor.is_nested:
@@ -239,7 +178,7 @@ def _check_dense(name: str, tensor: Any) -> None:
 
 
 def check_unmasked(name: str, values: Any, nested: bool = True) -> None:
-    """Raises a ForestError if these are a masked array with hidden entries, or a list of one."""
+    """Refuses a masked array with hidden entries, also within lists."""
     is_list = nested and isinstance(values, (list, tuple)) and len(values) > 0
     # lists of plain numbers are long, and numpy makes NaN of what is hidden among them
     if is_list and type(values[0]) not in (int, float, bool):
@@ -253,7 +192,7 @@ def check_unmasked(name: str, values: Any, nested: bool = True) -> None:
 
 
 def _index(value: Any) -> int | None:
-    """The value of what is one integer, else None."""
+    """Gives the value of one integer, or None for anything else."""
     if _is_truth_value(value) or isinstance(value, np.ma.MaskedArray):
         return None
     try:
@@ -268,7 +207,7 @@ def _is_truth_value(value: Any) -> bool:
 
 
 def _real(name: str, value: Any) -> float | None:
-    """The value of what is one real number, else None."""
+    """Gives the value of one real number, or None for anything else."""
     if _is_truth_value(value) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, (int, float, np.integer, np.floating)):
@@ -280,6 +219,6 @@ def _real(name: str, value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """The value that came, in about a line."""
+    """Writes the value that came, in about a line."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -1,6 +1,6 @@
 """Examines the installation: packages, GPUs, and the backend that would run, with the reason.
 
-Nothing that is missing or broken stops it, except what `import prefixtree` itself needs.
+Nothing that is missing or broken stops it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import warnings
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 import prefixtree
-from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels.recurrence import explain_recurrence
+from prefixtree import PrefixForest
+from prefixtree.errors import TRAIN
+
+if TYPE_CHECKING:
+    from prefixtree import TreeMask
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Wanted:
         module: what is imported to see whether it works; of the trainers our adapter.
         versions: as in pyproject.toml; tests hold them to it.
         install: the command that adds it.
-        used_for: what is not there without it; "" for one that everything needs.
+        used_for: what is not there without it; "" for one that everything needs, `_MODELS` for one
+            that whatever runs a model needs.
     """
 
     name: str
@@ -43,16 +46,26 @@ class Wanted:
 
 
 _ALL = "pip install prefixtree-attention"
+_TRAIN = f"pip install '{TRAIN}'"
+_MODELS = "models: all but report"
 WANTED = (
-    Wanted("torch", "torch", ">=2.11", _ALL),
     Wanted("numpy", "numpy", ">=2.0", _ALL),
     Wanted("numba", "numba", ">=0.61", _ALL),
-    Wanted("networkx", "networkx", ">=3.2", _ALL),
+    Wanted("torch", "torch", ">=2.11", _TRAIN, _MODELS),
+    Wanted("networkx", "networkx", ">=3.2", _TRAIN, _MODELS),
     Wanted(
         "transformers",
         "prefixtree.integrations.transformers",
         ">=5.5,<6",
-        _ALL,
+        _TRAIN,
+        _MODELS,
+    ),
+    Wanted(
+        "tokenizers",
+        "tokenizers",
+        ">=0.22",
+        "pip install 'prefixtree-attention[chat]'",
+        "chats in rollouts",
     ),
     Wanted("triton", "triton", "", "pip install triton", "GPUs, backend 'triton'"),
     Wanted(
@@ -227,11 +240,13 @@ class Health:
 
     @property
     def broken(self) -> list[str]:
-        """The required packages that do not work."""
+        """The required packages that do not work; where torch is, those of models are required."""
+        has_torch = any(p.wanted.name == "torch" and p.version for p in self.packages)
+        required = ("", _MODELS) if has_torch else ("",)
         named = [
             f"{package.wanted.name}: {package.problem or 'not installed'}"
             for package in self.packages
-            if not package.wanted.used_for and not package.is_usable
+            if package.wanted.used_for in required and not package.is_usable
         ]
         sides = (("tree_attention at ", self.backends), ("", self.recurrences))
         return named + [
@@ -250,19 +265,20 @@ def examine() -> Health:
     """Looks at this machine; raises nothing, whatever is missing or broken."""
     # first, so that a package that changes what is loaded later is seen by the others
     packages = tuple(look_up(wanted) for wanted in WANTED)
-    gpus, gpu_problem = _gpus()
-    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    has_torch = any(p.wanted.name == "torch" and p.is_usable for p in packages)
+    gpus, gpu_problem = _gpus() if has_torch else ((), None)
+    device = "cuda:0" if gpus else "cpu"
     return Health(
         prefixtree=prefixtree.__version__,
         folder=str(Path(prefixtree.__file__).parent),
         python=platform.python_version(),
         system=platform.platform(),
-        cuda=_built_for(),
+        cuda=_built_for() if has_torch else None,
         gpus=gpus,
         gpu_problem=gpu_problem,
         packages=packages,
-        backends=backends(device),
-        recurrences=recurrences(device),
+        backends=backends(device) if has_torch else (),
+        recurrences=recurrences(device) if has_torch else (),
     )
 
 
@@ -278,7 +294,7 @@ def look_up(wanted: Wanted) -> Package:
     return Package(version, _import_problem(wanted.module), wanted)
 
 
-def backends(device: torch.device) -> tuple[Backend, ...]:
+def backends(device: str) -> tuple[Backend, ...]:
     """The answers of `explain` for `HEADS` on the device; equal sentences once."""
     said: dict[tuple[str, bool], list[str]] = {}
     for heads, kv_heads, dim in HEADS:
@@ -290,8 +306,10 @@ def backends(device: torch.device) -> tuple[Backend, ...]:
     return tuple(Backend(tuple(names), *says) for says, names in said.items())
 
 
-def recurrences(device: torch.device) -> tuple[Backend, ...]:
+def recurrences(device: str) -> tuple[Backend, ...]:
     """The answers of `explain_recurrence` on the device; equal sentences once."""
+    from prefixtree.kernels.recurrence import explain_recurrence
+
     said: dict[tuple[str, bool], list[str]] = {}
     for operator, options, name in RECURRENCES:
         try:
@@ -303,9 +321,11 @@ def recurrences(device: torch.device) -> tuple[Backend, ...]:
     return tuple(Backend(tuple(names), *says) for says, names in said.items())
 
 
-def _explain(heads: int, kv_heads: int, dim: int, device: torch.device) -> str:
+def _explain(heads: int, kv_heads: int, dim: int, device: str) -> str:
+    import torch
+
     mask = _mask(device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     # one number, seen as all of them
     row = torch.empty(1, 1, 1, dtype=dtype, device=device)
     q = row.expand(mask.num_tokens, heads, dim)
@@ -313,7 +333,9 @@ def _explain(heads: int, kv_heads: int, dim: int, device: torch.device) -> str:
     return prefixtree.explain(mask, q, k, k)
 
 
-def _mask(device: torch.device) -> TreeMask:
+def _mask(device: str) -> TreeMask:
+    from prefixtree import TreeMask
+
     forest = PrefixForest.from_parents(*_FOREST)
     return TreeMask(np.repeat(forest.node_subtree_end, forest.node_length)).to(device)
 
@@ -333,9 +355,12 @@ def _import_problem(module: str) -> str | None:
 
 
 def _fits(version: str, versions: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
-
+    try:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import InvalidVersion
+    except ModuleNotFoundError:
+        # it comes with what models need; without these, pip has just looked at the same versions
+        return True
     try:
         return SpecifierSet(versions).contains(version, prereleases=True)
     except InvalidVersion:
@@ -348,6 +373,8 @@ def _in_a_line(problem: BaseException) -> str:
 
 
 def _built_for() -> str | None:
+    import torch
+
     if torch.version.hip is not None:
         return f"ROCm {torch.version.hip}"
     return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
@@ -355,6 +382,8 @@ def _built_for() -> str | None:
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     """The GPUs that torch can use, and why there are none, where there could be."""
+    import torch
+
     gpus = []
     # torch warns, and does not raise, where the driver is too old
     with warnings.catch_warnings(record=True, action="always") as said:

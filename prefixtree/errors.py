@@ -1,6 +1,7 @@
-"""The errors prefixtree raises: each says what was expected, what came and how to mend it; rows of
-refusals; and hints of messages: the name that is nearest to an unknown one, and the type of a wrong
-value."""
+"""The errors that prefixtree raises, rows of refusals, missing packages, and hints for messages.
+
+A message says what was expected, what came and how to mend it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +9,16 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 
 class ForestError(ValueError):
-    """The sequences, masks or trees do not describe a prefix forest, or do not belong to it."""
+    """Sequences, masks or trees do not describe a prefix forest, or do not belong to it."""
 
 
 class UnsupportedError(NotImplementedError):
-    """This build, device or model cannot serve a request exactly; the message says why."""
+    """A build, a device or a model cannot serve a request exactly; the message says why."""
 
 
 class InputError(ValueError):
@@ -24,13 +26,13 @@ class InputError(ValueError):
 
 
 class Refusal(NamedTuple):
-    """One reason to refuse what a room is given: a row of its table.
+    """One reason to refuse a request: a row of a room's table.
 
     Attributes:
-        name: of what is refused, a setting's where there is one; unique within a table.
-        applies: from what is given, whether it is refused; a dict fills fields of the message.
-        message: what is refused, why, and what to do instead, with fields as `str.format` has
-            them. {name} is the name; {value} the attribute of this name of what is given.
+        name: of what is refused, a setting's name where there is one; unique within a table.
+        applies: says whether an object is refused; a dict means yes and fills fields of `message`.
+        message: what is refused, why, and what to do instead, with fields of `str.format`. {name}
+            is `name`, and {value} is the object's attribute of that name.
         only_training: whether evaluation is unaffected.
     """
 
@@ -43,30 +45,48 @@ class Refusal(NamedTuple):
 def refuse(
     rows: Iterable[Refusal], given: Any, before: str = "", *, training: bool = True, **words: Any
 ) -> None:
-    """Raises the first row that applies.
-
-    Args:
-        rows: a table.
-        given: what the conditions take.
-        before: the beginning of the message, with fields too.
-        training: whether rows of training alone are looked at. Default: True.
-        words: further fields.
-
-    Raises:
-        UnsupportedError: with the message of the row.
-    """
+    """Raises the first row that applies to `given`; `words` fill fields of `before` + message."""
     for row in rows:
-        if (training or not row.only_training) and (found := row.applies(given)):
+        if (training or not row.only_training) and (applied := row.applies(given)):
             fields = {"name": row.name, "value": getattr(given, row.name, None), **words}
-            fields |= found if isinstance(found, dict) else {}
+            fields |= applied if isinstance(applied, dict) else {}
             raise UnsupportedError((before + row.message).format_map(fields))
 
 
 def is_set(name: str, *fine: Any) -> Callable[[Any], bool]:
-    """A condition: this attribute is there, and none of `fine` (default: it is true)."""
+    """Makes a condition: an object's attribute is none of `fine` or, by default, is true."""
     if fine:
         return lambda given: getattr(given, name, None) not in fine
     return lambda given: bool(getattr(given, name, None))
+
+
+# ---- packages that are missing -----------------------------------------------------------------
+
+#: the extra that brings what models need and a report does not, and what it brings
+TRAIN = "prefixtree-attention[train]"
+OF_TRAIN = ("torch", "transformers", "networkx")
+
+
+def missing(what: str, package: str, install: str) -> ModuleNotFoundError:
+    """The error for a package that is not installed."""
+    return ModuleNotFoundError(
+        f"{what} needs {package}, which is not installed: pip install '{install}'", name=package
+    )
+
+
+def need_training(what: str) -> None:
+    """Raises `ModuleNotFoundError`, with what to install, if torch or transformers is missing."""
+    for package in OF_TRAIN[:2]:
+        if find_spec(package) is None:
+            raise missing(what, package, TRAIN)
+
+
+def with_command(what: str, problem: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error itself, or, of a package of `OF_TRAIN`, one that says what to install."""
+    package = (problem.name or "").split(".")[0]
+    if package not in OF_TRAIN or "pip install" in str(problem):
+        return problem
+    return missing(what, package, TRAIN)
 
 
 # ---- hints of messages -------------------------------------------------------------------------
@@ -78,10 +98,7 @@ _R = TypeVar("_R")
 
 
 def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a function: for a keyword that it does not have, its TypeError names the nearest.
-
-    Python 3.13 does so for every function.
-    """
+    """Lets the TypeError for an unknown keyword name the nearest one, as Python 3.13 does."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -98,11 +115,7 @@ def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def kind_of(value: object, expected: type) -> str:
-    """The type of a value that is not what was expected, in words.
-
-    Args:
-        value: what came. expected: the class of prefixtree that was asked for.
-    """
+    """Describes the type of a value that is not of the class `expected` of prefixtree."""
     kind = type(value)
     if (kind.__module__, kind.__qualname__) == (expected.__module__, expected.__qualname__):
         return (
@@ -113,5 +126,5 @@ def kind_of(value: object, expected: type) -> str:
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """The end of a message: the known name that is nearest to one that does not exist, if any."""
+    """Ends a message with the known name that is nearest to an unknown one, if any."""
     return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))

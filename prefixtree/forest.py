@@ -25,7 +25,7 @@ from prefixtree._forest_inputs import (
     unbroken_runs,
 )
 from prefixtree._numbers import entries, integer, integers, selection, to_numpy
-from prefixtree.errors import ForestError, with_hints
+from prefixtree.errors import ForestError, with_command, with_hints
 
 if TYPE_CHECKING:
     import networkx
@@ -506,7 +506,10 @@ class PrefixForest:
             and tokens (int64 token ids of the node, or None). `depth` is the old name of position,
             kept for one release.
         """
-        import networkx
+        try:
+            import networkx
+        except ModuleNotFoundError as problem:
+            raise with_command("to_networkx", problem) from None
 
         ends: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for sequence, node in enumerate(self.sequence_node):

@@ -1,4 +1,4 @@
-"""Pictures of a forest and of its block mask, for the extra `plot` (matplotlib).
+"""Plots of a forest and of its block mask, for the extra `plot` (matplotlib).
 
 Both functions return a new `Figure`: no pyplot, no global state, no window.
 Legend: N nodes, R runs of tiles, Pq and Pk cells of the mask's image.
@@ -29,14 +29,14 @@ _MAX_CELLS = 1024
 # visible pairs are drawn one by one up to this many rows or keys
 _MAX_PAIRS = 64
 _MAX_DISCRETE_SHADES = 8
-# larger forests name their great nodes only, and not the sequences that end in them
+# in larger forests only large nodes are labelled, without the sequences that end in them
 _MAX_ALL_LABELS = 40
 # more nodes or ends than this are pixels in a PDF or SVG too
 _MAX_VECTORS = 20_000
 _MAX_NAMED_ENDS = 3
 # points; the smallest label is one line of it with a margin
 _LEAST_SIZE = 7.5
-# a cell of the mask with any work in it shows at least so much of the work's colour
+# a cell of the mask with any work in it shows at least this share of the work's colour
 _LEAST_SHARE = 0.4
 _ROUNDING = 1e-6
 
@@ -45,10 +45,10 @@ def plot_forest(forest: PrefixForest) -> Figure:
     """Draws a forest from its roots downwards.
 
     A node is a rectangle. Its width is the number of tokens of its subtree, in packed order, and
-    its height the number of tokens of the node. So its columns are the packed tokens that see it.
-    The more sequences run through a node, the darker it is. A red line closes each node at whose
-    last token a sequence ends. Nodes with room are labelled with their tokens and sequences. No
-    node is drawn smaller than a pixel.
+    its height is the number of its own tokens. Its columns are the packed tokens that see it. A
+    darker node is in more sequences. A red line closes a node at whose last token a sequence ends.
+    A node with room is labelled with its tokens and sequences. No node is drawn smaller than a
+    pixel.
 
     Args:
         forest: the PrefixForest.
@@ -86,15 +86,15 @@ def plot_forest(forest: PrefixForest) -> Figure:
     )
     ax.spines[["top", "right"]].set_visible(False)
 
-    most = int(forest.node_multiplicity.max())
-    cmap, norm, ticks = _shades(most)
+    most_shared = int(forest.node_multiplicity.max())
+    cmap, norm, ticks = _shades(most_shared)
     bar = figure.colorbar(
         ScalarMappable(norm, cmap), ax=ax, label="sequences through the node", pad=0.02, aspect=30
     )
     bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks])
     bar.ax.yaxis.set_minor_locator(NullLocator())
     handles = [
-        Patch(facecolor=cmap(norm(most)), label="node: its height is its number of tokens"),
+        Patch(facecolor=cmap(norm(most_shared)), label="node: its height is its number of tokens"),
         Line2D([], [], color=_END, lw=2, label="a sequence ends here"),
     ]
     _legend_below(ax, handles, columns=2)
@@ -113,14 +113,13 @@ def plot_forest(forest: PrefixForest) -> Figure:
 def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None = None) -> Figure:
     """Draws which tiles a block kernel visits: full, partial, or empty and skipped.
 
-    Rows are queries, columns are keys, both in packed order, with the tiles of
-    `mask.tables(shape, window)`: the aligned grid, or tiles cut at node borders. Up to 64 tokens
-    the visible pairs are drawn too. Up to 1,024 tokens every pair has one cell. Beyond that, a cell
-    blends the colours of its pairs, and the share of empty tiles is limited to 0.6 where the cell
-    has work.
+    Rows are queries and columns are keys, both in packed order. The tiles are those of
+    `mask.tables(shape, window)`. Up to 64 tokens, each visible pair is a dot. Up to 1,024 tokens,
+    each pair has one cell. A larger mask is averaged: a cell blends the colours of its pairs, and a
+    cell with any work keeps at least 0.4 of the work's colour.
 
     Args:
-        mask: the TreeMask. Of a mask `for_queries(...)`, only those rows are drawn.
+        mask: the TreeMask. Of a mask `for_queries(...)`, only its rows are drawn.
         shape: the tiles. Default: 128 x 128 on the aligned grid.
         window: the sliding window, in tokens. Default: none.
 
@@ -150,7 +149,7 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
     full, partial = _tile_areas(tables, num_q, num_k)
     colours = np.array([to_rgb(c) for c in (_FULL, _PARTIAL, _EMPTY)])
     work = full + partial
-    # a thin diagonal through millions of empty pairs is still to be seen
+    # a thin diagonal through millions of empty pairs stays visible
     shown = np.where(work > _ROUNDING, np.maximum(work, _LEAST_SHARE), 0)
     scale = shown / np.maximum(work, _ROUNDING)
     shares = np.stack([full * scale, partial * scale, 1 - shown], axis=-1)
@@ -165,7 +164,7 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
     _legend_below(ax, _mask_handles(mask, shape, window, tables), columns=2, title=_tiles(shape))
 
     figure.draw_without_rendering()
-    # the square leaves height over, depending on the width of the labels
+    # how much height the square leaves over depends on the width of the labels
     figure.set_figheight(figure.get_tightbbox().height + 0.1)
     figure.draw_without_rendering()
     _draw_tile_borders(ax, tables)
@@ -184,7 +183,7 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
 
 
 def _shades(most: int) -> tuple[Any, Any, list[int]]:
-    """Colours for 1 to `most` sequences: one each while they are few, then by the logarithm."""
+    """Makes colours for 1 to `most` sequences: one each while few, else by the logarithm."""
     from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap, LogNorm
 
     cmap = LinearSegmentedColormap.from_list("sequences", _SHADES)
@@ -201,16 +200,16 @@ def _shades(most: int) -> tuple[Any, Any, list[int]]:
 def _draw_nodes(
     ax: Axes, rectangles: np.ndarray, multiplicity: np.ndarray, cmap: Any, norm: Any
 ) -> None:
-    """One collection of all nodes; rectangles float64 [N, 4] are left, top, right, bottom."""
+    """Draws all nodes; rectangles float64 [N, 4] are left, top, right, bottom."""
     from matplotlib.collections import PolyCollection
 
     pixel = _pixel(ax)
     size = rectangles[:, 2:] - rectangles[:, :2]
-    # a gap to the next node, where it leaves most of this one to be seen
+    # a gap to the next node, where most of this one stays visible
     gap = np.where(size > 4 * pixel, pixel * ax.figure.dpi / 110, 0)
     drawn = rectangles.copy()
     drawn[:, 2:] = drawn[:, :2] + np.maximum(size - gap, pixel)
-    # what many share is never hidden under the least size of what few share
+    # a small node is drawn larger than it is, and must not hide one that more sequences share
     order = np.argsort(multiplicity, kind="stable")
     left, top, right, bottom = drawn[order].T
     corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
@@ -228,14 +227,14 @@ def _draw_nodes(
 
 
 def _draw_ends(ax: Axes, forest: PrefixForest, node_end: np.ndarray) -> None:
-    """A line under each node that ends a sequence; no child is drawn under the node's tokens."""
+    """Draws a line under each node that ends a sequence; no child is drawn under its tokens."""
     from matplotlib.collections import LineCollection
 
     node = np.unique(forest.sequence_node)
     pixel, _ = _pixel(ax)
     left = forest.node_start[node].astype(np.float64)
     length = np.maximum(forest.node_length[node], pixel)
-    # a gap to the next, while there is room for one
+    # a gap to the next node, where there is room for one
     gap = np.minimum(2 * pixel, 0.15 * length)
     bottom = node_end[node]
     ends = np.stack(
@@ -245,7 +244,7 @@ def _draw_ends(ax: Axes, forest: PrefixForest, node_end: np.ndarray) -> None:
         ],
         axis=1,
     )
-    # as many as pixels would hide the nodes
+    # lines as dense as pixels would hide the nodes
     width, alpha = (2.0, 1.0) if len(node) <= 100 else (1.2, 1.0)
     if len(node) > 10_000:
         width, alpha = 0.5, 0.2
@@ -259,10 +258,10 @@ def _draw_ends(ax: Axes, forest: PrefixForest, node_end: np.ndarray) -> None:
 def _draw_labels(
     ax: Axes, forest: PrefixForest, rectangles: np.ndarray, cmap: Any, norm: Any
 ) -> None:
-    """Tokens and sequences of each node that has room for them.
+    """Labels each node that has room with its tokens and sequences.
 
-    In a small forest the labels may be turned, and a leaf's may stand below it: its columns are
-    free there down to the end of the axes.
+    In a small forest a label may be turned, and a leaf's may stand below it: the columns of a leaf
+    are free there down to the end of the axes.
     """
     small = forest.num_nodes <= _MAX_ALL_LABELS
     bottom = ax.get_ylim()[0]
@@ -289,7 +288,7 @@ def _draw_labels(
 
 
 def _label_choices(forest: PrefixForest, node: int, small: bool) -> list[tuple[str, float, bool]]:
-    """(text, font size, turned), the fullest first."""
+    """Lists (text, font size, turned), the fullest first."""
     tokens = _count(int(forest.node_length[node]), "token")
     sequences = _count(int(forest.node_multiplicity[node]), "sequence")
     texts = [f"{tokens}\n{sequences}", f"{tokens}, {sequences}"]
@@ -304,7 +303,7 @@ def _label_choices(forest: PrefixForest, node: int, small: bool) -> list[tuple[s
 
 
 def _fit(label: Any, choices: list[tuple[str, float, bool]], width: float, height: float) -> bool:
-    """Sets the first choice that leaves a margin in a room of so many pixels; whether one does."""
+    """Sets the first choice that fits with a margin, in pixels, and says whether one does."""
     margin = _LEAST_SIZE / 144 * label.figure.dpi
     for text, size, turned in choices:
         label.set(text=text, fontsize=size, rotation=90 if turned else 0)
@@ -318,10 +317,10 @@ def _fit(label: Any, choices: list[tuple[str, float, bool]], width: float, heigh
 
 
 def _tile_areas(tables: BlockTables, num_q: int, num_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of each image cell under full and under partial tiles, both float64 [Pq, Pk].
+    """Computes the shares of each cell under full and under partial tiles, float64 [Pq, Pk].
 
     A run of tiles is a rectangle. Its share of every cell is a double cumulative sum over sixteen
-    numbers at its corners, whatever its size: so the cost is that of the runs and of the image.
+    numbers at its corners. So the cost depends on the runs and the image, and not on their areas.
     """
     q_tiles, k_tiles = tables.q_tiles.numpy(), tables.k_tiles.numpy()
     runs, ptr = tables.q_runs.numpy(), tables.q_ptr.numpy()
@@ -343,7 +342,7 @@ def _tile_areas(tables: BlockTables, num_q: int, num_k: int) -> tuple[np.ndarray
 
 
 def _corners(begin: np.ndarray, end: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where and how much to add, both [R, 4], so that a cumulative sum gives each cell's share."""
+    """Finds cells and summands, [R, 4] each, whose cumulative sum is each cell's share."""
     at, weight = [], []
     for edge, sign in ((begin * scale, 1), (end * scale, -1)):
         cell = np.floor(edge).astype(np.int64)
@@ -381,7 +380,7 @@ def _tiles(shape: TileShape) -> str:
 
 
 def _draw_tile_borders(ax: Axes, tables: BlockTables) -> None:
-    """Lines between tiles, where they leave most of each tile to be seen."""
+    """Draws lines between tiles, if most of each tile then stays visible."""
     from matplotlib.collections import LineCollection
 
     rows = np.append(tables.q_tiles[:, 1].numpy(), tables.q_tiles[-1, 1:].sum())
@@ -399,7 +398,7 @@ def _draw_tile_borders(ax: Axes, tables: BlockTables) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raises `UnsupportedError`, with what to install, where matplotlib is missing."""
+    """Raises an UnsupportedError, with what to install, if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -410,7 +409,7 @@ def require_matplotlib() -> None:
 
 
 def _new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """A new figure and its axes, sizes in inches; savefig writes it without a display."""
+    """Makes a figure of so many inches, which savefig writes without a display, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -420,7 +419,7 @@ def _new_axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _pixel(ax: Axes) -> np.ndarray:
-    """Data units a pixel, float64 [2], both positive."""
+    """Measures a pixel in data units, float64 [2], both positive."""
     corners = ax.transData.inverted().transform([(0, 0), (1, 1)])
     return np.abs(corners[1] - corners[0])
 
@@ -444,7 +443,7 @@ def _count_axis(axis: Any, label: str) -> None:
 
 
 def _legend_below(ax: Axes, handles: list[Any], columns: int, title: str | None = None) -> None:
-    """A legend under the axes' label, at a distance in inches: right for axes of any size."""
+    """Puts a legend under the axes' label, at a distance in inches: right for axes of any size."""
     from matplotlib.transforms import ScaledTranslation
 
     below = ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)

@@ -16,10 +16,10 @@ Status = Callable[[str], AbstractContextManager[Any]]
 
 
 def unwatched(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
-    """A `Watch` that shows nothing: the items themselves."""
+    """Shows nothing: a `Watch` that gives the items themselves."""
     return items
 
 
 def unannounced(description: str) -> AbstractContextManager[Any]:
-    """A `Status` that shows nothing."""
+    """Shows nothing: a `Status`."""
     return nullcontext()

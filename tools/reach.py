@@ -25,7 +25,7 @@ PACKAGE = "prefixtree"
 CODE = (PACKAGE, "tests", "benchmarks", "examples", "tools")
 # the adapter for transformers is imported behind it, whoever imports it: by any package of others
 # that is not known to do without
-_REGISTRATION = f"{PACKAGE}/integrations/common.py"
+_REGISTRATION = f"{PACKAGE}/registration.py"
 _WITHOUT_TRANSFORMERS = re.compile(
     f"({'|'.join(sys.stdlib_module_names)}|numpy|torch|triton|numba|_?pytest|hypothesis|packaging|psutil"
     "|flash_attn|cutlass|cuda|quack|fla|tilelang|flash_qla|matplotlib|pyarrow|rich|PIL|networkx)"

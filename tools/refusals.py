@@ -68,12 +68,11 @@ _NAME = "\N{BLACK SQUARE}"
 
 HEAD = """# Refusals
 
-Written by `python -m tools.refusals`; do not edit.
+<!-- written by `python -m tools.refusals` -->
 
-prefixtree refuses what it would compute otherwise than the replicated batch, and what no test has
-proven, with `prefixtree.UnsupportedError`. "…" is what an error fills in.
-[Families](families.md#refused) has the model types. Errors about one module or tensor are not
-listed, as they name it, nor those about wrong input (`ValueError`).
+What would differ from the replicated batch, or what no test has proven, raises
+`prefixtree.UnsupportedError`. "…" is what an error fills in. [Families](families.md#refused) lists
+model types. Errors that name one module or tensor, or wrong input (`ValueError`), are not listed.
 """
 
 

@@ -8,7 +8,7 @@ random weights, bf16, weights and gradients but no optimizer state. The batch: t
 rollouts each, eight turns, a sample per turn. A turn is a screenshot of 44 x 80 patches and 160
 tokens of text, of which the last 64 are the answer; a task's rollouts share its prompt of 800
 tokens and the first two turns. So 96 samples hold 432 screenshots, 78 of them distinct, and 526,944
-tokens, 83,667 of them distinct: the browser agent of docs/pictures.md at real sizes.
+tokens, 83,667 of them distinct: the browser agent of docs/images.md at real sizes.
 
 Sides: all, auto: the packed forest with `recompute=` so; checkpointing: the same with transformers'
 gradient checkpointing; towers: the same, the tower run for every sample's screenshots anew; alone:

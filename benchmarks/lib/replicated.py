@@ -26,7 +26,7 @@ from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.models.attention import prefixtree_attention
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.scoring import forward as scoring
 from prefixtree.states import protocol
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention

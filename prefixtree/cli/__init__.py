@@ -17,8 +17,21 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from prefixtree.cli.console import chat_tokenizer, check_writable, read, write_rows
-from prefixtree.errors import ForestError, InputError, UnsupportedError
+from prefixtree.cli.console import (
+    chat_tokenizer,
+    check_writable,
+    in_unit,
+    read,
+    read_whole,
+    write_rows,
+)
+from prefixtree.errors import (
+    ForestError,
+    InputError,
+    UnsupportedError,
+    need_training,
+    with_command,
+)
 
 # of a made-up tree: attention of more does not fit a GPU
 _MOST_TOKENS = 1 << 22
@@ -38,6 +51,14 @@ class _Commands(TyperGroup):
 
             discard_output()
             raise typer.Exit(141) from None
+        except ModuleNotFoundError as problem:
+            from prefixtree.cli.console import complain
+
+            named = with_command(f"prefixtree {ctx.invoked_subcommand}", problem)
+            if "pip install" not in str(named):
+                raise
+            complain(f"prefixtree: {named}")
+            raise typer.Exit(2) from None
         except (InputError, ForestError, UnsupportedError, OSError) as problem:
             from prefixtree.cli.console import complain, discard_output
 
@@ -95,7 +116,8 @@ _Tokenizer = Annotated[
         metavar="DIR|NAME",
         help="A folder with a tokenizer, or its name on the Hugging Face hub. Puts messages "
         "(OpenAI chats, with tool_calls and tools) through its chat template, and decodes the text "
-        "that a report quotes. Images in messages need the model's image processor in it.",
+        "that a report quotes. Images in messages need the model's image processor in it. Default: "
+        "--model's, if it has one.",
         show_default=False,
     ),
 ]
@@ -124,7 +146,7 @@ def _top(
     See what your rollouts share, then check on your model that nothing changes:
 
         prefixtree demo
-        prefixtree report rollouts.jsonl.gz --per-turn
+        prefixtree report rollouts.jsonl.gz
         prefixtree verify --model path/to/model rollouts.jsonl.gz --limit 16
         prefixtree bench rollouts.jsonl.gz --per-turn
         prefixtree doctor
@@ -181,8 +203,10 @@ def _report(
     """How much a file of rollouts shares, and what it fails to share.
 
     The token ratio bounds what sharing can save in the linear layers, the
-    attention FLOP ratio what it can save in attention. Near misses are forks
-    after which the same tokens run again: a timestamp, an id, a re-tokenised turn.
+    attention FLOP ratio what it can save in attention. Where turns are known, the
+    ratios of one sequence per rollout and of one per turn are both told. Near misses
+    are forks after which the same tokens run again: a timestamp, an id, a
+    re-tokenised turn.
 
         prefixtree report rollouts.jsonl.gz --per-turn
         prefixtree report chats.parquet --tokenizer path/to/tokenizer
@@ -203,17 +227,25 @@ def _report(
     from prefixtree.cli import report
     from prefixtree.cli.console import out, print_json, status, steps
     from prefixtree.forest import PrefixForest
-    from prefixtree.sharing.measure import measure
+    from prefixtree.sharing.measure import measure, measure_turns
 
+    for option, given in (("--model", model), ("--ranks", ranks), ("--plot", plot)):
+        if given is not None:
+            need_training(f"report {option}")
     if plot is not None:
         from prefixtree.cli.plots import check_picture_path, write_pictures
 
         check_picture_path(plot)
-    chat = chat_tokenizer(tokenizer)
-    rollouts = read(file, per_turn, strict, chat)
+    chat = chat_tokenizer(tokenizer, model)
+    whole = read_whole(file, per_turn, strict, chat)
+    rollouts = in_unit(whole, per_turn, strict)
+    if tokenizer is None and chat is not None and not chat.knows(rollouts.sequences):
+        # the rollouts are another model's
+        chat = None
     with status("forest"):
         forest = PrefixForest.from_sequences(rollouts.sequences)
         facts = measure(forest)
+        facts["turns"] = measure_turns(whole)
     drawn = []
     if plot is not None:
         with status("pictures"):
@@ -259,7 +291,7 @@ def _report(
         return
     unit = "one sequence per assistant turn" if per_turn else "one sequence per rollout"
     console = out()
-    report.show(facts, console, f"{rollouts.source}, {unit}")
+    report.show(facts, console, f"{rollouts.source}, {unit}", per_turn)
     if facts["groups"] is not None:
         report.show_groups(facts["groups"], forest.num_tokens, console)
     if facts["near_misses"] is not None:
@@ -328,7 +360,7 @@ def _verify(
     """
     from prefixtree.cli.console import complain, out, print_json, status, steps
 
-    rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer))
+    rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer, model))
     if tasks is not None:
         rollouts = rollouts.first_groups(tasks)
     if limit is not None:

@@ -121,13 +121,37 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         raise InputError(f"{path}: cannot be written: {problem.strerror}") from None
 
 
-def chat_tokenizer(name: str | None) -> ChatTokenizer | None:
-    """The tokenizer that --tokenizer names; None for none."""
-    return None if name is None else ChatTokenizer(name)
+def chat_tokenizer(name: str | None, model: str | None = None) -> ChatTokenizer | None:
+    """The tokenizer that --tokenizer names, else that of --model, if it has one; else None."""
+    if name is not None:
+        return ChatTokenizer(name)
+    if model is None:
+        return None
+    # a config.json may have a tokenizer beside it
+    folder = Path(model).parent if Path(model).is_file() else model
+    with suppress(InputError):
+        return ChatTokenizer(folder)
+    return None
 
 
 def read(file: str, per_turn: bool, strict: bool, tokenizer: ChatTokenizer | None) -> Rollouts:
-    """A file of rollouts, with a progress bar; what was left out of it is said on stderr."""
+    """A file of rollouts, or of their turns; what was left out of it is said on stderr."""
+    rollouts = read_whole(file, per_turn, strict, tokenizer)
+    return in_unit(rollouts, per_turn, strict)
+
+
+def in_unit(rollouts: Rollouts, per_turn: bool, strict: bool) -> Rollouts:
+    """Rollouts, or their turns; what was left out is said on stderr."""
+    if per_turn:
+        rollouts = expand_turns(rollouts, strict=strict)
+    complain_about(rollouts.problems)
+    return rollouts
+
+
+def read_whole(
+    file: str, per_turn: bool, strict: bool, tokenizer: ChatTokenizer | None
+) -> Rollouts:
+    """A file of rollouts, with a progress bar; `per_turn` tells what is to be made of them."""
     with Reading() as reading:
         rollouts = read_rollouts(file, strict=strict, watch=reading.watch, tokenizer=tokenizer)
     rewritten = sum(turns is not None for turns in rollouts.turns)
@@ -137,7 +161,4 @@ def read(file: str, per_turn: bool, strict: bool, tokenizer: ChatTokenizer | Non
             "on (stripped thinking, say), so no one sequence holds every turn as the policy saw "
             "it; --per-turn takes each turn as it was, and here all tokens count as scored"
         )
-    if per_turn:
-        rollouts = expand_turns(rollouts, strict=strict)
-    complain_about(rollouts.problems)
     return rollouts

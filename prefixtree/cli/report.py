@@ -22,8 +22,8 @@ _KINDS = {
 }
 
 
-def show(facts: dict[str, Any], console: Console, title: str) -> None:
-    """Prints what `measure` found."""
+def show(facts: dict[str, Any], console: Console, title: str, per_turn: bool) -> None:
+    """Prints what `measure` and `measure_turns` found; `per_turn` is the unit of the first."""
     tokens, attention, branching = facts["tokens"], facts["attention"], facts["branching"]
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -34,6 +34,16 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     table.add_row("replicated tokens", f"{tokens['replicated']:,}", "computed without sharing")
     table.add_row("distinct tokens", f"{tokens['distinct']:,}", "computed by prefixtree")
     table.add_row("token ratio", f"{tokens['ratio']:.2f}x", "replicated / distinct")
+    if (turns := facts["turns"]) is not None:
+        other = "rollout" if per_turn else "turn"
+        figures = turns[f"per_{other}"]
+        how = "without --per-turn" if per_turn else "--per-turn"
+        table.add_row(
+            f"token ratio per {other}",
+            f"{figures['tokens']['ratio']:.2f}x",
+            f"{figures['tokens']['replicated']:,} / {figures['tokens']['distinct']:,} tokens of "
+            f"{figures['sequences']:,} sequences ({how})",
+        )
     if (routes := facts["routes"]) is not None:
         lost = routes["distinct"] - routes["distinct_without_routes"]
         whose = "" if routes["sequences"] == facts["sequences"] else f" of {routes['sequences']:,}"

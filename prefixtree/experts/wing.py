@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from prefixtree.experts.products import prepare_layers
 from prefixtree.experts.routers import RouterLoss, check_routes, replaying, router_loss
@@ -19,7 +20,22 @@ from prefixtree.wings import CallWing, ForwardWing
 if TYPE_CHECKING:
     from prefixtree.scoring.edges import SequenceScores
 
-__all__ = ["Routers", "check_routes", "prepare_layers", "router_loss"]
+__all__ = ["Routers", "check_routers", "prepare_layers"]
+
+
+def check_routers(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, asked: bool | None
+) -> None:
+    """Refuses recorded routes that the routers cannot take, and a loss that the family has not.
+
+    Args:
+        model: what is called. causal_lm, packed, asked: as in `Routers`.
+
+    Raises:
+        UnsupportedError, ValueError: with the reason.
+    """
+    check_routes(model, causal_lm, packed)
+    router_loss(causal_lm, asked)
 
 
 class Routers(CallWing):

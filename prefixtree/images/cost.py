@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,23 +11,21 @@ from transformers import AutoModelForImageTextToText
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.images.inputs import ImageRule
+from prefixtree.planning.costs import CostModel
 
 
-def cost_of_images(config: Any) -> tuple[int, int] | None:
-    """The linear weights that an image's token meets in the vision encoder, and the first id of
-    images.
+def with_images(of_text: CostModel, config: Any, passes: int) -> CostModel:
+    """The cost model with the FLOPs of an image's token in the vision encoder; as it is, of a model
+    that is served without images.
 
     Args:
-        config: of a model of transformers.
-
-    Returns:
-        None of a model that is served without images.
+        config: of a model of transformers. passes: forwards that an update is worth.
     """
     try:
-        rule = ImageRule(config)
+        first = ImageRule(config).first_id
     except UnsupportedError:
-        return None
-    return encoder_weights(config), rule.first_id
+        return of_text
+    return replace(of_text, image=passes * 2 * encoder_weights(config), first_image=first)
 
 
 def encoder_weights(config: Any) -> int:

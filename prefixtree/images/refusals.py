@@ -14,6 +14,7 @@ from prefixtree.images.inputs import check_served
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import check_noise
 from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.models.rope import fixed_lengths
 from prefixtree.packing.layout import PackedForest
 
 
@@ -45,6 +46,22 @@ def _waits_for_videos(shows: Shows) -> bool:
     has_videos = any(image.modality == "video" for image in shows.images.distinct)
     is_sharded = any(isinstance(module, FSDPModule) for module in shows.model.modules())
     return has_videos and is_sharded and runs_in_lockstep(shows.model)
+
+
+def _rope_by_length(shows: Shows) -> Any:
+    """RoPE that counts tokens: positions of images are others."""
+    fixed = fixed_lengths(shows.causal_lm.config.get_text_config())
+    return fixed and {"kind": fixed[0][0]}
+
+
+def _placeholder(shows: Shows) -> Any:
+    """A placeholder of a modality that is shown: equal ids may stand for different pixels."""
+    tokens = shows.packed.forest.tokens
+    for modality in {image.modality: None for image in shows.images.distinct}:
+        token = shows.images.placeholders[modality]
+        if tokens is not None and (tokens == token).any():
+            return {"modality": modality, "token": token}
+    return None
 
 
 #: What does not go with images.
@@ -82,18 +99,35 @@ WITH_IMAGES = (
         "videos are not verified under FSDP2, where ranks with images alone would run the vision "
         "encoder less often; train on images alone, or use DDP",
     ),
+    Refusal(
+        "RoPE by length",
+        _rope_by_length,
+        "{kind} RoPE is not verified with images, whose positions are not numbers of tokens: train "
+        'this model with attn_implementation="sdpa"',
+    ),
+    Refusal(
+        "placeholders",
+        _placeholder,
+        "the sequences hold {modality}_token_id {token} beside images, and it would be shared "
+        "whatever it shows: make the forest of images.sequences, where each image has an id",
+    ),
 )
 
 
-def check_images(model: nn.Module, causal_lm: Any, packed: PackedForest, images: Any) -> None:
+def check_images(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, images: Any
+) -> np.ndarray | None:
     """Refuses images that the model would not run as it runs each sequence alone.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
 
+    Returns:
+        int64 [T], the token ids that the model gets; None of a forest without ids.
+
     Raises:
         TypeError: no Images.
-        ValueError: images that were made for another model.
+        ValueError: images that were made for another model. ForestError: ids of other images.
         UnsupportedError: what is not verified with images, with the way to mend it.
     """
     if not isinstance(images, Images):
@@ -114,6 +148,8 @@ def check_images(model: nn.Module, causal_lm: Any, packed: PackedForest, images:
     if causal_lm.training:
         check_noise(config.vision_config, "vision_config")
     refuse(WITH_IMAGES, Shows(model, causal_lm, packed, images))
+    tokens = packed.forest.tokens
+    return None if tokens is None else images.with_placeholders(tokens)
 
 
 def check_sequences(sequences: list[np.ndarray], images: Images) -> None:

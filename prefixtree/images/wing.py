@@ -1,6 +1,6 @@
 """The face of the wing."""
 
-from prefixtree.images.cost import cost_of_images
+from prefixtree.images.cost import with_images
 from prefixtree.images.encoder import compile_blocks
 from prefixtree.images.refusals import check_images, check_sequences
 from prefixtree.images.vision import PlacedImages
@@ -10,5 +10,5 @@ __all__ = [
     "check_images",
     "check_sequences",
     "compile_blocks",
-    "cost_of_images",
+    "with_images",
 ]

@@ -1,6 +1,10 @@
-"""Adapters: import the one for your stack; transformers' registers itself (`common`)."""
+"""Adapters: import the one for your stack; that of transformers registers itself."""
 
 from importlib.util import find_spec
+
+from prefixtree.errors import need_training
+
+need_training(__name__)
 
 
 def __getattr__(name: str) -> object:

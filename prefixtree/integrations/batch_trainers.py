@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.common import when_imported
+from prefixtree.registration import when_imported
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.integrations.common import when_imported
+from prefixtree.registration import when_imported
 
 _ROOM = "slime.backends.megatron_utils"
 # whose tests of a teacher's tokens read logits

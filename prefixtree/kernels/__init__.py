@@ -1,1 +1,1 @@
-"""Tree attention on arrays: backends that know a mask, never a forest."""
+"""Kernels on arrays and their backends, which know a mask and never a forest."""

@@ -14,19 +14,11 @@ from prefixtree.kernels.runtime import installed
 
 
 def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch.Tensor:
-    """The best keys of queries on their paths, ties broken by position, lowest first.
+    """Selects at most `count` keys of each query's path, bool [n, K]: the highest scores.
 
-    Every selection that keeps to this order finds the same keys, whatever its algorithm: equal
-    scores are common, as a ReLU makes many of them exactly 0.
-
-    Args:
-        scores: [n, K], any float dtype; column d is of the key at position d of the query's path.
-            -0.0 equals 0.0. Columns behind the query may hold anything.
-        count: keys per query. A query that sees fewer gets all that it sees.
-        position: int [n], those of the queries.
-
-    Returns:
-        bool [n, K], true for at most `count` keys, none of them behind its query.
+    scores [n, K] of any float dtype have a column per position of the path; columns after
+    `position`, int [n], may hold anything. Of equal scores the lowest position wins, so that every
+    algorithm finds the same keys: a ReLU makes many scores exactly 0. -0.0 equals 0.0.
     """
     width = scores.shape[1]
     if (kernels := _kernels_for(scores)) is not None:
@@ -35,7 +27,7 @@ def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch
     if width == 0:
         return seen
     scores = scores.masked_fill(~seen, -torch.inf)
-    # which of equal scores this takes does not matter: the least of the values is the same
+    # which of equal scores topk takes does not matter: the least of the values is the same
     least = scores.topk(min(count, width), -1, sorted=False).values.amin(-1, keepdim=True)
     better = scores > least
     tied = (scores == least) & seen
@@ -46,7 +38,7 @@ def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch
 def best_bits(
     scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
 ) -> torch.Tensor:
-    """`best_keys` as int32 [n, num_words], 0 behind the K positions."""
+    """Gives `best_keys` as int32 [n, num_words], 0 after the K positions."""
     if (kernels := _kernels_for(scores)) is not None:
         bits: torch.Tensor = kernels.best_bits(scores, count, position, num_words)
         return bits
@@ -54,8 +46,7 @@ def best_bits(
 
 
 def _kernels_for(scores: torch.Tensor) -> Any:
-    """The module whose kernel selects, or None: torch's operations, which alone know tensors
-    without numbers."""
+    """Imports the module whose kernel selects; None for torch, which alone serves fake tensors."""
     if type(scores) is not torch.Tensor or not scores.is_cuda or not installed("triton"):
         return None
     from prefixtree.kernels import indexer_kernels

@@ -1,7 +1,7 @@
-"""Which keys of its path a query attends to, where a model chooses them: a bit per position.
+"""Chosen keys of a query's path, to which it attends: a bit per position.
 
-A query sees one key per position of its path, so the position names the key. Bit d % 32 of word
-d // 32 stands for position d. T x (deepest / 32) words take the place of a T x T object.
+A query sees one key per position of its path, so the position names the key. Bit d % 32 of word d
+// 32 stands for position d. T x (deepest / 32) words replace a T x T object.
 
 Legend: n queries, K positions, W words per query.
 """
@@ -17,7 +17,7 @@ def words(positions: int) -> int:
 
 
 def to_bits(chosen: torch.Tensor, num_words: int) -> torch.Tensor:
-    """bool [n, K] -> int32 [n, num_words], 0 behind the K positions."""
+    """Packs bool [n, K] into int32 [n, num_words], 0 after the K positions."""
     n, width = chosen.shape
     octets = chosen.new_zeros(n, num_words * 32, dtype=torch.uint8)
     octets[:, :width] = chosen
@@ -28,7 +28,7 @@ def to_bits(chosen: torch.Tensor, num_words: int) -> torch.Tensor:
 
 
 def from_bits(bits: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """int32 [n, W] -> bool [n, end - start], of the positions from `start` to before `end`."""
+    """Unpacks int32 [n, W] to bool [n, end - start], the positions from `start` to before `end`."""
     first = start // 8
     octets = bits.contiguous().view(torch.uint8)[:, first : -(-end // 8)]
     shift = torch.arange(8, dtype=torch.uint8, device=bits.device)

@@ -1,13 +1,12 @@
 """Grouped products of gated experts by QuACK, which comes with flash-attn-4 (Hopper).
 
-They gather their rows, apply SwiGLU and weigh what they write: no copies of tokens stand side by
-side before the first product, and of a forward the pre-activations alone are kept. The order of the
-products in the backward is SonicMoE's (arXiv 2512.14080).
+They gather their rows, apply SwiGLU and weigh their results. No copies of tokens are side by side
+before the first product, and a forward keeps the pre-activations alone. The order of the products
+in the backward is SonicMoE's (arXiv 2512.14080).
 
 Legend: T tokens, k experts per token, E experts, D hidden size, I intermediate size. rows [T * k]
 int32: the tokens of the copies, expert by expert; starts [E + 1] int32: where experts begin.
-gate_up [E, 2 I, D]; down [E, D, I]. Pre-activations [T * k, 2 I] have gates and what these gate in
-turns.
+gate_up [E, 2 I, D]; down [E, D, I]. Pre-activations [T * k, 2 I] alternate gates and gated values.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _package_problem() -> str | None:
     try:
-        found = version("quack-kernels")
+        installed = version("quack-kernels")
     except PackageNotFoundError:
         return "it needs the package quack-kernels, which comes with flash-attn-4"
-    if not found.startswith("0.6."):
-        return f"version 0.6 of quack-kernels is served, and {found} is installed"
-    # it fingerprints functions, and would follow those of a package that it does not take for one
+    if not installed.startswith("0.6."):
+        return f"version 0.6 of quack-kernels is served, and {installed} is installed"
+    # it fingerprints functions, and would follow those of a package outside site-packages
     path = getattr(find_spec("cutlass"), "origin", None) or ""
     if not {"site-packages", "dist-packages"} & set(Path(path).parts):
         return f"it takes packages below site-packages, and cutlass is at {path}"
@@ -42,10 +41,10 @@ _PACKAGE_PROBLEM = _package_problem()
 
 
 def refusal(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> str | None:
-    """Says why QuACK cannot run these experts; None if it can. The text follows its name."""
-    for given in (x, gate_up, down):
+    """Says why QuACK cannot run these experts, to follow its name; None if it can."""
+    for tensor in (x, gate_up, down):
         # sharded or quantised
-        if hasattr(type(given), "__tensor_flatten__"):
+        if hasattr(type(tensor), "__tensor_flatten__"):
             return "it takes plain tensors"
     # Dynamo knows these properties, and follows no function that keeps what it returns
     if not x.is_cuda or torch.cuda.get_device_properties(x.device).major != 9:
@@ -108,7 +107,7 @@ def _act_gradient(
     starts: torch.Tensor,
 ) -> _Three:
     quack = _quack()
-    # 1.27 ms of Qwen3-30B-A3B's on an H200; 1.87 by the default, of 128 x 192 in clusters of two
+    # 1.27 ms for Qwen3-30B-A3B on an H200; 1.87 with the default, 128 x 192 in clusters of two
     tile = quack.GemmConfig(128, 128, cluster_m=1, is_dynamic_persistent=False)
     dpreact, weighed, dweights = quack.gemm_dact(
         grad,
@@ -168,8 +167,8 @@ up: Any = register(
     _up,
     _up_fake,
 )
-# x [T * k, K], weight [E, K, N] -> [T * k, N]; of `turns` the rows of a weight are gate_up's, and
-# those of x in turns
+# x [T * k, K], weight [E, K, N] -> [T * k, N]; with `turns` the rows of a weight are gate_up's, and
+# those of x alternate
 product: Any = register(
     _expert_library,
     "experts_product",
@@ -187,7 +186,7 @@ act_gradient: Any = register(
     _act_gradient,
     _act_gradient_fake,
 )
-# x [T, D], grad [T * k, N] -> [E, D, N]; of `turns` [E, N, D] as gate_up
+# x [T, D], grad [T * k, N] -> [E, D, N]; with `turns` [E, N, D], as gate_up
 weight_gradient: Any = register(
     _expert_library,
     "experts_weight_gradient",

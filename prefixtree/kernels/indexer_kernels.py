@@ -1,16 +1,14 @@
 """An indexer in Triton: scores of the keys on each query's path, and the best of them.
 
-Imported where triton is.
-
     score(query, key) = sum over heads of weight x relu(scale x q . k)
 
 A program has a few neighbouring queries with all their heads, and streams the keys of their paths.
-What is as large as heads x keys stays in its registers.
+Objects as large as heads x keys stay in its registers.
 
-Of the best keys (`kernels.best_keys`) a program has one query. It finds the score of the last
-key that is chosen by bisection: how many scores reach a number says whether that score does. Then
-it writes the query's words. The scores of a path that the largest of SIZES holds are read once, and
-counted in registers.
+For the best keys (`kernels.best_keys`) a program has one query. It finds the score of the last
+chosen key by bisection: the count of scores that reach a number tells on which side that score is.
+Then it writes the query's words. If the largest of SIZES holds a path's scores, they are read once,
+and counted in registers.
 
 Legend: T packed tokens, n queries, H index heads, D head dim, K positions.
 """
@@ -61,8 +59,7 @@ def scores_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """SCORES [n, width] float32 of the queries from `first` on, the column of a key being its
-    position. What stands behind a query's own position is not written."""
+    """Writes SCORES [n, width] float32 of queries from `first` on, by position, up to their own."""
     tile = first_tile + tl.program_id(0)
     start = tl.load(Q_TILES + 3 * tile)
     query = tl.load(Q_TILES + 3 * tile + 1) - first
@@ -94,7 +91,7 @@ INTERPRETED = not isinstance(scores_kernel, triton.JITFunction)
 
 
 def serves_scores(x: torch.Tensor, head_dim: int) -> bool:
-    """Whether the kernel runs where x is, in its dtype, with heads of so many dims."""
+    """Whether the kernel runs on x's device, in its dtype, with heads of so many dims."""
     if head_dim > 128:
         return False
     if not x.is_cuda:
@@ -104,17 +101,17 @@ def serves_scores(x: torch.Tensor, head_dim: int) -> bool:
 
 
 def stages(capability: tuple[int, int]) -> int:
-    """Depth of the pipeline over keys: what shared memory holds beside q, in half precision."""
+    """Depth of the pipeline over keys that shared memory holds with q, in half precision."""
     return 3 if capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 2
 
 
 def tile_tokens(heads: int) -> int:
-    """Queries of a program, a power of two."""
+    """The number of queries of a program, a power of two."""
     return max(1, COLUMNS // triton.next_power_of_2(heads))
 
 
 def tile_borders(mask: HostMask, heads: int) -> np.ndarray:
-    """The queries at which the tiles of programs begin, then their number, ascending."""
+    """Lists the queries at which the tiles of programs begin, then their number, ascending."""
     tables = mask.tables(TileShape(tile_tokens(heads), KEYS), 0, torch.device("cpu"))
     return np.append(tables.q_tiles[:, 1].numpy(), mask.num_queries)
 
@@ -127,25 +124,17 @@ def index_scores(
     first: int,
     scale: float,
 ) -> torch.Tensor:
-    """The scores of the keys on the paths of neighbouring queries.
+    """Scores the keys on the paths of neighbouring queries, float32 [n, K].
 
-    Args:
-        q: [n, H, D], those of the mask's queries from `first` on, up to a border of `tile_borders`.
-        keys: [T, D] in q's dtype; those behind the queries are not looked at.
-        weights: float32 [n, H].
-        mask: of the forest.
-        first: row of the first query, one of `tile_borders`.
-        scale: the factor on q . k.
-
-    Returns:
-        float32 [n, K], K one more than the greatest position of a query: column d is of the key at
-        position d of its query's path. What stands behind a query's own position is no number.
+    q [n, H, D] are the mask's queries from `first`, one of `tile_borders`, up to another; keys [T,
+    D] in its dtype; weights float32 [n, H]. Column d is of the key at position d of a query's path.
+    Columns after the query's own position hold anything.
     """
     n, heads, d = q.shape
     tokens = tile_tokens(heads)
     tables = mask.tables(TileShape(tokens, KEYS), 0, torch.device("cpu"))
     rows = tables.q_tiles[:, 1].numpy()
-    # a view that numpy would copy to search
+    # searched without numpy, which would copy this view
     tile, end = (
         bisect_left(range(len(rows)), row, key=rows.__getitem__) for row in (first, first + n)
     )
@@ -180,7 +169,7 @@ def index_scores(
     return scores
 
 
-# scores of a program, and its warps: 32 a thread, which leave room for 16 warps side by side
+# scores of a program, and its warps: 32 scores per thread, which leave room for 16 warps at once
 SIZES = {2048: 2, 4096: 4, 8192: 8, 16384: 16}
 REGISTERS = 128
 # places of -inf and inf among the float32, see `_at`
@@ -189,21 +178,21 @@ _LOWEST, _HIGHEST = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)
 
 @triton.jit
 def _scores(ROW, start, length, SIZE: tl.constexpr):
-    """Scores from column `start` on; behind the query nan, which reaches no number."""
+    """Loads the scores from column `start` on; after the query nan, which reaches no number."""
     column = start + tl.arange(0, SIZE)
     return tl.load(ROW + column, mask=column < length, other=float("nan"))
 
 
 @triton.jit
 def _at(place):
-    """The float32 at a place in their order, -0.0 at -1 and 0.0 at 0; above that of inf, nan."""
+    """Gives the float32 at a place in their order, -0.0 at -1, 0.0 at 0, and nan above inf."""
     place = place.to(tl.int32)
     return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _count(ROW, scores, length, number, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """How many scores reach a number: of those in registers, where these are all."""
+    """Counts the scores that reach a number, in registers if these are all."""
     if IS_WHOLE:
         count = tl.sum((scores >= number).to(tl.int32), 0)
     else:
@@ -226,10 +215,10 @@ def best_keys_kernel(
     SIZE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """BITS [n, num_words], which were 0, of queries that see more than `shortest` columns and,
-    where IS_WHOLE, at most SIZE."""
+    """Writes BITS [n, num_words], 0 before, of queries with more columns than `shortest`."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(POSITION + row) + 1, width).to(tl.int32)
+    # longer paths are left to another launch if IS_WHOLE
     if (length > shortest) & (length <= SIZE if IS_WHOLE else True):
         SCORES += row * width
         scores = _scores(SCORES, 0, length, SIZE)
@@ -248,7 +237,7 @@ def best_keys_kernel(
             else:
                 high = middle
                 reach_high = reach
-        # between the two lie scores that are equal, or no more than are left
+        # scores between the two are equal, or no more than are left
         left = most - reach_high
         BITS += row * num_words
         lane = tl.arange(0, 32)[None, :]
@@ -260,7 +249,7 @@ def best_keys_kernel(
             count = tl.sum(tied, 1)
             ties = tl.sum(tied << lane, 1)
             here = left - tl.cumsum(count, 0) + count
-            # of one word some ties are left, its lowest bits
+            # one word keeps some of its ties, the lowest bits
             is_cut = (here > 0) & (here < count)
             cut = tl.sum(tl.where(is_cut, ties, 0), 0)
             others = cut
@@ -274,7 +263,7 @@ def best_keys_kernel(
 
 
 def serves_choice(scores: torch.Tensor) -> bool:
-    """Whether the kernel runs where these are, in their dtype."""
+    """Whether the kernel runs on the scores' device, in their dtype."""
     is_known = torch.version.hip is None and scores.is_cuda
     return is_known and scores.dtype == torch.float32
 
@@ -282,17 +271,17 @@ def serves_choice(scores: torch.Tensor) -> bool:
 def best_bits(
     scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
 ) -> torch.Tensor:
-    """Serves `kernels.best_keys.best_bits` for float32 scores."""
+    """Computes `kernels.best_keys.best_bits` for float32 scores."""
     n, width = scores.shape
     bits = torch.zeros(n, num_words, dtype=torch.int32, device=scores.device)
-    given = scores.contiguous(), position.contiguous(), bits, width, num_words, count
+    arguments = scores.contiguous(), position.contiguous(), bits, width, num_words, count
     longest = max(SIZES)
     shortest = 0
     for size, is_whole in (*dict.fromkeys(SIZES, True).items(), (longest, False)):
         if n and width > shortest:
             with runtime.current(scores.device):
                 best_keys_kernel[(n,)](
-                    *given,
+                    *arguments,
                     shortest,
                     SIZE=size,
                     IS_WHOLE=is_whole,

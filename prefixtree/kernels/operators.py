@@ -1,10 +1,9 @@
-"""Common to the registered torch operators: their libraries and registration, autocast, the number
-of their calls over one mask, and their first calls, which compile kernels.
+"""Common to the registered torch operators: registration, autocast, counted calls and first calls.
 
-Registered by hand: what `torch.library.custom_op` does in every call takes longer than all here.
-A model that runs something else in some of its layers ignores the mask there without an error; the
-number of calls is the one thing that shows it. The first call of a kind (backend, direction, dtypes
-and heads) may compile: what is waited for is said, and its time noted.
+They are registered by hand: `torch.library.custom_op` does more in every call than all here. A
+model that runs something else in some layers ignores the mask there without an error, and only the
+number of calls shows it. The first call of a kind (backend, direction, dtypes and heads) may
+compile: a line says what is waited for, and its time is noted.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from prefixtree.packing.host_mask import HostMask
 _NAMESPACE: Any = torch.ops.prefixtree
 _NOTHING = contextlib.nullcontext()
 
-# Keeps Dynamo out of a function. The public one loads Dynamo at once, which takes seconds
+# keeps Dynamo out of a function; the public name loads Dynamo at once, which takes seconds
 uncompiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def new_library(name: str) -> torch.library.Library:
-    """A library of the namespace "prefixtree"; one of this name that is there already goes.
-
-    It is kept where a second import (importlib.reload) finds it: torch takes no operator twice.
-    """
+    """Makes a library of the namespace "prefixtree", and destroys an earlier one of this name."""
+    # torch takes no operator twice, so it is kept where importlib.reload finds it
     if (earlier := getattr(_NAMESPACE, name, None)) is not None:
         earlier._destroy()
     library = torch.library.Library("prefixtree", "FRAGMENT")
@@ -48,7 +45,7 @@ def register(
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """-> the operator: `kernel` on every device, `fake` where only shapes are asked for."""
+    """Registers an operator: `kernel` on every device, `fake` if only shapes are asked for."""
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"prefixtree::{name}", fake, lib=library)
@@ -57,9 +54,9 @@ def register(
 
 
 def as_given(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would reach into an operator and turn its float32 products into half precision."""
+    """Switches autocast off, which would turn an operator's float32 products to half precision."""
     device = x.device.type
-    # entered only where it is on: entering costs more than all checks
+    # entered only if it is on: entering costs more than all checks
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
@@ -79,8 +76,7 @@ _watch = _Watch()
 
 @contextmanager
 def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Gives a function that returns the number of forward calls over `mask` so far, in the thread
-    that entered: of `tree_attention`, and of recurrent operators."""
+    """Gives a function that counts this thread's calls over `mask`: attention, recurrence."""
     before = _watch.mask, _watch.calls
     try:
         _watch.mask, _watch.calls = mask, Counter()
@@ -91,7 +87,7 @@ def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
 
 @contextmanager
 def as_one_call(mask: HostMask, of: Kind) -> Iterator[None]:
-    """Calls within count once, over `mask`: those of groups of heads, or of kinds of keys."""
+    """Counts the calls within as one over `mask`: those of groups of heads, or of kinds of keys."""
     before = _watch.mask
     try:
         _watch.mask = None
@@ -102,8 +98,8 @@ def as_one_call(mask: HostMask, of: Kind) -> Iterator[None]:
 
 
 def note_call(mask: HostMask, of: Kind) -> None:
-    """Called by an operator where it computes, once per forward call. A mask with borders of
-    states counts as the mask itself."""
+    """Counts a forward call of an operator that computes."""
+    # a mask with borders of states counts as the mask itself
     if _watch.mask is (mask.counts_as or mask):
         _watch.calls[of] += 1
 
@@ -112,19 +108,16 @@ def note_call(mask: HostMask, of: Kind) -> None:
 PATIENCE = 3.0
 _log = logging.getLogger("prefixtree")
 _NOT_FIRST: AbstractContextManager[Any] = nullcontext()
-# kinds that were called; of those that returned, what they were and the seconds they took
+# kinds that were called; the names and seconds of those that returned
 _begun: set[Hashable] = set()
 _took: dict[str, float] = {}
 
 
 def first_call(*kind: Hashable) -> AbstractContextManager[Any]:
-    """Around a call that may compile.
+    """Makes a context for a call that may compile; `kind` tells kinds apart and makes the line.
 
     If the first of its kind takes longer than `PATIENCE` seconds, the logger "prefixtree" says what
     is compiled, as a warning, and how long it took. A call waits for no GPU.
-
-    Args:
-        kind: what tells one kind from another, and what the line is made of.
     """
     if kind in _begun:
         return _NOT_FIRST
@@ -154,5 +147,5 @@ def _noted(what: str) -> Iterator[None]:
 
 
 def first_calls() -> dict[str, float]:
-    """The seconds that the first call of each kind took on the host, in the order of the calls."""
+    """Lists the seconds that the first call of each kind took on the host, in their order."""
     return dict(_took)

@@ -1,7 +1,7 @@
-"""`Backend`: kernels by the name that calls give, imported when a call first needs them. Also which
-packages and which devices there are.
+"""`Backend`: kernels by the name that calls give, imported when a call first needs them.
 
-On a CPU a device's numbers are those that Triton's interpreter assumes.
+The functions tell which packages and devices there are. On a CPU a device's numbers are those that
+Triton's interpreter assumes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 class _Refuses(Protocol):
     def refusal(self, call: Any) -> str | None:
-        """Why they cannot serve a call, in words that follow their name; None if they can."""
+        """Says why they cannot serve a call, to follow their name; None if they can."""
         ...
 
 
@@ -27,15 +27,10 @@ K = TypeVar("K", bound=_Refuses)
 
 @dataclass(frozen=True)
 class Backend(Generic[K]):
-    """One implementation of a room's operators. Stateless.
-
-    Attributes:
-        name: what the keyword `backend` calls it.
-        load: imports and returns the module of its kernels.
-        package: a package that must be installed before `load` is called; None for none.
-    """
+    """One implementation of a room's operators, by the name that calls give. Stateless."""
 
     name: str
+    # imports and returns the module of its kernels, if the package is installed
     load: Callable[[], K]
     package: str | None = None
 
@@ -45,7 +40,7 @@ class Backend(Generic[K]):
         return self.load()
 
     def refuses(self, call: Any) -> str | None:
-        """Says why this backend cannot serve a call; None if it can. The text follows its name."""
+        """Says why this backend cannot serve a call, to follow its name; None if it can."""
         if self.package is not None and not installed(self.package):
             return f"it needs the package {self.package}"
         try:
@@ -57,7 +52,7 @@ class Backend(Generic[K]):
 
 @cache
 def installed(package: str) -> bool:
-    """Whether a package can be found. The answer is kept: a search takes longer than a launch."""
+    """Whether a package can be found; the answer is kept, as a search outlasts a launch."""
     return find_spec(package) is not None
 
 
@@ -79,7 +74,7 @@ def processors(device: torch.device) -> int:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which this device is the current one, on which kernels are launched."""
+    """Makes a context in which this device, on which kernels are launched, is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)

@@ -1,8 +1,8 @@
 """Device functions that the kernels share.
 
-Logits are held in base 2: exp2 is the hardware's exponential, and the scale folds into its input.
-A row is a (query token, query head) pair: a tile of rows holds the query heads of one kv head side
-by side (GQA), or `heads_a_tile` of them where the group is larger.
+Logits are held in base 2: exp2 is the hardware's exponential, and the scale folds into its input. A
+row is a (query token, query head) pair. A tile of rows holds the query heads of one kv head side by
+side (GQA), or some of them if the group is larger.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What differs from forest to forest is not specialised on: a new one must not compile anything.
-# (Strides and the inputs' addresses are: whether loads can be 16 bytes wide depends on them.)
+# arguments that differ by forest are not specialised on: a new forest must not compile anything.
+# Strides and the inputs' addresses are, because they decide whether loads can be 16 bytes wide
 FOREST_ARGUMENTS = ("num_queries", "rows_a_block", "tokens_a_block", "window")
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# A masked logit: so low that exp2 of it is 0 beside any real one, and finite, so that a row whose
-# first tiles are all masked needs no extra case: what it gathers there is multiplied by 0 at
-# its first visible key, and every query sees itself.
+# a masked logit: so low that exp2 of it is 0 next to any real one, and finite, so that a row whose
+# first tiles are all masked needs no extra case: its sums there are multiplied by 0 at its first
+# visible key, and every query sees itself
 MASKED = tl.constexpr(-1.0e30)
-# The same of a score, not yet multiplied by `outer`: a power of two, with which that is exact.
+# a masked score, not yet multiplied by `outer`: a power of two, so that the product is exact
 MASKED_SCORE = tl.constexpr(-(2.0**80))
 
 
 @triton.jit
 def rows_of_tile(ROWS: tl.constexpr, HEADS: tl.constexpr, length):
-    """-> (query token in the tile, head in the block of HEADS, alive) of each row. # [ROWS]"""
+    """Finds each row's query token in the tile, head in the block of HEADS, and life. # [ROWS]"""
     row = tl.arange(0, ROWS)
     token = row // HEADS
     return token, row % HEADS, token < length
@@ -34,7 +34,7 @@ def rows_of_tile(ROWS: tl.constexpr, HEADS: tl.constexpr, length):
 
 @triton.jit
 def load_rows(base, offsets, alive, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of a [*, DIM] matrix whose last stride is 1, zero where dead. # [rows, PADDED]"""
+    """Loads rows of a [*, DIM] matrix whose last stride is 1, zero where dead. # [rows, PADDED]"""
     column = tl.arange(0, PADDED)
     inside = alive[:, None]
     if PADDED != DIM:
@@ -57,12 +57,11 @@ def load_queries(
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A tile of rows of q or dout [Tq, H, DIM], a pointer or a tensor descriptor, in pieces of
-    WIDTH columns: a tuple of # [ROWS, WIDTH]
+    """Loads rows of q or dout [Tq, H, DIM] in pieces of columns: a tuple of # [ROWS, WIDTH]
 
-    Dead rows hold zeros, or through a descriptor what lies behind the tile. Through a descriptor
-    they come as boxes, which as a product's first operand lie in registers; through a pointer as
-    matrices, which lie in shared memory.
+    X is a pointer or a tensor descriptor. Dead rows hold zeros, or through a descriptor whatever is
+    after the tile. Through a descriptor pieces come as boxes, which are in registers as a product's
+    first operand; through a pointer as matrices, which are in shared memory.
     """
     pieces = ()
     for first in tl.static_range(0, DIM, WIDTH):
@@ -90,13 +89,12 @@ def load_keys(
     TMA: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """KEYS rows of k or v [T, Hk, DIM], in pieces of WIDTH columns; ALL says that none is dead: a
-    tuple of # [KEYS, WIDTH]
+    """Loads KEYS rows of k or v [T, Hk, DIM] in pieces of columns: a tuple of # [KEYS, WIDTH]
 
-    X is a pointer, or a descriptor of the matrix [T, columns] in which the heads lie side by side:
-    dead lanes and padding then hold what lies behind the tile. A matrix rather than a reshaped
-    [T, Hk, DIM] box, because only a tile loaded as a matrix stays in shared memory as the first
-    operand of a product; dK/dV has no registers for it.
+    ALL says that no row is dead. X is a pointer, or a descriptor of the matrix [T, columns] in
+    which the heads are side by side: dead lanes and padding then hold whatever is after the tile.
+    It is a matrix and not a reshaped [T, Hk, DIM] box, because only a tile loaded as a matrix stays
+    in shared memory as the first operand of a product; dK/dV has no registers for it.
     """
     pieces = ()
     for first in tl.static_range(0, DIM, WIDTH):
@@ -118,7 +116,7 @@ def load_keys(
 
 @triton.jit
 def load_vector(X, first, SIZE: tl.constexpr, TMA: tl.constexpr):
-    """SIZE neighbours of a vector, from a multiple of 16 bytes on where X is a descriptor."""
+    """Loads SIZE neighbours of a vector, from a multiple of 16 bytes on if X is a descriptor."""
     if TMA:
         x = X.load([first])
     else:
@@ -138,13 +136,13 @@ def store_rows(base, offsets, alive, values, DIM: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def product(a, b):
-    """Matrix product in the inputs' dtype, accumulated in float32."""
+    """Multiplies matrices in the inputs' dtype, accumulated in float32."""
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def scores_of(a, b):
-    """a b^T over head dims, of pieces of both, [m, WIDTH] and [n, WIDTH]. # [m, n]"""
+    """Computes a b^T over head dims, of pieces of both, [m, WIDTH] and [n, WIDTH]. # [m, n]"""
     total = product(a[0], tl.trans(b[0]))
     for i in tl.static_range(1, len(a)):
         total = add_product(a[i], tl.trans(b[i]), total)
@@ -153,7 +151,7 @@ def scores_of(a, b):
 
 @triton.jit
 def zeros_of(ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums to begin with, in pieces of WIDTH columns: a tuple of # [ROWS, WIDTH] float32"""
+    """Makes the first sums, in pieces of WIDTH columns: a tuple of # [ROWS, WIDTH] float32"""
     pieces = ()
     for _ in tl.static_range(0, DIM, WIDTH):
         pieces += (tl.zeros([ROWS, WIDTH], tl.float32),)
@@ -162,7 +160,7 @@ def zeros_of(ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def add_products(a, b, totals):
-    """a b added to its sums, b and these in pieces of columns."""
+    """Adds a b to its sums, b and these in pieces of columns."""
     pieces = ()
     for i in tl.static_range(len(b)):
         pieces += (add_product(a, b[i], totals[i]),)
@@ -176,7 +174,7 @@ def add_product(a, b, total):
 
 @triton.jit
 def absorb(scores, outer, value, top, total, acc):
-    """One step of the online softmax, logits = scores x outer. # [ROWS, KEYS], [KEYS, DV_PADDED]"""
+    """Does a step of online softmax, logits = scores x outer. # [ROWS, KEYS], [KEYS, DV_PADDED]"""
     # outer >= 0, so the greatest score is the greatest logit; the scaling then fuses with the
     # subtraction
     new_top = tl.maximum(top, tl.max(scores, 1) * outer)
@@ -189,10 +187,10 @@ def absorb(scores, outer, value, top, total, acc):
 
 @triton.jit
 def squash(scores, inner, SOFTCAP: tl.constexpr):
-    """The factor beside `outer` in base-2 logits: the scores, or tanh(scores x inner).
+    """Computes the factor of `outer` in base-2 logits: the scores, or tanh(scores x inner).
 
-    scale x log2(e) is `outer` without a softcap c; with one, inner is scale / c and outer
-    c x log2(e).
+    scale x log2(e) is `outer` without a softcap c; with one, inner is scale / c and outer c x
+    log2(e).
     """
     if SOFTCAP:
         # tanh x = 1 - 2 / (exp(2x) + 1): right at both ends, absolute error about 1e-7
@@ -204,7 +202,7 @@ def squash(scores, inner, SOFTCAP: tl.constexpr):
 def key_lanes(
     K_SPANS, POSITION, tile, begin, KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr
 ):
-    """-> packed index, alive, subtree_end - index (0 where dead), position of each key. # [KEYS]
+    """Finds each key's packed index, life, subtree_end - index (0 where dead), position. # [KEYS]
 
     The position is read only for a window.
     """
@@ -219,10 +217,10 @@ def key_lanes(
 
 @triton.jit
 def visible(query, key, span, query_position, key_position, window, WINDOW: tl.constexpr):
-    """k <= q < subtree_end[k] as one unsigned compare: q - k < span = subtree_end[k] - k.
+    """Tests k <= q < subtree_end[k] by one unsigned compare: q - k < span = subtree_end[k] - k.
 
-    Broadcasts query against key; span is 0 for dead key lanes. With a window also
-    position(q) - position(k) < window.
+    Broadcasts query against key; span is 0 for dead key lanes. With a window also position(q) -
+    position(k) < window.
     """
     seen = (query - key).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
     if WINDOW:
@@ -232,10 +230,10 @@ def visible(query, key, span, query_position, key_position, window, WINDOW: tl.c
 
 @triton.jit
 def chosen_words(BITS, pair, at, lane, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """The word that holds the bit of each of a tile's pairs (at, lane). # [at, lane]
+    """Loads the word with the bit of each of a tile's pairs (at, lane). # [at, lane]
 
-    BITS are those that `attention.triton.chosen` laid out: for each 32 of LANES lanes, of the other
-    side's SIZE tokens a word each.
+    BITS are laid out by `attention.triton.chosen`: for each 32 of LANES lanes, one word per token
+    of the other side's SIZE.
     """
     COUNT: tl.constexpr = (LANES + 31) // 32
     first = BITS + tl.cast(pair, tl.int64) * (COUNT * SIZE) + at
@@ -248,17 +246,17 @@ def chosen_words(BITS, pair, at, lane, SIZE: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def chosen(words, lane):
     """Whether each pair of `chosen_words` is to be attended to, visible and chosen."""
-    # A thread holds two neighbouring lanes of every eight, so that its lanes share bits 1 and 2: it
-    # shifts its few words by these, and tests its pairs with constants.
+    # a thread holds two neighbouring lanes of every eight, so that its lanes share bits 1 and 2: it
+    # shifts its few words by these, and tests its pairs with constants
     return ((words >> (lane & 6)[None, :]) & (1 << (lane & 25))[None, :]) != 0
 
 
 @triton.jit
 def only_chosen(values, other, words, lane, is_dense, BRANCH: tl.constexpr):
-    """Each pair's value where it is `chosen`, else `other`; where is_dense, all are.
+    """Replaces each pair's value by `other` unless it is `chosen`; with is_dense all are.
 
-    BRANCH says whether dense tiles skip the compares. It must be off where the products before and
-    behind have results of one shape: ptxas (CUDA 12.8) then puts the second's operand into those
+    BRANCH says whether dense tiles skip the compares. It must be off if the products before and
+    after have results of one shape: ptxas (CUDA 12.8) then puts the second's operand into those
     registers of the first's that later steps read again (`benchmarks.cases.compiled` counts them).
     """
     if BRANCH:

@@ -1,11 +1,11 @@
-"""The loops of the forest, packing and near misses, compiled by numba; their only door.
+"""The compiled loops (numba) of the forest, packing, planning and near misses; their only door.
 
     from prefixtree import loops
 
     predictor, position, bad = loops.block_tables.walk(subtree_end)
 
-A module of loops is imported where it is first used, because numba takes longer to import than the
-rest of the package together.
+A module of loops is imported at its first use, because importing numba takes longer than importing
+the rest of the package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The loops behind `TreeMask`, compiled by numba: paths and block tables from `subtree_end` alone.
+"""The compiled loops of `TreeMask`: paths and block tables from `subtree_end` alone.
 
-Everything here follows from one fact of the preorder layout: query q sees key k exactly when
-k <= q < subtree_end[k]. Legend: T tokens, NQ query tiles, NK key tiles.
+One fact of the preorder layout gives everything here: query q sees key k exactly when k <= q <
+subtree_end[k]. Legend: T tokens, NQ query tiles, NK key tiles.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ CAUSAL, END, WINDOW = 1, 2, 4
 
 @njit(cache=True)
 def walk(subtree_end):
-    """Path predecessor (-1 at roots) and position of every token, int32 [T], in one pass.
-
-    The third value is the first token at which the ends do not nest, or -1.
-    """
+    """Finds predecessors (-1 at roots), positions, int32 [T], and a token not nested, or -1."""
     num_tokens = len(subtree_end)
     predictor = np.empty(num_tokens, np.int32)
     position = np.empty(num_tokens, np.int32)
@@ -36,11 +33,11 @@ def walk(subtree_end):
 
 @njit(cache=True)
 def paths(predictor, query_runs):
-    """Query blocks whose tokens are one unbroken path, each with the runs of keys above it.
+    """Cuts queries into blocks along one unbroken path, and lists the runs of keys above each.
 
     Returns blocks int64 [B, 3] (packed start, row in q, length), prefix_ptr int64 [B + 1] and
-    prefix_runs int64 [*, 2] (packed start, end), root first: keys all of which every query of the
-    block sees. Below them the tokens of the block are plain causal.
+    prefix_runs int64 [*, 2] (packed start, end), root first. Every query of a block sees all keys
+    of its runs. Within the block attention is plain causal.
     """
     num_tokens = len(predictor)
     chain_start = np.empty(num_tokens, np.int64)
@@ -83,7 +80,7 @@ def paths(predictor, query_runs):
 
 @njit(cache=True)
 def query_tiles(query_runs, tile_q):
-    """Tiles int32 [NQ, 3] (packed start, row in q, length); none spans two runs of queries."""
+    """Cuts queries into tiles int32 [NQ, 3] (packed start, row in q, length), each in one run."""
     count = 0
     for r in range(len(query_runs)):
         count += (query_runs[r, 2] + tile_q - 1) // tile_q
@@ -100,7 +97,7 @@ def query_tiles(query_runs, tile_q):
 
 @njit(cache=True)
 def grid_key_tiles(num_tokens, tile_k):
-    """The aligned grid, int32 [NK, 2] (start, length)."""
+    """Lists the aligned grid of key tiles, int32 [NK, 2] (start, length)."""
     count = (num_tokens + tile_k - 1) // tile_k
     tiles = np.empty((count, 2), np.int32)
     for j in range(count):
@@ -111,7 +108,7 @@ def grid_key_tiles(num_tokens, tile_k):
 
 @njit(cache=True)
 def key_spans(subtree_end, k_tiles, tile_k):
-    """int32 [NK, tile_k]: subtree_end[k] - k of every lane of every key tile, 0 where dead."""
+    """Computes subtree_end[k] - k per lane of each key tile, int32 [NK, tile_k], 0 if dead."""
     spans = np.zeros((len(k_tiles), tile_k), np.int32)
     for j in range(len(k_tiles)):
         start = k_tiles[j, 0]
@@ -122,14 +119,12 @@ def key_spans(subtree_end, k_tiles, tile_k):
 
 @njit(cache=True)
 def cut_key_tiles(subtree_end, q_tiles, tile_k):
-    """Tiles of at most `tile_k` keys, cut at node borders so that the tiles' query runs add up to
-    the least; a dynamic programme over the places where a tile may start. int32 [NK, 2].
-    """
+    """Cuts keys at node borders so that the tiles' query runs sum to the least, int32 [NK, 2]."""
     num_tokens = len(subtree_end)
     num_q = len(q_tiles)
-    # query tiles that end behind a token, and query tiles that start before it
-    behind = np.empty(num_tokens + 1, np.int64)
-    before = np.empty(num_tokens + 1, np.int64)
+    # numbers of query tiles that end before a token, and of query tiles that start before it
+    ended = np.empty(num_tokens + 1, np.int64)
+    started = np.empty(num_tokens + 1, np.int64)
     i = 0
     j = 0
     for t in range(num_tokens + 1):
@@ -137,9 +132,9 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
             i += 1
         while j < num_q and q_tiles[j, 0] < t:
             j += 1
-        behind[t] = i
-        before[t] = j
-    # the next node border behind each token; equal ends need no border, their keys look alike
+        ended[t] = i
+        started[t] = j
+    # the next node border after each token; between keys with equal ends no border is needed
     border = np.empty(num_tokens + 1, np.int64)
     border[num_tokens] = num_tokens
     for t in range(num_tokens - 1, -1, -1):
@@ -147,6 +142,7 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
             border[t] = t + 1
         else:
             border[t] = border[t + 1]
+    # a dynamic programme over the places where a tile may start
     unreached = np.int64(2) ** 62
     cost = np.full(num_tokens + 1, unreached, np.int64)
     come_from = np.empty(num_tokens + 1, np.int64)
@@ -160,8 +156,8 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
         while e < limit:
             last = max(last, np.int64(subtree_end[e]))
             e = min(border[e], limit)
-            # of equal query runs the fewest tiles
-            step = (max(before[last] - behind[s], 0) << 20) + 1
+            # of equal query runs take the fewest tiles
+            step = (max(started[last] - ended[s], 0) << 20) + 1
             if cost[s] + step < cost[e]:
                 cost[e] = cost[s] + step
                 come_from[e] = s
@@ -181,7 +177,7 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
 
 @njit(cache=True)
 def tile_ranges(values, starts, lengths):
-    """Least and greatest of `values` over each tile, int32 [n, 2]."""
+    """Finds the least and the greatest of `values` in each tile, int32 [n, 2]."""
     out = np.empty((len(starts), 2), np.int32)
     for j in range(len(starts)):
         low = high = values[starts[j]]
@@ -202,7 +198,7 @@ def _grown(rows):
 
 @njit(cache=True)
 def _emit(runs, count, since, first, end, kind):
-    """Appends a run of key tiles, joined to the one before it (not before `since`) where alike."""
+    """Appends a run of key tiles, or extends the run before it if alike and not before `since`."""
     if first >= end:
         return runs, count
     if count > since and runs[count - 1, 1] == first and runs[count - 1, 2] == kind:
@@ -218,7 +214,7 @@ def _emit(runs, count, since, first, end, kind):
 
 @njit(cache=True)
 def _first_above(values, column, first, end, bound):
-    """First tile of [first, end) with values[tile, column] > bound; the values ascend."""
+    """Finds the first tile of [first, end) with values[tile, column] > bound; values ascend."""
     while first < end:
         middle = (first + end) // 2
         if values[middle, column] > bound:
@@ -230,20 +226,17 @@ def _first_above(values, column, first, end, bound):
 
 @njit(cache=True)
 def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, window):
-    """Per query tile, the runs of key tiles it sees.
+    """Finds the runs of key tiles that each query tile sees.
 
-    The key tiles that lie before a query tile and are still seen form a stack: tokens leave the
-    path in the opposite order to that in which they joined it. A tile all of whose keys were on
-    the path when it joined is `whole`. The tile behind it begins below each of its keys, so the
-    least end falls along neighbouring whole tiles: those full for a query tile are the lower part
-    of a run. So one step per query tile costs its number of runs, not of tiles.
+    The key tiles before a query tile that it still sees form a stack, because tokens leave the path
+    in the reverse of the order in which they joined it. A tile is `whole` if all its keys were on
+    the path when it joined. Along neighbouring whole tiles the least end falls, so those full for a
+    query tile are the lower part of a run. A query tile therefore costs its number of runs, not of
+    tiles.
 
-    Args:
-        k_ends, k_positions, q_positions: int32 [n, 2], least and greatest of a tile's tokens.
-        window: distance in positions, 0 for none.
-
-    Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (its full runs stand before, the partial ones
-    behind) and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).
+    k_ends, k_positions and q_positions, int32 [n, 2], are the least and greatest of a tile's
+    tokens. Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (full runs stand before it, partial
+    ones after) and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).
     """
     num_q = len(q_tiles)
     num_k = len(k_tiles)
@@ -251,7 +244,7 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
     q_split = np.zeros(num_q, np.int32)
     runs = np.empty((max(16, 4 * num_q), 3), np.int32)
     count = 0
-    # the stack as runs of neighbouring tiles: first, end, joined whole and of full length
+    # the stack as runs of neighbouring tiles: first, end, whether joined whole and of full length
     stack = np.empty((num_k + 2, 3), np.int64)
     top = 0
     pending = 0
@@ -262,7 +255,7 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
             j = stack[top - 1, 1] - 1
             if k_ends[j, 1] > q0:
                 break
-            # nothing in it is seen any more
+            # no query from here on sees it
             stack[top - 1, 1] = j
             if stack[top - 1, 0] == j:
                 top -= 1
@@ -324,11 +317,11 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
 
 @njit(cache=True)
 def backward_runs(q_tiles, k_tiles, k_ends):
-    """Per key tile, its one run of query tiles, without a window.
+    """Finds the one run of query tiles that sees each key tile, without a window.
 
     Returns k_ptr int32 [NK + 1] and k_runs int32 [*, 4] (first query tile, full begin, full end,
-    end): tiles before `full begin` need the causal compare (and the end), those from `full end` on
-    the end alone. A key tile that no query sees has no run.
+    end). Tiles before `full begin` need the causal and the end compare, those from `full end` on
+    the end compare alone. A key tile that no query sees has no run.
     """
     num_k = len(k_tiles)
     k_ptr = np.zeros(num_k + 1, np.int32)
@@ -357,9 +350,10 @@ def backward_runs(q_tiles, k_tiles, k_ends):
 
 @njit(cache=True)
 def transposed_runs(q_ptr, q_runs, num_k):
-    """Per key tile, its runs of query tiles, from the forward table: the way with a window, where
-    one key tile may have several. Same format as `backward_runs`, except that every tile outside
-    the full part may also need the window compare.
+    """Transposes the forward table: with a window a key tile may have several runs of query tiles.
+
+    The format is that of `backward_runs`, but tiles outside the full part may also need the window
+    compare.
     """
     num_q = len(q_ptr) - 1
     pointer = np.zeros(num_k + 1, np.int64)
@@ -384,7 +378,7 @@ def transposed_runs(q_ptr, q_runs, num_k):
         stop = pointer[j + 1]
         while at < stop:
             first = at
-            # partial ones, then full ones, then partial ones without the causal compare
+            # partial tiles, then full ones, then partial ones without the causal compare
             while at < stop and queries[at] - queries[first] == at - first and kinds[at] != 0:
                 at += 1
             begin = at
@@ -396,7 +390,7 @@ def transposed_runs(q_ptr, q_runs, num_k):
                 while at < stop and queries[at] - queries[first] == at - first and kinds[at] != 0:
                     at += 1
             else:
-                # none is full: the part behind the last causal one needs no causal compare
+                # none is full: the part after the last causal one needs no causal compare
                 while begin > first and not kinds[begin - 1] & CAUSAL:
                     begin -= 1
                 full = begin

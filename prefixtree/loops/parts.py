@@ -1,9 +1,9 @@
-"""The loops behind `planning.parts`, `split` and `steps`, compiled by numba: arrays in and out.
+"""The compiled loops of `planning.parts`, `split` and `steps`: arrays in, arrays out.
 
-Tokens are in packed order (preorder), and a run is a range of them. Two facts make everything here
-a walk over nodes rather than over tokens. The ancestors of the tokens of a run that stand before
-the run are those of its first token. And an ancestor that stands before the end of the run before
-it is owned or imported already: it lies in that run, or above that run too.
+Tokens are in packed order (preorder), and a run is a range of them. Two facts let these loops walk
+nodes instead of tokens. The ancestors that a run imports from before it are those of its first
+token. An ancestor that stands before the end of the run before is owned or imported already: it
+lies in that run, or above it too.
 
 Legend: N nodes, Q runs of tokens with one owner, P pieces, K rows of a part, T packed tokens.
 """
@@ -21,16 +21,12 @@ def _grown(rows):
 
 @njit(cache=True)
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
-    """The pieces of every part: its runs and the ancestors it imports, cut where owners change.
+    """Finds every part's pieces: its runs and the ancestors it imports, cut where owners change.
 
-    Args:
-        node_parent, node_start, node_end: [N], nodes in preorder; tokens behind the last node are
-            padding, which has no ancestors.
-        run_start: int64 [Q + 1], the runs of one owner, side by side from 0 to T.
-        run_part: int64 [Q], the owner of each.
-
-    Returns ptr int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part
-    after part and ascending within a part. No piece spans two runs.
+    Nodes are in preorder; tokens after the last node are padding, which has no ancestors. run_start
+    int64 [Q + 1] are runs of one owner from 0 to T, run_part int64 [Q] their owners. Returns ptr
+    int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part after part and
+    ascending within a part. No piece spans two runs.
     """
     num_runs = len(run_part)
     num_packed = node_end[-1]
@@ -54,7 +50,7 @@ def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_part
         for r in range(first[part], first[part + 1]):
             start, end = run_start[runs[r]], run_start[runs[r] + 1]
             begin = count
-            # the root and what lies before `stop` end the way up
+            # the way up ends at the root, or at tokens before `stop`
             node = np.searchsorted(node_start, start, side="right") - 1
             high = start
             if start >= num_packed:
@@ -100,12 +96,7 @@ def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_part
 
 @njit(cache=True)
 def lay_out(subtree_end, starts, lengths):
-    """The rows of a part: their packed tokens and, in rows, their subtree ends, both int32 [K].
-
-    Args:
-        subtree_end: int32 [T], of the whole forest.
-        starts, lengths: int64, the part's pieces, ascending.
-    """
+    """Lists the packed tokens of a part's pieces and, in rows, their subtree ends, int32 [K]."""
     num_rows = np.int64(0)
     for length in lengths:
         num_rows += length
@@ -132,23 +123,23 @@ def lay_out(subtree_end, starts, lengths):
 
 @njit(cache=True)
 def _room(above, max_step_tokens, weight):
-    """Own tokens of a step that imports `above` tokens; below 1 for none."""
+    """Counts the own tokens of a step that imports `above` tokens; below 1 if there is no room."""
     return np.int64(np.floor(max_step_tokens - weight * above))
 
 
 @njit(cache=True)
 def cut_steps(position, predictor, max_step_tokens, weight, slack):
-    """Starts of steps that are runs of packed tokens, int64, and a token no step reaches, or -1.
+    """Cuts packed tokens into steps: their starts, int64, and a token that no step reaches, or -1.
 
     A step that starts at token t imports all position[t] tokens above t, and each counts `weight`.
     It ends early at the end of a branch, within the last `slack` of its room, if this saves the
-    next step at least as many imported tokens as the step leaves unused. Of ends from which no
-    further steps reach the last token none is taken: below a weight of 1 there are none, above it
-    a step that starts deep in a branch may have no room to finish the branch.
+    next step at least as many imported tokens as the step leaves unused. It never ends where
+    further steps cannot reach the last token. There are such ends only above a weight of 1, where a
+    step that starts deep in a branch may have no room to finish the branch.
     """
     num_tokens = len(position)
     starts = np.empty(16, np.int64)
-    # from which tokens further steps reach the last one: all, where every token has room
+    # whether further steps from a token reach the last one: all do, if every token has room
     anywhere = weight * position.max() <= max_step_tokens - 1
     reaches = np.ones(1 if anywhere else num_tokens + 1, np.bool_)
     if not anywhere:
@@ -188,14 +179,10 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
 
 @njit(cache=True)
 def deal(seconds, order, is_long, num_parts, each):
-    """The part of each chunk, int64 [C]: heaviest first to the part with the least work so far.
+    """Deals chunks in `order`, heaviest first, to the part with the least work so far: int64 [C].
 
-    A part takes `each` chunks, and its share of the long ones while another part has room.
-
-    Args:
-        seconds: float64 [C], the work of each chunk.
-        order: int64 [C], the chunks, heaviest first.
-        is_long: bool [C], chunks that are one tile longer than the others.
+    A part takes `each` chunks, and its share of the long ones (one tile longer) while another part
+    has room. seconds, float64 [C], is the work.
     """
     share = (is_long.sum() + num_parts - 1) // num_parts
     short_share = each - is_long.sum() // num_parts

@@ -1,12 +1,11 @@
-"""The loops behind `plan_micro_batches`, compiled by numba: arrays in and arrays out.
+"""The compiled loops of `plan_micro_batches`: arrays in, arrays out.
 
-Nodes are numbered in preorder, parents before children. So the paths to a set of nodes, taken in
-ascending order, are found without marks: from the next node upwards every ancestor that is not
-below the one before is new. `ends` are always unique and ascending within their set; a set is
-ends[ptr[i]:ptr[i + 1]].
+Nodes are numbered in preorder, parents before children. So the paths to ascending nodes need no
+marks: on the way up from the next node, every ancestor after the last node is new. A set of `ends`,
+ends[ptr[i]:ptr[i + 1]], is unique and ascending. Weights are int64 (tokens or rounded cost), so
+their sums do not depend on the order.
 
-Weights are int64 (tokens or rounded cost), so that sums do not depend on their order. Legend: N
-nodes, U units (what is never cut), P pieces (units together), I items (what is dealt to ranks).
+Legend: N nodes, U units (never cut), P pieces (units together), I items (dealt to ranks).
 """
 
 import numpy as np
@@ -18,7 +17,7 @@ _SMALL = 24
 
 @njit(cache=True)
 def path_weights(parent, weight):
-    """Weight of each node's path from the root through the node's last token, int64 [N]."""
+    """Sums weights from the root through each node's last token, int64 [N]."""
     total = weight.copy()
     for node in range(len(parent)):
         if parent[node] >= 0:
@@ -28,7 +27,7 @@ def path_weights(parent, weight):
 
 @njit(cache=True)
 def used_nodes(parent, ends):
-    """Nodes on the paths to `ends`, ascending, int64."""
+    """Lists the nodes on the paths to `ends`, ascending, int64."""
     count = 0
     for fill in range(2):
         if fill == 1:
@@ -51,7 +50,7 @@ def used_nodes(parent, ends):
 
 @njit(cache=True)
 def union_weights(parent, weight, ptr, ends):
-    """Weight of all nodes on the paths of each set, int64 [sets]."""
+    """Sums the weights of all nodes on the paths of each set, int64 [sets]."""
     out = np.zeros(len(ptr) - 1, np.int64)
     for i in range(len(out)):
         last = -1
@@ -66,10 +65,10 @@ def union_weights(parent, weight, ptr, ends):
 
 @njit(cache=True)
 def common_ancestors(parent, ptr, ends):
-    """Deepest node on all paths of each set, int64 [sets]; -1 where there is none."""
+    """Finds the deepest node on all paths of each set, int64 [sets]; -1 for none."""
     out = np.empty(len(ptr) - 1, np.int64)
     for i in range(len(out)):
-        # of a set in preorder, what the first and the last have in common
+        # in preorder, the first and the last of a set have in common what all have
         a, b = ends[ptr[i]], ends[ptr[i + 1] - 1]
         while a != b:
             if a > b:
@@ -85,14 +84,13 @@ def common_ancestors(parent, ptr, ends):
 
 @njit(cache=True)
 def _first_fit(sizes, order, room):
-    """First-fit: the bin [len(sizes)] of each item, taken in `order`, bins of `room`; an item that
-    fits into no bin gets a bin alone. Second: the number of bins."""
-    m = len(sizes)
-    bins = np.empty(m, np.int64)
+    """Packs items, taken in `order`, first-fit: the bin [items] of each, and the number of bins."""
+    num_items = len(sizes)
+    bins = np.empty(num_items, np.int64)
     num_bins = 0
-    if m <= _SMALL:
-        left = np.empty(m, np.int64)
-        for k in range(m):
+    if num_items <= _SMALL:
+        left = np.empty(num_items, np.int64)
+        for k in range(num_items):
             i = order[k]
             b = 0
             while b < num_bins and left[b] < sizes[i]:
@@ -103,35 +101,35 @@ def _first_fit(sizes, order, room):
             left[b] -= sizes[i]
             bins[i] = b
         return bins, num_bins
-    # the greatest room left below each vertex of a binary tree over the bins finds the first
+    # a binary tree over the bins, with the greatest room below each vertex, finds the first bin
     leaves = 1
-    while leaves < m:
+    while leaves < num_items:
         leaves *= 2
-    most = np.full(2 * leaves, -1, np.int64)
-    for k in range(m):
+    most_room = np.full(2 * leaves, -1, np.int64)
+    for k in range(num_items):
         i = order[k]
-        if most[1] >= sizes[i]:
+        if most_room[1] >= sizes[i]:
             v = 1
             while v < leaves:
                 v *= 2
-                if most[v] < sizes[i]:
+                if most_room[v] < sizes[i]:
                     v += 1
         else:
             v = leaves + num_bins
             num_bins += 1
-            most[v] = room
+            most_room[v] = room
         bins[i] = v - leaves
-        # below 0 is full, also for items of no size
-        most[v] = max(-1, most[v] - sizes[i])
+        # below 0 the bin is full, also for items of size 0
+        most_room[v] = max(-1, most_room[v] - sizes[i])
         while v > 1:
             v //= 2
-            most[v] = max(most[2 * v], most[2 * v + 1])
+            most_room[v] = max(most_room[2 * v], most_room[2 * v + 1])
     return bins, num_bins
 
 
 @njit(cache=True)
 def _descending(sizes):
-    """Order of descending size, ties in their order."""
+    """Orders by descending size; ties keep their order."""
     m = len(sizes)
     if m > _SMALL:
         return np.argsort(-sizes, kind="mergesort")
@@ -150,19 +148,15 @@ def _descending(sizes):
 def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep, limit):
     """Joins units to pieces that weigh at most `capacity`, the path above them included.
 
-    From the leaves up: what hangs below a node is joined there, first-fit decreasing, before it is
-    offered to the parent. So units meet as deep as possible, where they share most; a node that
-    does not fit as a whole is repeated in as few pieces as first-fit needs.
+    It goes from the leaves up. Pieces below a node are joined there, first-fit decreasing, before
+    the parent gets them. So units meet as deep as possible, where they share most. A node that does
+    not fit as a whole is repeated in as few pieces as first-fit needs. A unit heavier than the
+    capacity is a piece alone. A piece may also weigh `keep` times the path above it, and up to
+    `limit` with the path, so that it stays whole if it costs much to cut.
 
-    Args:
-        unit_node: int64 [U], the deepest node that all of a unit's sequences share; -1 for none.
-        unit_size: int64 [U], its weight below that node.
-        join_roots: whether trees are joined with one another too.
-        keep: a piece may also weigh `keep` times the path above it, up to `limit` with it: what
-            costs much to cut stays whole. 0 for the capacity alone.
-
-    Returns the piece of each unit, int64 [U], numbered by first unit. A unit that alone is heavier
-    than the capacity is a piece alone.
+    unit_node int64 [U] is the deepest node that all of a unit's sequences share (-1 for none),
+    unit_size int64 [U] the weight below it. Returns the piece of each unit, int64 [U], numbered by
+    first unit.
     """
     n = len(parent)
     num_units = len(unit_node)
@@ -189,7 +183,7 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
         if m == 0 or (node < 0 and not join_roots):
             continue
         total = np.int64(0)
-        # the two smallest
+        # the sizes of the two smallest
         first = second = np.int64(2**62)
         piece = head[node]
         for k in range(m):
@@ -238,11 +232,11 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
         into[piece] = piece if into[piece] < 0 else into[into[piece]]
     number = np.full(count, -1, np.int64)
     label = np.empty(num_units, np.int64)
-    found = 0
+    num_pieces = 0
     for unit in range(num_units):
         if number[into[unit]] < 0:
-            number[into[unit]] = found
-            found += 1
+            number[into[unit]] = num_pieces
+            num_pieces += 1
         label[unit] = number[into[unit]]
     return label
 
@@ -252,7 +246,7 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
 
 @njit(cache=True)
 def shared_entries(parent, ptr, ends):
-    """How long `shared` of `split_weights` is."""
+    """Counts the entries of `shared` of `split_weights`."""
     users = np.zeros(len(parent), np.int32)
     entries = 0
     for i in range(len(ptr) - 1):
@@ -316,15 +310,14 @@ def split_weights(parent, weight, ptr, ends):
 
 @njit(cache=True)
 def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
-    """Neighbours on one rank: cuts the items, in their order, into `num_ranks` runs of which the
-    heaviest is as light as it can be, within a thousandth. Returns rank int64 [I]."""
+    """Cuts items, in order, into a run per rank, the heaviest near the least: int64 [I]."""
     num_items = len(own)
     rank = np.zeros(num_items, np.int64)
     # the run that last paid for a shared node
     paid = np.empty(len(shared_weight), np.int64)
     high = own.sum() + shared_weight.sum()
     low = high // num_ranks
-    # to a thousandth: what is left is evened out afterwards
+    # to a thousandth: `even_out` evens out the rest
     while high - low > high >> 10:
         limit = (low + high) // 2
         paid[:] = -1
@@ -372,7 +365,7 @@ def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
 
 @njit(cache=True)
 def _missing(i, r, shared_ptr, shared, shared_weight, held):
-    """Weight of the nodes of item i that no item of rank r holds."""
+    """Sums the weights of the nodes of item i that no item of rank r holds."""
     more = np.int64(0)
     for k in range(shared_ptr[i], shared_ptr[i + 1]):
         if held[shared[k], r] == 0:
@@ -389,7 +382,7 @@ def _hold(i, r, by, shared_ptr, shared, held):
 
 @njit(cache=True)
 def deal_heaviest_first(own, shared_ptr, shared, shared_weight, num_ranks):
-    """Each item, heaviest first, to the rank that it leaves lightest. Returns rank int64 [I]."""
+    """Gives each item, heaviest first, to the rank that it leaves lightest: int64 [I]."""
     num_items = len(own)
     weight = own.copy()
     for i in range(num_items):
@@ -401,7 +394,7 @@ def deal_heaviest_first(own, shared_ptr, shared, shared_weight, num_ranks):
     for i in np.argsort(-weight, kind="mergesort"):
         best, least = 0, np.int64(-1)
         for r in range(num_ranks):
-            # no sharing makes up for more than the whole item
+            # an item adds at least what it alone has, whatever it shares
             if least >= 0 and load[r] + own[i] >= least:
                 continue
             after = load[r] + own[i] + _missing(i, r, shared_ptr, shared, shared_weight, held)
@@ -415,7 +408,7 @@ def deal_heaviest_first(own, shared_ptr, shared, shared_weight, num_ranks):
 
 @njit(cache=True)
 def rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks):
-    """Weight of each rank, int64 [ranks]."""
+    """Sums the weight of each rank, int64 [ranks]."""
     load = np.zeros(num_ranks, np.int64)
     held = np.zeros((len(shared_weight), num_ranks), np.bool_)
     for i in range(len(own)):
@@ -430,8 +423,7 @@ def rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks):
 
 @njit(cache=True)
 def _pass_on(i, origin, target, own, shared_ptr, shared, shared_weight, held):
-    """Item i goes from a rank to another. Returns how much lighter the one and how much heavier the
-    other is then."""
+    """Moves item i between ranks; returns how much lighter and how much heavier they are then."""
     _hold(i, origin, -1, shared_ptr, shared, held)
     less = own[i] + _missing(i, origin, shared_ptr, shared, shared_weight, held)
     more = own[i] + _missing(i, target, shared_ptr, shared, shared_weight, held)
@@ -443,8 +435,9 @@ def _pass_on(i, origin, target, own, shared_ptr, shared, shared_weight, held):
 def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
     """Moves items off the heaviest rank, or exchanges them for others, in place.
 
-    Each time by what gives the least sum of the heavier of the two ranks and the mean of all, as
-    long as that falls. `work` bounds the moves looked at, each counted with what its items share.
+    A move is taken if it gives the least sum of the heavier of the two ranks and the mean of all,
+    as long as that sum falls. `work` bounds the moves that are tried, each counted with what its
+    items share.
     """
     num_items = len(own)
     load = rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks)
@@ -459,7 +452,7 @@ def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
             total += load[r]
             if load[r] > load[top]:
                 top = r
-        # close enough that a better one is not worth looking for
+        # near enough to even that a better deal is not worth the search
         if load[top] * num_ranks <= total * 1.002:
             return
         best, give, take, to = load[top] * num_ranks, -1, -1, -1
@@ -476,7 +469,7 @@ def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
                 if rank[i] != top or work <= 0:
                     continue
                 less, more = _pass_on(i, top, r, *tables)
-                # alone, or for one of theirs
+                # alone, or in exchange for one of theirs
                 for j in range(-1, num_items):
                     back, gone = np.int64(0), np.int64(0)
                     if j >= 0:
@@ -508,10 +501,7 @@ def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
 
 @njit(cache=True)
 def fill_in_order(lengths, max_tokens):
-    """Fills micro-batches in input order, as trainers do: int64 [S], the micro-batch of each.
-
-    A new micro-batch starts where the sum of the lengths would exceed the budget.
-    """
+    """Fills micro-batches in input order up to a budget, as trainers do: int64 [S]."""
     label = np.empty(len(lengths), np.int64)
     current, held = 0, np.int64(0)
     for s in range(len(lengths)):

@@ -1,13 +1,13 @@
-"""The loops behind near misses: where the branches of a fork run the same tokens again.
+"""The compiled loops of near misses: stretches that the branches of a fork run again.
 
-Branches are the forest's *chains*: a node, its first child, that one's first child and so on to a
-leaf. In preorder a chain is one run of packed tokens, and every token lies in exactly one chain,
-so a chain is indexed once, aligned with a few others, and all of it costs a few passes over T.
+A branch is a *chain* of the forest: a node, its first child, that one's first child, down to a
+leaf. In preorder a chain is one run of packed tokens, and each token is in exactly one chain. So a
+chain is indexed once and aligned with a few others, in a few passes over T.
 
 Chains are indexed by winnowing (Schleimer, Wilkerson, Aiken, SIGMOD 2003): of the hashes of GRAM
-tokens that start in any WINDOW adjacent places one is kept, chosen by content alone. Two chains
-that share a run of GRAM + WINDOW - 1 tokens keep a hash in common there, wherever it stands in
-each. A common hash is an anchor only: what is reported was compared token by token.
+tokens that start in any WINDOW adjacent places, one is kept, chosen by content alone. Two chains
+that share a run of GRAM + WINDOW - 1 tokens keep a common hash there. A common hash is an anchor
+only: reported runs were compared token by token.
 
 Legend: T distinct tokens, C chains, F kept hashes.
 """
@@ -20,7 +20,7 @@ from numba import njit
 GRAM = 16
 WINDOW = 9
 # with more copies than this below the fork only the first is tried: boilerplate, or a stretch that
-# repeats itself, which one anchor at its start is enough to align
+# repeats itself, which one anchor at its start aligns
 _MOST_COPIES = 4
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -29,9 +29,9 @@ _SHIFT = np.uint64(31)
 
 @njit(cache=True)
 def fingerprints(tokens, begins, ends):
-    """The kept hashes of every chain tokens[begins[c]:ends[c]].
+    """Keeps the hashes of every chain tokens[begins[c]:ends[c]].
 
-    Returns pointers int64 [C + 1], and per chain sorted by hash and then position: hashes uint64
+    Returns pointers int64 [C + 1] and, per chain sorted by hash and then position, hashes uint64
     [F] and positions (packed) int64 [F].
     """
     num_chains = len(begins)
@@ -62,12 +62,12 @@ def fingerprints(tokens, begins, ends):
                 continue
             start = max(begins[c], at - WINDOW + 1)
             if kept >= start:
-                # the one kept last is in this window too, and stays while nothing is below it
+                # the hash kept last is in this window too, and stays while no hash is below it
                 best = kept
                 if recent[at % WINDOW] < recent[kept % WINDOW]:
                     best = at
             else:
-                # of equal ones the last, which stays longest
+                # of equal hashes the last, which stays longest
                 best = start
                 for i in range(start + 1, at + 1):
                     if recent[i % WINDOW] <= recent[best % WINDOW]:
@@ -90,8 +90,11 @@ def fingerprints(tokens, begins, ends):
 
 @njit(cache=True)
 def _anchors(pointers, hashes, positions, a, a_from, b, b_from):
-    """Places of chain b whose hash chain a has too at or after a_from, one int64 each: ascending
-    in b, and at one place of b descending in a, so that an ascending chain takes each once."""
+    """Lists common hashes of chains a, at or after a_from, and b, each as one int64 key.
+
+    Keys ascend in b. At one place of b they descend in a, so an ascending chain takes each place
+    once.
+    """
     low, high = pointers[a], pointers[a + 1]
     keys = np.empty(_MOST_COPIES * (pointers[b + 1] - pointers[b]), np.int64)
     count = 0
@@ -113,7 +116,7 @@ def _anchors(pointers, hashes, positions, a, a_from, b, b_from):
 
 @njit(cache=True)
 def _longest_ascending(values):
-    """Indices of a longest strictly ascending subsequence; of equal values the first."""
+    """Finds a longest strictly ascending subsequence (indices); of equal values the first."""
     n = len(values)
     tails = np.empty(n, np.int64)
     before = np.empty(n, np.int64)
@@ -143,11 +146,11 @@ def _longest_ascending(values):
 
 @njit(cache=True)
 def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
-    """Runs of equal tokens, in order in both: chain a from packed token a_from, and all of chain b.
+    """Finds runs of equal tokens of chain a from a_from and of chain b, in order in both.
 
-    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM). Every
-    run is as long as it can be, and any two chains' only common run of GRAM + WINDOW - 1 tokens or
-    more is found.
+    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM). Each
+    run is as long as it can be. If two chains have only one common run of GRAM + WINDOW - 1 tokens
+    or more, it is found.
     """
     b_from = begins[b]
     keys = _anchors(pointers, hashes, positions, a, a_from, b, b_from)
@@ -173,7 +176,7 @@ def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
             x -= 1
             y -= 1
             length += 1
-        # two texts with one hash
+        # different texts with one hash
         if length < GRAM:
             continue
         blocks[count] = (x, y, length)
@@ -184,7 +187,7 @@ def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
 
 @njit(cache=True)
 def _sampled_in(before, start, end):
-    """Whether the policy sampled any of the tokens start:end, or, of none, the one that follows."""
+    """Whether the policy sampled any of the tokens start:end or, if empty, the next token."""
     if start == end:
         end += 1
     return before[end] > before[start]
@@ -192,11 +195,7 @@ def _sampled_in(before, start, end):
 
 @njit(cache=True)
 def share_masks(masks, offsets, start, length, position, parent, sequence_node):
-    """Makes a token of each sequence true where it is in any sequence that holds it too.
-
-    masks bool [R], every sequence's tokens from offsets[s] on, changed in place; the other
-    arguments are a forest's nodes.
-    """
+    """Marks each token of masks, bool [R], in place if any sequence that holds it marks it."""
     marked = np.zeros(start[-1] + length[-1], np.bool_)
     for is_reading in (True, False):
         for s in range(len(sequence_node)):
@@ -215,17 +214,12 @@ def share_masks(masks, offsets, start, length, position, parent, sequence_node):
 def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
     """Counts the tokens that the runs of `align` would save.
 
-    A difference is sampled where both of its sides hold tokens that the policy sampled.
+    A difference is sampled if both of its sides hold tokens that the policy sampled, as before [T +
+    1], their number before each packed token, tells. Turns of one rollout have none.
 
-    Args:
-        before: [T + 1], the number of sampled tokens before each packed token.
-        is_one_rollout: whether both chains are turns of one rollout, written differently. Then no
-            difference is sampled.
-
-    Returns:
-        int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
-        shared if only the difference before it were gone. win: also the later runs, up to the first
-        sampled difference. again: all runs. is_sampled: 1 where the first difference is sampled.
+    Returns int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
+    shared without the difference before it. win: also the later runs, up to the first sampled
+    difference. again: all runs. is_sampled: 1 if the first difference is sampled.
     """
     win, alone, again, is_sampled = 0, 0, 0, 0
     is_open = True
@@ -262,12 +256,12 @@ def best_partners(
     partner,
     found,
 ):
-    """For each of the chains first..last - 1, the sibling it repeats most.
+    """Finds the sibling that each of the chains first..last - 1 repeats most.
 
-    Siblings tried: the trunk, chain trunk[c] (-1: none, and no sibling) from packed token fork[c]
-    on, and up to `tries` other earlier branches of the fork, linked by previous[c] (-1: no more).
-    rollout [C] numbers the rollouts that the chains are of.
-    Writes partner [C] (-1 where nothing is repeated) and found [C, 4], `tokens_to_win`'s.
+    Siblings tried are the trunk, chain trunk[c] (-1: no trunk and no sibling) from packed token
+    fork[c] on, and up to `tries` earlier branches of the fork, linked by previous[c] (-1: no more).
+    rollout [C] numbers the rollouts of the chains. Writes partner [C] (-1 if nothing is repeated)
+    and found [C, 4], the result of `tokens_to_win`.
     """
     pointers, hashes, positions = index
     for c in range(first, last):

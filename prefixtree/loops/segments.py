@@ -1,5 +1,4 @@
-"""The loops behind `Segments` and its schedule of states, compiled by numba: from each token's
-predecessor on its path.
+"""The compiled loops of `Segments` and its schedule of states.
 
 Legend: T packed tokens, N segments, W taps of a convolution, M entries.
 """
@@ -13,14 +12,9 @@ from numba import njit
 
 @njit(cache=True)
 def find(predictor, exits):
-    """Cuts a packed forest where it branches, and behind the tokens `exits`.
+    """Cuts a packed forest where it branches, and after the tokens `exits`, int32 [F].
 
-    Args:
-        predictor: int32 [T], the token before each on its path, -1 at roots.
-        exits: int32 [F], tokens behind which a segment ends, as if others read its state.
-
-    Returns start int32 [N + 1], parent, level and has_children (uint8) [N], in packed order: see
-    `Segments`.
+    Returns start int32 [N + 1], parent, level and has_children (uint8) [N] of `Segments`.
     """
     num_tokens = len(predictor)
     children = np.zeros(num_tokens, np.int32)
@@ -28,7 +22,7 @@ def find(predictor, exits):
         if predictor[t] >= 0:
             children[predictor[t]] += 1
     for t in exits:
-        # as where it branches: no segment goes on behind it
+        # as at a branch: no segment goes on after it
         children[t] += 2
     segment_of = np.empty(num_tokens, np.int32)
     count = 0
@@ -56,10 +50,7 @@ def find(predictor, exits):
 
 @njit(cache=True)
 def sorted_by(keys, num_keys):
-    """Numbers 0, 1, .. by their keys, equal keys in ascending order; those of key -1 left out.
-
-    Returns order int32 [n] and starts int32 [num_keys + 1] into it.
-    """
+    """Sorts 0, 1, .. stably by key, without key -1: order int32 [n], starts [num_keys + 1]."""
     starts = np.zeros(num_keys + 1, np.int32)
     for key in keys:
         if key >= 0:
@@ -77,11 +68,7 @@ def sorted_by(keys, num_keys):
 
 @njit(cache=True)
 def chunks(start, size):
-    """Chunks of at most `size` tokens, none over two segments.
-
-    Returns cu_chunks int32 [N + 1], the chunks before each segment, and chunk_indices int32
-    [NC, 2], (segment, chunk in the segment).
-    """
+    """Cuts segments into chunks of at most `size` tokens: the fields of `Chunks`."""
     num_segments = len(start) - 1
     cu_chunks = np.zeros(num_segments + 1, np.int32)
     for s in range(num_segments):
@@ -96,10 +83,7 @@ def chunks(start, size):
 
 @njit(cache=True)
 def taps(predictor, width):
-    """The tables of a causal convolution of `width` taps and of its gradient: see `Taps`.
-
-    Returns ancestors int32 [W, T], start int32 [T + 1], token and tap int32 [M].
-    """
+    """Builds `Taps`: ancestors int32 [W, T], start int32 [T + 1], token and tap int32 [M]."""
     num_tokens = len(predictor)
     ancestors = np.empty((width, num_tokens), np.int32)
     start = np.zeros(num_tokens + 1, np.int32)
@@ -131,10 +115,7 @@ def taps(predictor, width):
 
 @njit(cache=True)
 def runs(predictor: np.ndarray, most: int) -> np.ndarray:
-    """First tokens of runs in which each token's predecessor is the token before it, and T.
-
-    A run has at most `most` tokens. int32 [R + 1].
-    """
+    """Lists where the runs of `Taps`, of at most `most` tokens, begin, and T: int32 [R + 1]."""
     total = len(predictor)
     start = np.empty(total + 1, np.int32)
     count = 0
@@ -148,12 +129,7 @@ def runs(predictor: np.ndarray, most: int) -> np.ndarray:
 
 @numba.njit(cache=True)
 def above_and_below(parent: np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks on the path above a segment, and on the longest path below it.
-
-    Args:
-        parent: int32 [N], the segment above, -1 at roots; a parent comes before its children.
-        chunks: int32 [N], chunks of each segment.
-    """
+    """Counts chunks on the path above a segment, and on the longest path below, int32 [N]."""
     above = np.zeros(len(parent), np.int32)
     below = np.zeros(len(parent), np.int32)
     for segment in range(len(parent)):
@@ -170,11 +146,7 @@ def above_and_below(parent: np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray,
 def deal_slots(
     order: np.ndarray, parent_state: np.ndarray, num_states: int, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Deals the children of each branch point onto its slots, in the order of the backward.
-
-    Returns:
-        slot_in_branch int32 [N], rank int32 [N] (both -1 at roots), children int32 [B].
-    """
+    """Deals children onto slots in `order`: slot and rank, int32 [N] (-1 at roots), children."""
     slot = np.full(len(order), -1, np.int32)
     rank = np.full(len(order), -1, np.int32)
     children = np.zeros(num_states, np.int32)

@@ -1,9 +1,9 @@
-"""The loops between packed tokens and their copies, in the sequences or in another forest, compiled
-by numba.
+"""The compiled loops between packed tokens and their copies, in sequences or in another forest.
 
-Legend: S sequences, N nodes, T packed tokens, R replicated tokens, Q tokens of another forest. A
-sequence's tokens are found from its last node upwards: node n holds its tokens from position[n] to
-position[n] + length[n].
+A sequence's tokens are found from its last node upwards: node n holds its tokens from position[n]
+to position[n] + length[n].
+
+Legend: S sequences, N nodes, T packed tokens, R replicated tokens, Q tokens of another forest.
 """
 
 from __future__ import annotations
@@ -14,29 +14,24 @@ from numba import njit
 
 @njit(cache=True)
 def copy_index(parent, start, length, position, sequence_node, sequences, offsets, selected):
-    """Packed index of each token of `sequences`, one sequence after another.
+    """Lists the packed index of each token of `sequences`, one sequence after another.
 
-    Args:
-        sequences: int64 [s] sequence indices.
-        offsets: int64 [S + 1], where each sequence begins among all replicated tokens.
-        selected: uint8 [R] over all replicated tokens, only those nonzero are listed; or empty,
-            all are.
-
-    Returns index int32 [r] and counts int64 [s], the tokens listed of each sequence.
+    selected uint8 [R] is nonzero for the tokens to list, or empty for all; sequence s begins at
+    offsets[s]. Returns index int32 [r] and counts int64 [s], the listed tokens per sequence.
     """
     everything = len(selected) == 0
     counts = np.empty(len(sequences), np.int64)
     longest = 0
     for i in range(len(sequences)):
         s = sequences[i]
-        n = offsets[s + 1] - offsets[s]
-        longest = max(longest, n)
+        count = offsets[s + 1] - offsets[s]
+        longest = max(longest, count)
         if not everything:
             listed = 0
             for r in range(offsets[s], offsets[s + 1]):
                 listed += selected[r] != 0
-            n = listed
-        counts[i] = n
+            count = listed
+        counts[i] = count
     index = np.empty(counts.sum(), np.int32)
     line = np.empty(longest, np.int32)
     at = 0
@@ -60,7 +55,7 @@ def copy_index(parent, start, length, position, sequence_node, sequences, offset
 def any_copy(
     parent, start, length, position, sequence_node, sequences, offsets, selected, num_tokens
 ):
-    """bool [T]: whether a token is selected in any of `sequences`; `selected` is uint8 [R]."""
+    """Finds tokens that `selected`, uint8 [R], names in any of `sequences`: bool [T]."""
     out = np.zeros(num_tokens, np.bool_)
     for s in sequences:
         node = sequence_node[s]
@@ -75,7 +70,7 @@ def any_copy(
 
 @njit(cache=True)
 def first_copy(index, num_tokens):
-    """The first place of each packed token in `index`, int64 [T]; -1 where it has none."""
+    """Finds the first place of each packed token in `index`, int64 [T]; -1 for none."""
     out = np.full(num_tokens, -1, np.int64)
     for i in range(len(index) - 1, -1, -1):
         out[index[i]] = i
@@ -84,8 +79,7 @@ def first_copy(index, num_tokens):
 
 @njit(cache=True)
 def counting_sort(index, num_values):
-    """Positions in `index` sorted by value, ties in their order, int64; entries of -1 are left
-    out. Second: how often each value stands there, int64 [num_values]."""
+    """Sorts places by value, ties in order, without -1, int64; counts each value, int64."""
     counts = np.zeros(num_values, np.int64)
     for value in index:
         if value >= 0:
@@ -102,13 +96,9 @@ def counting_sort(index, num_values):
 
 @njit(cache=True)
 def distinct_pairs(index, number, num_tokens, num_numbers):
-    """The distinct pairs of packed token and number among some copies, by number, then by token.
+    """Finds the distinct pairs of packed token and number among copies, by number, then by token.
 
-    Args:
-        index: int32 [r], the packed token of each copy.
-        number: int64 [r], from 0 to num_numbers - 1.
-
-    Returns token int64 [U] and number int64 [U] of each pair, and the pair of each copy, int32 [r].
+    Returns token and number, int64 [U], of each pair, and the pair of each copy, int32 [r].
     """
     # a radix sort by two digits
     order, _ = counting_sort(index, num_tokens)
@@ -120,34 +110,34 @@ def distinct_pairs(index, number, num_tokens, num_numbers):
     numbers = np.empty(len(index), np.int64)
     last = -1
     for copy in order:
-        token, its = index[copy], number[copy]
-        if last < 0 or tokens[last] != token or numbers[last] != its:
+        token, its_number = index[copy], number[copy]
+        if last < 0 or tokens[last] != token or numbers[last] != its_number:
             last += 1
-            tokens[last], numbers[last] = token, its
+            tokens[last], numbers[last] = token, its_number
         pair[copy] = last
     return tokens[: last + 1].copy(), numbers[: last + 1].copy(), pair
 
 
 @njit(cache=True)
 def distinct(values):
-    """np.unique(values, return_inverse=True) of small integers >= 0, without a sort: int64 both."""
+    """Computes np.unique(values, return_inverse=True) of small integers >= 0 without a sort."""
     size = 0
     for value in values:
         size = max(size, value + 1)
     place = np.zeros(size, np.int64)
     for value in values:
         place[value] = 1
-    found = np.empty(place.sum(), np.int64)
+    distinct_values = np.empty(place.sum(), np.int64)
     at = 0
     for value in range(size):
         if place[value]:
-            found[at] = value
+            distinct_values[at] = value
             place[value] = at
             at += 1
     inverse = np.empty(len(values), np.int64)
     for i in range(len(values)):
         inverse[i] = place[values[i]]
-    return found, inverse
+    return distinct_values, inverse
 
 
 _A, _B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
@@ -155,12 +145,7 @@ _A, _B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 @njit(cache=True)
 def hashes(above, value):
-    """uint64 [T]: equal where paths are equal, and hardly ever elsewhere.
-
-    Args:
-        above: int64 [T], the token before each on its path, -1 for none.
-        value: int64 [T].
-    """
+    """Hashes each token's path, uint64 [T], of the token above (-1: none) and value, int64 [T]."""
     out = np.empty(len(above), np.uint64)
     for t in range(len(above)):
         before = out[above[t]] if above[t] >= 0 else _B
@@ -172,12 +157,7 @@ def hashes(above, value):
 
 @njit(cache=True)
 def are_equal(first, above, value):
-    """bool [T]: whether a token and the first one with its hash have one path.
-
-    Args:
-        first: int64 [T], the first token with the hash of each.
-        above, value: int64 [T], as in `hashes`.
-    """
+    """Whether a token and `first`, int64 [T], the first with its hash, have one path: bool [T]."""
     out = np.empty(len(first), np.bool_)
     for t in range(len(first)):
         a, b = above[t], above[first[t]]
@@ -191,13 +171,7 @@ def are_equal(first, above, value):
 
 @njit(cache=True)
 def keep_equal(found, above, value, first, is_equal, other_above, other_value):
-    """Sets to -1, in place, what does not have the path of its token.
-
-    Args:
-        found: int64 [Q], for each token the first token of the other forest with its hash, or -1.
-        above, value: int64 [Q], as in `hashes`.
-        first, is_equal, other_above, other_value: of the other forest, as in `are_equal`.
-    """
+    """Sets `found`, int64 [Q], the first token elsewhere with a hash, to -1 if paths differ."""
     for q in range(len(found)):
         at = found[q]
         if at < 0:

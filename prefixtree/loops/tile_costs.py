@@ -1,5 +1,4 @@
-"""Costs of tiles, and the cutting of work by them: of block tables, and of the rows of
-`DecodeWork`.
+"""The compiled loops that cut work by the costs of tiles: of block tables and of `DecodeWork`.
 
 Legend: NQ query tiles, NK key tiles, B rows.
 """
@@ -15,7 +14,7 @@ FULL_COST, PARTIAL_COST = 2, 3
 
 @njit(cache=True)
 def _cost(run, end):
-    """Cost of a backward run's tiles before `end`."""
+    """Computes the cost of a backward run's tiles before `end`."""
     total = max(min(end, run[3]) - run[0], 0)
     full = max(min(end, run[2]) - run[1], 0)
     return PARTIAL_COST * total - (PARTIAL_COST - FULL_COST) * full
@@ -23,7 +22,7 @@ def _cost(run, end):
 
 @njit(cache=True)
 def _reach(run, budget):
-    """The end at which a run's cost first reaches `budget` (at least one tile on)."""
+    """Finds the end at which a run's cost first reaches `budget`, at least one tile on."""
     low, high = run[0] + 1, run[3]
     while low < high:
         middle = (low + high) // 2
@@ -40,9 +39,9 @@ def cut_pieces(k_ptr, k_runs, piece_tiles):
 
     A piece costs at most about `piece_tiles` full tiles (0: nothing is cut).
 
-    Returns k_cost int32 [NK], the runs after cutting (k_ptr, k_runs), pieces int32 [P, 5] (key
-    tile, first run, end run, slot, partial; slot and partial -1 where the tile is not cut),
-    costliest first, piece_cost int32 [P] and slots int32 [*, 3] (key tile, first partial, end
+    Returns k_cost int32 [NK]; the runs after cutting (k_ptr, k_runs); pieces int32 [P, 5] (key
+    tile, first run, end run, slot, partial; slot and partial are -1 if the tile is not cut),
+    costliest first; piece_cost int32 [P]; and slots int32 [*, 3] (key tile, first partial, end
     partial).
     """
     num_k = len(k_ptr) - 1
@@ -120,7 +119,7 @@ def cut_pieces(k_ptr, k_runs, piece_tiles):
 
 @njit(cache=True)
 def query_costs(q_ptr, q_runs):
-    """Cost of each query tile [NQ], its full and its partial key tiles, all int32."""
+    """Computes the cost of each query tile and its full and partial key tiles, int32 [NQ] each."""
     num_q = len(q_ptr) - 1
     cost = np.zeros(num_q, np.int32)
     full = np.zeros(num_q, np.int32)
@@ -138,10 +137,7 @@ def query_costs(q_ptr, q_runs):
 
 @njit(cache=True)
 def partial_tiles(q_ptr, q_split, q_runs, k_tiles):
-    """The partial runs of each query tile as tiles, one per row.
-
-    Returns partial_ptr int32 [NQ + 1] and partial_tiles int32 [*, 2] (key tile, packed start).
-    """
+    """Lists partial runs as tiles: ptr int32 [NQ + 1], int32 [*, 2] (key tile, packed start)."""
     num_q = len(q_split)
     ptr = np.zeros(num_q + 1, np.int32)
     for i in range(num_q):
@@ -162,16 +158,12 @@ def partial_tiles(q_ptr, q_split, q_runs, k_tiles):
 
 @njit(cache=True)
 def cheapest_cuts(shared, most, cost):
-    """Rows at which blocks begin, and B behind the last one, int64, ascending.
+    """Finds the rows at which blocks of at most `most` rows begin, then B: int64, ascending.
 
-    Args:
-        shared: int64 [B + 1], keys that rows i - 1 and i have in common, which a cut before row i
-            reads twice.
-        most: rows of a block, at most.
-        cost: of a cut, in keys.
+    A cut before row i costs `cost` keys and shared[i], int64 [B + 1], the keys that it reads twice.
     """
     rows = len(shared) - 1
-    # of the cheapest way to cut what is before a row, and the cut before its last
+    # the cost of the cheapest way to cut the rows before a row, and its last cut but one
     total = np.zeros(rows + 1, np.int64)
     came_from = np.zeros(rows + 1, np.int64)
     for row in range(1, rows + 1):

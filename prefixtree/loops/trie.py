@@ -1,4 +1,4 @@
-"""The loops behind `PrefixForest`: compiled by numba, cached on disk, arrays in and arrays out.
+"""The compiled loops of `PrefixForest`: cached on disk, arrays in, arrays out.
 
 Legend: S sequences, N nodes, T distinct tokens, R replicated tokens.
 """
@@ -12,7 +12,7 @@ _SMALL = 24
 
 @njit(cache=True)
 def _stable_by_token(flat, offsets, position, perm, lo, hi):
-    """Reorder perm[lo:hi] by each sequence's token at `position`, keeping ties in their order."""
+    """Reorders perm[lo:hi] by each sequence's token at `position`; ties keep their order."""
     n = hi - lo
     if n <= _SMALL:
         for i in range(lo + 1, hi):
@@ -32,12 +32,13 @@ def _stable_by_token(flat, offsets, position, perm, lo, hi):
 
 @njit(cache=True)
 def find_prefixes(flat, offsets, perm, namespace_of):
-    """Path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]], every token compared once.
+    """Builds a path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]].
 
-    `perm` lists the sequences grouped by namespace, in input order within one; it is reordered in
-    place. Sequences of different namespaces never meet. Parents come before their children.
+    Each token is compared once. `perm` lists the sequences grouped by namespace, in input order
+    within one; it is reordered in place. Sequences of different namespaces never meet. Parents come
+    before their children.
 
-    Returns parent, length, source (where in `flat` the node's tokens stand), first (the smallest
+    Returns parent, length, source (where in `flat` the node's tokens stand) and first (the smallest
     sequence index below the node), each [N], and sequence_node [S].
     """
     num_sequences = len(perm)
@@ -85,7 +86,7 @@ def find_prefixes(flat, offsets, perm, namespace_of):
             length[node] = shared
             source[node] = a
             first[node] = head
-            # those that end here step out, the others stay in order behind them
+            # sequences that end here step out, the others stay in order at the end
             after = position + shared
             rest = end
             for i in range(end - 1, lo - 1, -1):
@@ -110,7 +111,7 @@ def find_prefixes(flat, offsets, perm, namespace_of):
 
 @njit(cache=True)
 def parents_first(parent):
-    """An order [N] in which parents precede children; shorter than N when there is a cycle."""
+    """Orders nodes [N] so that parents precede children; shorter than N if there is a cycle."""
     n = len(parent)
     children = np.zeros(n + 1, np.int64)
     num_roots = 0
@@ -143,7 +144,7 @@ def parents_first(parent):
 
 @njit(cache=True)
 def subtree_weights(parent, length):
-    """Tokens in each node's subtree [N]; parents before children."""
+    """Counts the tokens in each node's subtree [N]; parents before children."""
     weight = length.copy()
     for node in range(len(parent) - 1, -1, -1):
         if parent[node] >= 0:
@@ -153,7 +154,7 @@ def subtree_weights(parent, length):
 
 @njit(cache=True)
 def levels(parent):
-    """Ancestors of each node, int32 [N]; parents before children."""
+    """Counts the ancestors of each node, int32 [N]; parents before children."""
     level = np.zeros(len(parent), np.int32)
     for node in range(len(parent)):
         if parent[node] >= 0:
@@ -163,8 +164,9 @@ def levels(parent):
 
 @njit(cache=True)
 def preorder(parent, length, siblings):
-    """Renumber nodes depth first. `siblings` lists all nodes, those of one parent adjacent and in
-    the order wanted, roots first.
+    """Renumbers nodes depth first.
+
+    `siblings` lists all nodes, those of one parent adjacent and in the order wanted, roots first.
 
     Returns new_id [N] (old -> new) and, in the new numbering, parent, start, length, position
     (tokens above the node) and subtree_end (packed token), each int32 [N].
@@ -223,7 +225,7 @@ def preorder(parent, length, siblings):
 
 @njit(cache=True)
 def gather_tokens(flat, source, new_id, start, length, tokens):
-    """Fills the packed tokens [T]: node n's stand at flat[source[n]:] in the old numbering."""
+    """Fills the packed tokens [T]: node n's are at flat[source[n]:] in the old numbering."""
     for old in range(len(source)):
         node = new_id[old]
         at = source[old]

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ from prefixtree.models.layers import device_of
 from prefixtree.models.rope import check_rope
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
-
-if TYPE_CHECKING:
-    from prefixtree.images.images import Images
 
 _NAME = "prefixtree"
 # whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
@@ -82,21 +79,21 @@ def check_model(
     model: nn.Module,
     causal_lm: Any,
     packed: PackedForest,
-    images: Images | None = None,
     divided: str | None = None,
+    known: np.ndarray | None = None,
 ) -> None:
     """Refuses what would not give the scores of the replicated batch.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
-        images: those of the forest. Default: text alone.
         divided: what cuts the forest into several forwards, in words. Default: one forward.
+        known: int64 [T], the token ids that the model gets. Default: the forest's.
 
     Raises:
         UnsupportedError: with the part of the model and the way to mend it.
         ValueError: tokens or a device that do not match the model.
     """
-    check_forest(model, causal_lm, packed, images, divided)
+    check_forest(model, causal_lm, packed, divided, known)
     _check_treatment_of_logits(causal_lm)
     device = device_of(causal_lm)
     # parameters on the CPU may be those of hooks that move them: then the forward will tell
@@ -111,27 +108,24 @@ def check_forest(
     model: nn.Module,
     transformer: Any,
     packed: PackedForest,
-    images: Images | None,
     divided: str | None,
+    known: np.ndarray | None = None,
     sees: bool = True,
 ) -> None:
     """Refuses a forest that a model cannot run exactly, whatever becomes of its hidden states.
 
     Args:
-        model, packed, images, divided: as in `check_model`. transformer: the transformers model.
+        model, packed, divided, known: as in `check_model`. transformer: the transformers model.
         sees: whether the caller takes images.
     """
     check_loaded(transformer)
     check_parts(model, transformer)
-    check_rope(transformer, packed.mask.host, images is not None, divided)
+    check_rope(transformer, packed.mask.host, divided)
     if transformer.training and torch.is_grad_enabled():
         check_checkpointing(transformer, transformer.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
-        given = () if images is None else {image.modality for image in images.distinct}
-        check_tokens(transformer.config, tokens, given, sees)
-        if images is not None:
-            tokens = images.with_placeholders(tokens)
-        check_vocabulary(transformer, tokens)
+        check_tokens(transformer.config, tokens, sees)
+        check_vocabulary(transformer, tokens if known is None else known)
     check_positions(transformer, packed.mask.host.deepest)
 
 

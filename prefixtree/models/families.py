@@ -6,7 +6,6 @@ The list is `models.family_table`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -239,30 +238,17 @@ def _check_version(config: Any) -> None:
         )
 
 
-def check_tokens(
-    config: Any, tokens: np.ndarray, given: Collection[str] = (), sees: bool = True
-) -> None:
+def check_tokens(config: Any, tokens: np.ndarray, sees: bool = True) -> None:
     """Warns of placeholders of images, videos and sound that are read as text, as transformers
     reads them without pixels: a policy may have sampled them.
 
     Args:
-        given: the modalities of the images that were given with the tokens.
         sees: whether the caller takes images.
-
-    Raises:
-        UnsupportedError: a placeholder of a modality that was given: equal ids may stand for
-            different pixels.
     """
     for modality in ("image", "video", "audio"):
         token = getattr(config, f"{modality}_token_id", None)
         if token is None or not (tokens == token).any():
             continue
-        which = f"the sequences hold {modality}_token_id {token}"
-        if modality in given:
-            raise UnsupportedError(
-                f"{which} beside images, and it would be shared whatever it shows: make the "
-                "forest of images.sequences, where each image has an id"
-            )
         mend = "which is not verified here: drop them"
         if sees and modality != "audio":
             mend = (
@@ -270,8 +256,9 @@ def check_tokens(
                 "Images.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
             )
         warnings.warn(
-            f"{which}: no {modality} was given, so it is read as text, as transformers reads it. "
-            f"That is right where a policy sampled it; where it shows an image or sound, {mend}",
+            f"the sequences hold {modality}_token_id {token}: no {modality} was given, so it is "
+            "read as text, as transformers reads it. That is right where a policy sampled it; "
+            f"where it shows an image or sound, {mend}",
             stacklevel=2,
         )
 

@@ -86,28 +86,16 @@ def check_lengths(config: Any, host: HostMask, divided: str | None = None) -> No
             )
 
 
-def check_rope(
-    model: nn.Module, host: HostMask, has_images: bool = False, divided: str | None = None
-) -> None:
+def check_rope(model: nn.Module, host: HostMask, divided: str | None = None) -> None:
     """Refuses a forest that the RoPE of a model, as it stands now, would rotate otherwise.
 
     Args:
-        model: of transformers. host: of the forest's mask.
-        has_images: whether positions count images otherwise than tokens.
-        divided: as in `check_lengths`.
+        model: of transformers. host: of the forest's mask. divided: as in `check_lengths`.
     """
     config: Any = model.config
     config = config.get_text_config()
-    fixed = fixed_lengths(config)
-    if not fixed:
-        return
-    if has_images:
-        raise UnsupportedError(
-            f"{fixed[0][0]} RoPE is not verified with images, whose positions are not numbers of "
-            'tokens: train this model with attn_implementation="sdpa"'
-        )
     check_lengths(config, host, divided)
-    if ("dynamic", longest := host.deepest) not in fixed:
+    if ("dynamic", longest := host.deepest) not in fixed_lengths(config):
         return
     # transformers resets the frequencies for sequences below the limit, not for one of just that
     for module in model.modules():

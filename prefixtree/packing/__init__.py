@@ -1,1 +1,1 @@
-"""From a forest to what a model and a kernel take."""
+"""The layout of a forest as a model and a kernel take it."""

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of `packing` and above take."""
+"""Checks of arguments that `packing` and the rooms above it share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixtree._numbers import integer
 from prefixtree.errors import ForestError, kind_of
 from prefixtree.packing.layout import PackedForest
 
-# how a packed forest is made of what is given in its place, by the name of its type
+# how to make a packed forest of what came in its place, by the name of its type
 _MENDS = {
     "PrefixForest": "pack(forest) makes one",
     "MicroBatch": "batch.packed is the micro-batch's",
@@ -21,26 +21,12 @@ _MENDS = {
 
 
 def at_least_one(name: str, value: Any) -> int:
-    """The value as an integer.
-
-    Raises:
-        ValueError: it is none, or below 1.
-    """
+    """Reads an integer >= 1; raises a ValueError for anything else."""
     return integer(name, value, 1)
 
 
 def check_packed(packed: Any, caller: str, subset: bool = False) -> None:
-    """Checks that this is a packed forest whose queries are all its tokens.
-
-    Args:
-        packed: what was given.
-        caller: the name of the function.
-        subset: whether a mask that holds some of the queries is served.
-
-    Raises:
-        TypeError: it is no packed forest.
-        ForestError: its mask holds a subset of the queries.
-    """
+    """Refuses anything but a packed forest and, unless `subset`, a mask of some queries."""
     if not isinstance(packed, PackedForest):
         kind = type(packed).__name__
         mend = _MENDS.get(kind, "pack(PrefixForest.from_sequences(sequences)) makes one")

@@ -1,4 +1,4 @@
-"""Where the sequences of a trainer's batch stand: in padded rows, or several per row.
+"""The places of sequences in a trainer's batch: in padded rows, or several per row.
 
 Legend: B rows, L columns, S sequences, n tokens of one, R tokens of all.
 """
@@ -26,16 +26,12 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The places of the tokens of a batch [B, L].
-
-    Attributes:
-        shape: B and L.
-        place: int64 [R], the entry of the flattened batch of every token, sequence by sequence.
-        lengths: int64 [S], tokens of each sequence, above 0.
-    """
+    """The places of the tokens of a batch [B, L], sequence by sequence."""
 
     shape: tuple[int, int]
+    # int64 [R], each token's entry in the flattened batch
     place: np.ndarray
+    # int64 [S], above 0
     lengths: np.ndarray
 
     @classmethod
@@ -46,11 +42,7 @@ class BatchLayout:
         position_ids: Any = None,
         cu_seqlens: Any = None,
     ) -> BatchLayout:
-        """Arguments as in `batch_logprobs`.
-
-        Raises:
-            ForestError: as `batch_logprobs`.
-        """
+        """Reads the layout from the arguments of `batch_logprobs`; raises its ForestErrors."""
         if len(shape) != 2:
             raise ForestError(f"input_ids must be [B, L], got shape {list(shape)}")
         rows, columns = shape
@@ -76,50 +68,42 @@ class BatchLayout:
 
     @cached_property
     def first(self) -> np.ndarray:
-        """int64 [S], where each sequence begins in `place`."""
+        """The index in `place` at which each sequence begins, int64 [S]."""
         first: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return first
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """int64 [R - S], `place` of every token but the first of its sequence."""
+        """The `place` of every token but the first of its sequence, int64 [R - S]."""
         predicted: np.ndarray = np.delete(self.place, self.first)
         return predicted
 
     @property
     def rows(self) -> np.ndarray:
-        """int64 [S], the row of each sequence: that of its first token."""
+        """The row in which each sequence begins, int64 [S]."""
         rows: np.ndarray = self.place[self.first] // self.shape[1]
         return rows
 
     def sequences(self, name: str, values: Any) -> list[np.ndarray]:
-        """The entries [n] of each sequence, of values [B, L].
-
-        Raises:
-            ForestError: another shape, or a tensor that requires a gradient.
-        """
-        found = to_numpy(values, name)
-        if found.shape != self.shape:
+        """Cuts values [B, L] into the entries [n] of each sequence; refuses another shape."""
+        array = to_numpy(values, name)
+        if array.shape != self.shape:
             raise ForestError(
-                f"{name} must be [B, L] as input_ids, {list(self.shape)}, got {list(found.shape)}"
+                f"{name} must be [B, L] as input_ids, {list(self.shape)}, got {list(array.shape)}"
             )
         if not len(self.lengths):
             return []
-        return np.split(found.reshape(-1)[self.place], self.first[1:])
+        return np.split(array.reshape(-1)[self.place], self.first[1:])
 
     def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[B, L, ...] with each entry where its token stands, and 0 elsewhere.
-
-        Args:
-            values: [n - 1, ...] per sequence, those of its tokens but the first; of no sequences,
-                one without entries.
-        """
+        """Puts [n - 1, ...] per sequence, its tokens but the first, into [B, L, ...]; else 0."""
+        # without sequences, `values` holds one tensor without entries
         flat = torch.cat(list(values))
         out = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
         return out.index_copy(0, self._predicted_on(flat.device), flat).unflatten(0, self.shape)
 
     def _predicted_on(self, device: torch.device) -> torch.Tensor:
-        """`predicted` on a device, moved once."""
+        """Moves `predicted` to a device, once."""
         if device not in self._moved:
             self._moved[device] = move(torch.from_numpy(self.predicted), device)
         return self._moved[device]
@@ -130,7 +114,7 @@ class BatchLayout:
 
 
 def _between(cu_seqlens: Any, size: int) -> np.ndarray:
-    """Lengths between borders."""
+    """Reads the lengths between the borders `cu_seqlens`."""
     borders = to_numpy(cu_seqlens, "cu_seqlens")
     if borders.ndim != 1 or borders.dtype.kind not in "iu" or len(borders) < 1:
         raise ForestError(
@@ -158,7 +142,7 @@ def _positions(position_ids: Any, rows: int, columns: int) -> np.ndarray:
 
 
 def _beginnings(positions: np.ndarray) -> np.ndarray:
-    """bool [B, L], where a sequence begins, of positions that restart."""
+    """Finds where sequences begin, bool [B, L], in positions that restart."""
     begins = np.ones(positions.shape, bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     for row, column in np.argwhere(begins & (positions != 0))[:1]:
@@ -172,7 +156,7 @@ def _beginnings(positions: np.ndarray) -> np.ndarray:
 def _padded(
     attention_mask: Any, rows: int, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mask as bool [B, L], the first column and the length of each row."""
+    """Reads a padding mask: bool [B, L], the first column of each row, and its length."""
     mask = to_numpy(attention_mask, "attention_mask")
     if mask.shape != (rows, columns):
         raise ForestError(

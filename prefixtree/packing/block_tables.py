@@ -17,17 +17,20 @@ from prefixtree.packing.copies import lasting, move_all
 
 @dataclass(frozen=True)
 class TileShape:
-    """The tiles a kernel works in; the table builder and the launch read the same object.
+    """The tiles in which a kernel works.
+
+    The builder of tables and the launch of the kernel read the same object.
 
     Attributes:
-        tile_q: query tokens per tile (tokens, not rows: a kernel may hold several heads of each).
+        tile_q: query tokens per tile. They are tokens, not rows: a kernel may hold several heads of
+            each.
         tile_k: keys per tile.
-        cut: False for the aligned grid; True cuts key tiles at node borders where that saves work,
-            so that they may start anywhere and be shorter than `tile_k`.
+        cut: False for the aligned grid. True cuts key tiles at node borders where that saves work.
+            They may then start anywhere and be shorter than `tile_k`.
         piece_tiles: the number of query tiles after which the backward cuts a key tile's query run
             into another piece; 0 never cuts.
-        masked: whether `BlockTables.partial_tiles` lists all tiles that a forward visits, as where
-            queries choose keys.
+        masked: whether `BlockTables.partial_tiles` lists all tiles that a forward visits, for
+            queries that choose their keys.
 
     Raises:
         ValueError: numbers that are no integers, tile_q or tile_k below 1, or piece_tiles below 0.
@@ -48,42 +51,43 @@ class TileShape:
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """The tables a kernel reads besides q, k, v, `subtree_end` and `position_ids`.
+    """The tables that a kernel reads, with q, k, v and `subtree_end`.
 
-    A kernel needs `position_ids` only with a window. All tables are int32, on the mask's device
-    (moved there as one buffer). Query tiles and key tiles ascend in packed order. The unit of a
-    cost is half a full tile: a full tile costs 2, a partial one 3.
+    With a window a kernel also reads `position_ids`. All tables are int32, on the mask's device,
+    and were moved there as one buffer. Query tiles and key tiles ascend in packed order. The unit
+    of a cost is half a full tile: a full tile costs 2, a partial one 3.
 
     Attributes:
         q_tiles: [NQ, 3] packed start, first row in q, length.
         k_tiles: [NK, 2] packed start, length. If a tile is shorter than `tile_k`, its trailing
-            lanes hold the next tile's keys; forward and dQ must mask them, as if their subtree end
-            were 0.
+            lanes hold the next tile's keys. The forward and dQ must mask them, as if their subtree
+            end were 0.
         k_spans: [NK, tile_k] subtree_end[k] - k per lane, 0 in the lanes to be masked. Query q sees
             the key k of a lane exactly when q - k, as an unsigned number, is less than the span
             (and the window allows it).
         q_order: [NQ] query tiles, costliest first.
         q_cost: [NQ] cost of each query tile.
         q_ptr: [NQ + 1] query tile i has the runs q_ptr[i]:q_ptr[i + 1] of `q_runs`.
-        q_split: [NQ] of these, q_ptr[i]:q_split[i] are full and q_split[i]:q_ptr[i + 1] partial.
+        q_split: [NQ] the runs q_ptr[i]:q_split[i] are full, the runs q_split[i]:q_ptr[i + 1]
+            partial.
         q_runs: [*, 3] first key tile, end key tile, compares needed (the bits of
-            `loops.block_tables`; 0 for a full run). A key tile shorter than `tile_k` is never
-            full here: the END compare masks its trailing lanes too.
+            `loops.block_tables`; 0 for a full run). A key tile shorter than `tile_k` is never full
+            here: the END compare masks its trailing lanes too.
         partial_ptr: [NQ + 1] query tile i has the rows partial_ptr[i]:partial_ptr[i + 1] of
             `partial_tiles`.
         partial_tiles: [*, 2] key tile, packed start. These are the partial runs again, one row per
-            key tile, for kernels whose loop must read one table only; in `masked` tiles the full
-            ones too, in front.
+            key tile, for kernels whose loop must read one table only. In `masked` tiles the full
+            ones come first.
         k_cost: [NK] cost of each key tile.
         k_ptr: [NK + 1] key tile j has the runs k_ptr[j]:k_ptr[j + 1] of `k_runs`.
         k_runs: [*, 4] first query tile, full begin, full end, end. Query tiles before `full begin`
-            need the causal and the end compare; those from `full end` on need the end compare
+            need the causal and the end compare. Those from `full end` on need the end compare
             alone. With a window, both need the window compare too. Trailing lanes need no mask
             here: their rows are not stored.
         pieces: [P, 5] key tile, first run, end run, slot, partial; costliest first. One program
-            processes one piece. Slot and partial are -1 where the key tile was not cut: the program
-            writes the gradient directly. Otherwise it adds into accumulator `slot`, or, to be
-            deterministic, writes partial sum `partial`.
+            processes one piece. If the key tile was not cut, slot and partial are -1, and the
+            program writes the gradient directly. Otherwise it adds into accumulator `slot` or, to
+            be deterministic, writes partial sum `partial`.
         piece_cost: [P] cost of each piece.
         slots: [*, 3] key tile, first partial, end partial: the tiles to be reduced and cast.
     """
@@ -107,19 +111,12 @@ class BlockTables:
 
     @property
     def num_partials(self) -> int:
-        """The number of partial sums that the pieces of cut key tiles write, from shapes alone."""
-        # an uncut tile has one piece, and every piece of a cut one has a partial
+        """The number of partial sums that the pieces of cut key tiles write."""
+        # from shapes alone: an uncut tile has one piece, and every piece of a cut one has a partial
         return len(self.pieces) - (len(self.k_tiles) - len(self.slots))
 
     def to(self, device: torch.device | str) -> BlockTables:
-        """Copies the tables to a device, in one asynchronous copy.
-
-        Args:
-            device: the device to copy to.
-
-        Returns:
-            The same tables on `device`.
-        """
+        """Copies the tables to a device, in one asynchronous copy."""
         names = [field.name for field in fields(self)]
         moved = move_all([getattr(self, name) for name in names], device)
         return BlockTables(**dict(zip(names, moved, strict=True)))
@@ -127,7 +124,7 @@ class BlockTables:
 
 @dataclass(frozen=True)
 class MaskStats:
-    """How well tiles of a shape fit a mask.
+    """Counts that say how well tiles of a shape fit a mask.
 
     Attributes:
         visible_pairs: the number of visible (query, key) pairs, per head.
@@ -156,17 +153,9 @@ def build_tables(
     shape: TileShape,
     window: int,
 ) -> BlockTables:
-    """Builds the block tables of a mask, on the CPU.
+    """Builds block tables on the CPU, of subtree_end and position, int32 [T]; window 0 for none.
 
-    Args:
-        subtree_end: int32 [T], one past the last packed token below each token.
-        position: int32 [T], each token's position on its path.
-        query_runs: int64 [*, 3] (packed start, row in q, length), the tokens that q holds.
-        shape: the tiles.
-        window: the sliding window, in tokens; 0 for none.
-
-    Returns:
-        The tables.
+    query_runs int64 [*, 3] (packed start, row in q, length) are the tokens that q holds.
     """
     tables, costs = loops.block_tables, loops.tile_costs
     q_tiles = tables.query_tiles(query_runs, shape.tile_q)
@@ -215,36 +204,22 @@ def build_tables(
 
 
 def chain_tile_costs(lengths: np.ndarray, tile: int, window: int) -> np.ndarray:
-    """Costs of query tiles that begin anew with each chain, as `BlockTables.q_cost` has them.
-
-    Args:
-        lengths: tokens of each chain.
-        tile: queries, and keys, of a tile.
-        window: as in `build_tables`; 0 for none.
-
-    Returns:
-        Integers [query tiles], in half full tiles, those of the first chain first.
-    """
+    """Lists `BlockTables.q_cost` of tiles that begin anew with each chain, in chain order."""
     tiles = -(-lengths // tile)
-    # of each query tile: its place in its chain, which is the key tile on its diagonal
-    at = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    first = first_full = np.zeros_like(at)
+    # each query tile's place in its chain, which is the key tile on its diagonal
+    place = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    first = first_full = np.zeros_like(place)
     if window:
         # the first key of the first query, and where the last query sees all keys of a tile
-        first = np.maximum(at * tile - window + 1, 0) // tile
-        first_full = np.minimum(np.maximum(-(-(at * tile + tile - window) // tile), first), at)
-    costs, full = loops.tile_costs, at - first_full
-    return costs.FULL_COST * full + costs.PARTIAL_COST * (at - first + 1 - full)
+        first = np.maximum(place * tile - window + 1, 0) // tile
+        first_full = np.minimum(
+            np.maximum(-(-(place * tile + tile - window) // tile), first), place
+        )
+    costs, full = loops.tile_costs, place - first_full
+    return costs.FULL_COST * full + costs.PARTIAL_COST * (place - first + 1 - full)
 
 
 def visited_tiles(tables: BlockTables) -> tuple[int, int]:
-    """Counts the (query tile, key tile) pairs that a forward visits.
-
-    Args:
-        tables: the tables, on the CPU.
-
-    Returns:
-        The numbers of full and of partial pairs.
-    """
+    """Counts the full and the partial tile pairs that a forward visits; tables on the CPU."""
     _, full, partial = loops.tile_costs.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
     return int(full.sum()), int(partial.sum())

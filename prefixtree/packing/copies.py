@@ -1,10 +1,10 @@
 """Copies of tensors to a device, and of rows out of tensors and back.
 
-- **To a device**, without waiting for it.
-- **`gather`**: the gradient of a row is the sum over its copies, in fp32 and in a fixed order:
-  bitwise repeatable on every device, which an indexed add on CUDA is not.
-- **`RowRuns`**: parts of a forest are a few long runs. Copies of slices move them at the rate of
-  memory; kernels that look every element's row up do not.
+- **To a device**: the host does not wait for the copy.
+- **`gather`**: the gradient of a row is the sum over its copies, in fp32 and in a fixed order. An
+  indexed add on CUDA has no fixed order.
+- **`RowRuns`**: a part of a forest is a few long runs. Copies of slices move them at the rate of
+  memory. Kernels that look up each row do not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from prefixtree import loops
 
-# Decorates what makes tensors that outlive the call: those made in inference mode could not be
-# saved for a backward later, nor could views of them.
+# decorates a function whose tensors outlive the call: no later backward could save a tensor that
+# was made in inference mode, nor a view of it
 lasting = torch.inference_mode(False)
 
 
 def check_device(device: Any) -> None:
-    """Raises a TypeError for what is no device."""
+    """Raises a TypeError for anything but a device."""
     if isinstance(device, torch.dtype):
         raise TypeError(
             f"to() takes a device, got {device}: token ids, positions and masks are integers "
@@ -38,7 +38,7 @@ def check_device(device: Any) -> None:
 
 @lasting
 def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """To `device`; from pageable host memory to CUDA through a pinned copy, without waiting."""
+    """Copies to a device; to CUDA through pinned memory, and the host does not wait."""
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -47,7 +47,7 @@ def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @lasting
 def move_joined(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """`move` of `torch.cat(tensors)`; to CUDA they are joined in pinned memory, in one copy."""
+    """Moves `torch.cat(tensors)`, which for CUDA is joined in pinned memory, in one copy."""
     device, first = torch.device(device), tensors[0]
     is_plain = all(
         tensor.device.type == "cpu" and tensor.dtype == first.dtype and not tensor.requires_grad
@@ -61,7 +61,7 @@ def move_joined(tensors: list[torch.Tensor], device: torch.device | str) -> torc
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, without waiting; what is on the CPU stays where it is."""
+    """Copies a CUDA tensor to pinned memory, without waiting; returns a CPU tensor as it is."""
     if not tensor.is_cuda:
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -70,10 +70,8 @@ def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 @lasting
 def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """`move` for several tensors of one dtype in one copy; each starts at a multiple of 64 bytes.
-
-    Kernels are compiled for what they may assume of an address, so it must not vary by forest.
-    """
+    """Moves tensors of one dtype in one copy; each starts at a multiple of 64 bytes."""
+    # a kernel is compiled for the alignment of its addresses, which must not vary by forest
     step = 64 // tensors[0].element_size()
     room = [-(-tensor.numel() // step) * step for tensor in tensors]
     flat = tensors[0].new_zeros(sum(room))
@@ -86,19 +84,12 @@ def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[to
     ]
 
 
-# rows of a backward are summed in pieces of at most so many fp32 numbers
+# rows of a backward are summed in pieces of at most this many fp32 numbers
 _CHUNK = 1 << 26
 
 
 class GatherIndex:
-    """Which row each copy takes.
-
-    Args:
-        index: [r] rows of the source, -1 for a zero; or a function that finds them when they are
-            first used, other work having been launched.
-        num_rows: rows of the source.
-        device: where the tensors will be.
-    """
+    """The row that each copy takes: index [r], -1 for a zero, or a function that computes it."""
 
     def __init__(
         self, index: np.ndarray | Callable[[], np.ndarray], num_rows: int, device: torch.device
@@ -109,11 +100,12 @@ class GatherIndex:
 
     @cached_property
     def _index(self) -> np.ndarray:
+        # a function is called when other work has been launched
         return self._given() if callable(self._given) else self._given
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """The index on the device, zeros pointing at one row behind the source."""
+        """The index on the device, in which zeros point one row past the source."""
         index = self._index
         if self.has_zeros:
             index = np.where(index < 0, self.num_rows, index)
@@ -125,7 +117,7 @@ class GatherIndex:
 
     @cached_property
     def copies(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Copies sorted by row, their number per row, and its running sum; all on the device."""
+        """The copies sorted by row and their number per row, on the device, and its running sum."""
         order, counts = loops.sequence_copies.counting_sort(self._index, self.num_rows)
         both = move(torch.from_numpy(np.concatenate([order, counts])), self.device)
         by_row, number = both.split([len(order), len(counts)])
@@ -165,29 +157,23 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(values: torch.Tensor, index: GatherIndex) -> torch.Tensor:
-    """values [rows, ...] -> [r, ...] by the index, differentiable once."""
+    """Takes rows, values [rows, ...] -> [r, ...]; differentiable once."""
     return _Gather.apply(values, index)
 
 
-# a copy per run is launched where runs are long enough to hide that, and few
+# one copy per run is launched if runs are few, and long enough to hide the launch
 _MOST_RUNS = 32
 _LEAST_LENGTH = 64
 
 
 def rows_of_runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """int64: first, first + 1, .. of every run, one run after another."""
+    """Lists first, first + 1, .. of each run in turn, int64."""
     before = np.cumsum(length) - length
     return np.repeat(first - before, length) + np.arange(int(length.sum()))
 
 
 class RowRuns:
-    """Rows of a larger tensor, in the order of their runs.
-
-    Args:
-        first: int64 [N], the first row of each run in the larger tensor.
-        length: int64 [N], rows of each run. No row may stand in two runs.
-        device: where the tensors are.
-    """
+    """Rows of a larger tensor, in runs of `length` from `first` on, int64 [N]; none in two runs."""
 
     def __init__(self, first: np.ndarray, length: np.ndarray, device: torch.device) -> None:
         self.count = int(length.sum())
@@ -203,30 +189,22 @@ class RowRuns:
 
     @classmethod
     def of(cls, rows: np.ndarray, device: torch.device) -> RowRuns:
-        """From the rows themselves: integers [count], each once."""
+        """Finds the runs of rows, integers [count], each once."""
         first = np.flatnonzero(np.diff(rows, prepend=rows[:1] - 2) != 1)
         return cls(rows[first].astype(np.int64), np.diff(first, append=len(rows)), device)
 
     @property
     def rows(self) -> np.ndarray:
-        """int64 [count], each row."""
+        """The rows, int64 [count]."""
         return rows_of_runs(self._first, self._length)
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """int64 [count], each row on the device."""
+        """The rows on the device, int64 [count]."""
         return move(torch.from_numpy(self.rows), self._device)
 
     def take(self, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Copies the rows out of a larger tensor.
-
-        Args:
-            source: [rows, ...], any strides.
-            out: [count, ...] of the same dtype, any strides; written.
-
-        Returns:
-            `out`.
-        """
+        """Copies the rows of `source` [rows, ...] into `out` [count, ...], and returns it."""
         if not self._by_slices:
             if not out.is_contiguous():
                 return out.copy_(source.index_select(0, self.index))
@@ -236,12 +214,7 @@ class RowRuns:
         return out
 
     def put(self, target: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes rows into a larger tensor.
-
-        Args:
-            target: [rows, ...], any strides; written.
-            rows: [count, ...] of the same dtype, any strides.
-        """
+        """Writes rows [count, ...] of the same dtype into `target` [rows, ...]; any strides."""
         if not self._by_slices:
             target.index_copy_(0, self.index, rows)
             return
@@ -249,29 +222,16 @@ class RowRuns:
             target[first : first + length] = rows[at : at + length]
 
     def add(self, target: torch.Tensor, rows: torch.Tensor) -> None:
-        """Adds rows to those of a larger tensor.
-
-        Args:
-            target: [rows, ...]; changed.
-            rows: [count, ...] of the same dtype.
-        """
+        """Adds rows [count, ...] of the same dtype to those of `target` [rows, ...], in place."""
         if not self._by_slices:
-            # each row stands there once, so the order of additions does not matter
+            # each row is there once, so the order of additions does not matter
             target.index_add_(0, self.index, rows)
             return
         for first, at, length in self._runs:
             target[first : first + length].add_(rows[at : at + length])
 
     def spread(self, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """A larger tensor of zeros but for these rows.
-
-        Args:
-            rows: [count, ...].
-            num_rows: rows of the larger tensor. Runs ascend.
-
-        Returns:
-            [num_rows, ...].
-        """
+        """Makes [num_rows, ...] of these rows and zeros elsewhere; the runs must ascend."""
         shape = (num_rows, *rows.shape[1:])
         if not self._by_slices:
             return rows.new_zeros(shape).index_copy_(0, self.index, rows)

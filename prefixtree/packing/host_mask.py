@@ -1,5 +1,4 @@
-"""`HostMask`: the host side of a mask, and the handle by which a registered operator finds it; how
-many keys tokens see, in closed form.
+"""`HostMask`: the host side of a mask, and the handle by which a registered operator finds it.
 
 Legend: T packed tokens, Tq query rows.
 """
@@ -20,43 +19,13 @@ from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables, visited_tiles
 from prefixtree.packing.copies import lasting, move_all
+from prefixtree.packing.visible import visible_keys
 
 _Kept = TypeVar("_Kept")
 
 
-def visible_keys(position: np.ndarray, window: int | None) -> np.ndarray:
-    """The number of keys that a token at each position sees: position + 1, or at most `window`."""
-    return position + 1 if window is None else np.minimum(position + 1, window)
-
-
-def visible_pairs(position: np.ndarray, length: np.ndarray, window: int | None) -> int:
-    """The number of visible (query, key) pairs of all runs, per head; see `pairs_per_run`."""
-    return int(pairs_per_run(position, length, window).sum())
-
-
-def pairs_per_run(position: np.ndarray, length: np.ndarray, window: int | None) -> np.ndarray:
-    """Counts the visible (query, key) pairs of runs of tokens, per head.
-
-    This is the sum of `visible_keys` over each run, in closed form.
-
-    Args:
-        position: int64 [N], the position of each run's first token in its sequence.
-        length: int64 [N], the number of tokens of each run.
-        window: the sliding window, in tokens; None for none.
-
-    Returns:
-        int64 [N].
-    """
-
-    def up_to(n: np.ndarray) -> np.ndarray:
-        near = n if window is None else np.minimum(n, window)
-        return near * (near + 1) // 2 + (n - near) * (0 if window is None else window)
-
-    return up_to(position + length) - up_to(position)
-
-
 class HostMask:
-    """The host side of a `TreeMask`, shared by its copies on every device: arrays and caches."""
+    """The arrays and caches of a `TreeMask`, which its copies on every device share."""
 
     def __init__(
         self,
@@ -64,8 +33,11 @@ class HostMask:
         query_runs: np.ndarray | None,
         whole: HostMask | None = None,
     ) -> None:
-        """subtree_end int32 [T]; query_runs int64 [*, 3] (packed start, row in q, length); whole:
-        the mask of all queries that this one is made of."""
+        """Finds predecessors and positions of subtree_end, int32 [T], which must nest.
+
+        query_runs int64 [*, 3] are (packed start, row in q, length), None for all tokens. `whole`
+        is the mask of all queries from which this one is made.
+        """
         self.subtree_end = subtree_end
         if whole is None:
             self.predictor, self.position, bad = loops.block_tables.walk(self.subtree_end)
@@ -77,9 +49,9 @@ class HostMask:
         else:
             self.predictor, self.position = whole.predictor, whole.position
         self._whole = whole
-        # of a copy, with which something else is kept: the mask as which its calls count
+        # in a copy of `with_kept`: the mask as which its calls count
         self.counts_as: HostMask | None = None
-        # tokens of the shortest sequence, where the mask is that of a packed forest
+        # tokens of the shortest sequence, if the mask belongs to a packed forest
         self.shortest: int | None = None
         self.is_subset = query_runs is not None
         if query_runs is None:
@@ -106,7 +78,7 @@ class HostMask:
 
     @cached_property
     def query_tokens(self) -> np.ndarray:
-        """Packed index of every row of q, int32 [Tq]."""
+        """The packed index of every row of q, int32 [Tq]."""
         runs = [np.arange(start, start + n, dtype=np.int32) for start, _, n in self.query_runs]
         return np.concatenate([np.empty(0, np.int32), *runs])
 
@@ -118,7 +90,7 @@ class HostMask:
         return self._whole or HostMask(self.subtree_end, None)
 
     def asked_tiles(self, tile: int) -> np.ndarray:
-        """bool [tiles]: of the grid over all packed tokens, the tiles that hold a row of q."""
+        """Finds the tiles of the grid over all packed tokens that hold a row of q, bool [tiles]."""
         asked = np.zeros(-(-self.num_tokens // tile), bool)
         for start, _, length in self.query_runs:
             if length:
@@ -126,7 +98,7 @@ class HostMask:
         return asked
 
     def rows_on_grid(self, tile: int) -> bool:
-        """Whether q holds some tokens alone, and every tile of its rows neighbouring ones."""
+        """Whether q is a subset, and each tile of its rows holds neighbouring tokens."""
         return self.is_subset and not (self.query_runs[:, 1] % tile).any()
 
     @cached_property
@@ -135,22 +107,20 @@ class HostMask:
         return loops.block_tables.paths(self.predictor, self.query_runs)
 
     def blocks(self) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-        """(row, length, key runs (start, end, causal)) of each block of `paths`, in the order of
-        rows: runs above the block, root first, then its tokens, the one causal run."""
+        """Yields (row, length, key runs (start, end, causal)) per block of `paths`, root first."""
         blocks, prefix_ptr, prefix_runs = self.paths
         above = prefix_runs.tolist()
         for (start, row, length), a, b in zip(
             blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
         ):
-            # a block that begins inside a path has that path's beginning among the runs above it
+            # the block's own tokens are the one causal run; if it begins inside a path, that path's
+            # beginning is among the runs above it
             runs = [(first, end, False) for first, end in above[a:b]]
             yield row, length, [*runs, (start, start + length, True)]
 
     @cached_property
     def chain_starts(self) -> np.ndarray | None:
-        """Where each tree begins, then the number of tokens, int32 [trees + 1]; None if a tree
-        branches, or q does not hold every token. Without branches attention is that of sequences
-        one after the other."""
+        """The first token of each tree, then T, int32; None if a tree branches or q is a subset."""
         if self.is_subset:
             return None
         is_root = self.predictor < 0
@@ -160,20 +130,20 @@ class HostMask:
         return np.append(np.flatnonzero(is_root), self.num_tokens).astype(np.int32)
 
     def kept(self, name: Any, make: Callable[[], _Kept]) -> _Kept:
-        """Keeps with this mask what `make` gives, made once."""
+        """Returns what `make` gives, made once and kept with this mask."""
         if name not in self._kept:
             self._kept[name] = make()
-        found: _Kept = self._kept[name]
-        return found
+        value: _Kept = self._kept[name]
+        return value
 
     def with_kept(self, name: Any, value: Any) -> HostMask:
-        """Copies the mask; with the copy nothing else is kept."""
+        """Copies the mask; the copy keeps only this value."""
         other = copy.copy(self)
         other.counts_as, other._kept = self, {name: value}
         return other
 
     def on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """subtree_end, position_ids and query_tokens (int32) on a device."""
+        """Copies subtree_end, position_ids and query_tokens (int32) to a device, once."""
         if device not in self._arrays:
             parts = [self.subtree_end, self.position]
             parts += [self.query_tokens] if self.is_subset else []
@@ -183,7 +153,7 @@ class HostMask:
         return self._arrays[device]
 
     def query_positions(self, device: torch.device) -> torch.Tensor:
-        """int32 [Tq], the position of every row of q, on a device."""
+        """Gives the position of every row of q on a device, int32 [Tq]."""
         on = self.on(device)
         if not self.is_subset:
             return on["position_ids"]
@@ -196,21 +166,21 @@ class HostMask:
         self._arrays.setdefault(subtree_end.device, arrays)
 
     def visible_pairs(self, window: int) -> int:
-        """The number of visible (query, key) pairs per head; window 0 for none."""
+        """Counts the visible (query, key) pairs per head; window 0 for none."""
         if window not in self._pairs:
             position = self.position[self.query_tokens].astype(np.int64)
             self._pairs[window] = int(visible_keys(position, window or None).sum())
         return self._pairs[window]
 
     def partial_share(self, shape: TileShape, window: int) -> float:
-        """The share of the key tiles visited by a forward that need a compare, 0 .. 1."""
+        """Computes the share of visited key tiles that need a compare, 0 .. 1."""
         if (shape, window) not in self._shares:
             full, partial = visited_tiles(self.tables(shape, window, torch.device("cpu")))
             self._shares[shape, window] = partial / max(1, full + partial)
         return self._shares[shape, window]
 
     def tables(self, shape: TileShape, window: int, device: torch.device) -> BlockTables:
-        """The block tables, built once per (shape, window) and copied once per device."""
+        """Builds the block tables once per (shape, window), and copies them once per device."""
         host = (shape, window, torch.device("cpu"))
         if host not in self._tables:
             self._tables[host] = build_tables(
@@ -243,7 +213,7 @@ def make_handle(host: HostMask) -> torch.Tensor:
 
 
 def host_of(handle: torch.Tensor) -> HostMask:
-    """The host side of the mask behind a `TreeMask.handle`."""
+    """Finds the host side of the mask of a `TreeMask.handle`."""
     buffer = _buffers.get(int(handle))
     if buffer is None:
         raise ForestError("the TreeMask of this call no longer exists; keep its PackedForest alive")

@@ -29,12 +29,12 @@ from prefixtree.packing.per_sequence import check_lengths, flat_selection, per_s
 
 
 class NoLabels:
-    """Stands for `num_items_in_batch`, by which a model divides the loss it makes of `labels=`.
+    """Stands in for `num_items_in_batch`, by which a model divides its loss.
 
-    transformers hands that keyword to the loss alone, and the loss reads it only if there are
-    labels. Without labels the object is never touched: compiled code, checkpoints and wrappers pass
-    it on as they pass any object. `shift_labels` would be read first, but its mere presence makes
-    Liger Kernel's forward compute a loss.
+    transformers hands that keyword only to the loss, and the loss reads it only if there are
+    labels. Without labels nothing touches the object: compiled code, checkpoints and wrappers pass
+    it on. `shift_labels` would be read first, but its mere presence makes Liger Kernel's forward
+    compute a loss.
     """
 
     def __rtruediv__(self, loss: Any) -> NoReturn:
@@ -61,10 +61,7 @@ class Edges(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The per-token values of a packed forest, [T] each: two int64, then four int32.
-
-    They are numpy arrays or torch tensors, all views of one buffer, so that one copy moves all.
-    """
+    """Values per packed token, [T] each: two int64, then four int32, all views of one buffer."""
 
     token: Any
     position: Any
@@ -79,7 +76,7 @@ _WORDS = 2 * 2 + 4
 
 
 def _columns(buffer: Any) -> _Columns:
-    """The columns of a buffer int32 [_WORDS * T], a numpy array or a torch tensor."""
+    """Views a buffer int32 [_WORDS * T], a numpy array or a torch tensor, as columns."""
     num_tokens = len(buffer) // _WORDS
     int64: Any = torch.int64 if isinstance(buffer, torch.Tensor) else np.int64
     wide = buffer[: 4 * num_tokens].view(int64)
@@ -100,15 +97,15 @@ _MENDS = {
 
 
 class PackedForest:
-    """A forest's distinct tokens, each once, in preorder, on one device. Made by `pack`.
+    """A forest's distinct tokens, each once, in preorder, on one device. `pack` makes it.
 
     Attributes:
         forest: the PrefixForest.
-        input_ids: int64 [T] token ids, or None where the forest has none.
+        input_ids: int64 [T] token ids, or None if the forest has none.
         position_ids: int64 [T], each token's position in its sequences.
         subtree_end: int32 [T], one past the last packed token below each token.
-        predictor: int32 [T], the token before it on its path; -1 at roots and padding.
-        multiplicity: int32 [T], how many sequences hold the token; 0 for padding and in a dummy.
+        predictor: int32 [T], the token before each on its path; -1 at roots and padding.
+        multiplicity: int32 [T], how many sequences hold each token; 0 for padding and in a dummy.
         mask: the TreeMask, which `tree_attention` takes.
     """
 
@@ -142,16 +139,7 @@ class PackedForest:
         return self.num_tokens - self.forest.num_tokens
 
     def to(self, device: torch.device | str) -> PackedForest:
-        """Copies the packed forest to a device.
-
-        One copy moves all tensors. It is asynchronous to CUDA.
-
-        Args:
-            device: the device to copy to.
-
-        Returns:
-            A PackedForest on `device`. Its mask shares the host tables of this one.
-        """
+        """Copies the packed forest to a device, asynchronously to CUDA; host tables are shared."""
         check_device(device)
         buffer = move(self._buffer, device)
         columns = _columns(buffer)
@@ -168,27 +156,24 @@ class PackedForest:
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> PackedForest:
-        """Changes the options of the mask.
+        """Changes the options of the mask; None leaves one unchanged. Tensors are shared.
 
         Args:
-            backend: as in `tree_attention`. Default: unchanged.
-            deterministic: whether gradients are bitwise repeatable. Default: unchanged.
-
-        Returns:
-            A PackedForest with these options, which shares its tensors with this one.
+            backend: as in `tree_attention`.
+            deterministic: whether gradients are bitwise repeatable.
         """
         return PackedForest(
             self.forest, self._buffer, self.mask.with_options(backend, deterministic)
         )
 
     def with_input_ids(self, input_ids: torch.Tensor) -> PackedForest:
-        """The same packed forest, whose tokens a model gets under other ids.
+        """Gives the packed tokens other ids for the model; the forest keeps its own.
 
         Args:
             input_ids: integers [T], a tensor.
 
         Returns:
-            A PackedForest with these `input_ids`; `forest` is the same.
+            A PackedForest with these `input_ids` and this one's `forest`.
 
         Raises:
             TypeError: anything but a tensor.
@@ -212,9 +197,9 @@ class PackedForest:
         """Returns keyword arguments for a transformers model: `model(**packed.model_inputs())`.
 
         Returns:
-            input_ids and position_ids (int64 [1, T]), tree_mask, use_cache=False, and
-            num_items_in_batch: an object that raises an UnsupportedError if labels= are given too;
-            tree_routes (int16 [T, layers, k]) where the forest has routes.
+            input_ids and position_ids, int64 [1, T]; tree_mask; use_cache=False;
+            num_items_in_batch, an object that raises an UnsupportedError if labels= are given too;
+            and tree_routes, int16 [T, layers, k], if the forest has routes.
 
         Raises:
             ForestError: the forest has no token ids.
@@ -232,7 +217,7 @@ class PackedForest:
 
     @cached_property
     def _routes(self) -> torch.Tensor | None:
-        """int16 [T, layers, k] on the device; padding goes to the first experts."""
+        """The routes on the device, int16 [T, layers, k]; padding goes to the first experts."""
         if (routes := self.forest.routes) is None:
             return None
         unused = np.arange(routes.shape[2], dtype=routes.dtype)
@@ -245,7 +230,7 @@ class PackedForest:
 
         Args:
             loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere (a
-                list, an array or a tensor, aligned with the tokens). A shared token is scored where
+                list, an array or a tensor, aligned with the tokens). A shared token is scored if
                 any of its sequences asks for it. Entry 0 has no predictor and is ignored. Default:
                 every token is scored, except the first token of each root.
 
@@ -253,8 +238,8 @@ class PackedForest:
             The edges on the packed forest's device, ascending by `token`.
 
         Raises:
-            ForestError: masks of another number or length than the sequences, or that hold anything
-                but 0 and 1.
+            ForestError: masks whose number or lengths are not those of the sequences, or that hold
+                anything but 0 and 1.
         """
         selected = None if loss_mask is None else self.flat_selection(loss_mask)
         token = self.scored_tokens(selected)
@@ -276,8 +261,8 @@ class PackedForest:
         Args:
             values: [T, ...], any dtype, on the packed forest's device.
             sequences: indices of the sequences wanted. Default: all, in input order.
-            loss_mask: as in `edges`, for all sequences; only the tokens it selects are returned.
-                Default: every token, the first included.
+            loss_mask: as in `edges`, for all sequences; only the tokens that it selects are
+                returned. Default: every token, the first included.
 
         Returns:
             One tensor [n, ...] per sequence, in the dtype of `values`. Of a dummy, zeros.
@@ -303,11 +288,11 @@ class PackedForest:
         padding_side: str | None = None,
         length: int | None = None,
     ) -> torch.Tensor:
-        """Like `unpack`, as one tensor [S, L, ...].
+        """Gives every sequence the values of its tokens, in one padded tensor [S, L, ...].
 
         Args:
             values: [T, ...], any dtype, on the packed forest's device.
-            padding_value: what stands where there is no token.
+            padding_value: the value where there is no token.
             padding_side: "right" or "left". Default: a forest made by `from_padded` puts every
                 token back into the column it came from; any other is padded on the right.
             length: L, in tokens. Default: the padded length given to `from_padded`, otherwise the
@@ -354,25 +339,26 @@ class PackedForest:
     def pack_values(
         self, values: Sequence[Any], loss_mask: Sequence[Any] | None = None
     ) -> torch.Tensor:
-        """The inverse of `unpack`: joins inputs given per sequence.
+        """Packs values that are given per sequence: the inverse of `unpack`.
 
         Args:
-            values: one entry per sequence, [n, ...] (a tensor, an array or a list); equal on shared
-                tokens; without a gradient, as it is not clear which copy should get it.
-            loss_mask: as in `edges`. The copies that it selects are compared and taken, others do
-                not count: of turns of one rollout, the sampled token has its data in the turn that
-                sampled it alone, and is prompt in the next. Default: every copy counts.
+            values: one entry per sequence, [n, ...] (a tensor, an array or a list). The copies of a
+                shared token must be equal. No entry may require a gradient, because it is not clear
+                which copy should get it.
+            loss_mask: as in `edges`. Only the copies that it selects are compared and taken. A
+                token that one turn of a rollout sampled is prompt in the next turn, and only the
+                first has its data. Default: every copy counts.
 
         Returns:
             [T, ...] on the packed forest's device; 0 at padding, and where no copy counts.
 
         Raises:
-            ForestError: values that are no numbers or require a gradient, another number or length
-                than the sequences, or a shared token whose copies differ (NaN equals NaN); masks as
-                in `edges`.
+            ForestError: values that are no numbers, that require a gradient, or whose number or
+                lengths are not those of the sequences; a shared token whose copies differ (NaN
+                equals NaN); masks as in `edges`.
         """
-        given = per_sequence("values", values, self.forest.num_sequences)
-        tensors = [self._tensor(f"values[{i}]", v) for i, v in enumerate(given)]
+        listed = per_sequence("values", values, self.forest.num_sequences)
+        tensors = [self._tensor(f"values[{i}]", v) for i, v in enumerate(listed)]
         lengths = [t.shape[0] if t.ndim else -1 for t in tensors]
         check_lengths("values", lengths, self.forest.sequence_lengths)
         flat = torch.cat(tensors)
@@ -407,7 +393,7 @@ class PackedForest:
         return _rebuild(self.forest, self._buffer, self.mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # another process gets it on the CPU, like its mask
+        # another process gets the forest on the CPU, like its mask
         return _rebuild, (self.forest, self._buffer.cpu(), self.mask)
 
     def __repr__(self) -> str:
@@ -416,42 +402,20 @@ class PackedForest:
     # ---- what adapters build on -----------------------------------------------------------------
 
     def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
-        """Checks per-sequence masks and joins them.
-
-        Args:
-            loss_mask: as in `edges`.
-
-        Returns:
-            uint8 [R], 1 where a token is selected.
-
-        Raises:
-            ForestError: masks of another number or length than the sequences.
-        """
+        """Checks masks per sequence, as in `edges`, and joins them to uint8 [R], 1 if selected."""
         return flat_selection(loss_mask, self.forest.sequence_lengths)
 
     def selected_tokens(
         self, selected: np.ndarray, sequences: np.ndarray | None = None
     ) -> np.ndarray:
-        """Finds the packed tokens that are selected in any of the sequences.
-
-        Args:
-            selected: uint8 [R], from `flat_selection`.
-            sequences: int64 indices of the sequences that count. Default: all.
-
-        Returns:
-            bool [T].
-        """
+        """Finds the tokens that `selected`, uint8 [R], has in any of the sequences: bool [T]."""
         if sequences is None:
             sequences = self._sequence_indices(None)
         args = (*self._nodes, sequences, self._offsets, selected, self.num_tokens)
         return loops.sequence_copies.any_copy(*args)
 
     def scored_tokens(self, selected: np.ndarray | None) -> np.ndarray:
-        """int64, ascending: the packed tokens with a predictor that are selected in any sequence.
-
-        Args:
-            selected: uint8 [R], from `flat_selection`. None: all are.
-        """
+        """Finds the tokens with a predictor that `selected`, uint8 [R], has: int64, ascending."""
         scored = self.mask.host.predictor >= 0
         if selected is not None:
             scored = scored & self.selected_tokens(selected)
@@ -460,17 +424,12 @@ class PackedForest:
     def copy_index(
         self, sequences: np.ndarray, selected: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the packed token behind each token of some sequences.
+        """Lists the packed index, int32, of each selected token, sequence after sequence.
 
-        Args:
-            sequences: int64 indices of the sequences.
-            selected: uint8 [R], from `flat_selection`. Default: None, which selects every token.
-
-        Returns:
-            The packed index of each selected token, sequence after sequence (int32), and the
-            number of selected tokens per sequence (int64).
+        The second result is the number of selected tokens per sequence, int64. `selected` is uint8
+        [R], from `flat_selection`; None selects all.
         """
-        # what is compiled takes arrays alone
+        # the compiled loop takes arrays alone
         chosen = np.empty(0, np.uint8) if selected is None else selected
         return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, chosen)
 
@@ -500,7 +459,7 @@ class PackedForest:
         return wanted
 
     def _tensor(self, name: str, values: Any) -> torch.Tensor:
-        """One entry of `pack_values`, on the device."""
+        """Makes a tensor on the device of one entry of `pack_values`."""
         check_unmasked(name, values)
         try:
             tensor = torch.as_tensor(values, device=self.device)
@@ -530,7 +489,7 @@ class PackedForest:
 
 @lasting
 def _rebuild(forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> PackedForest:
-    # a copy: what is unpickled in inference mode is of it
+    # a copy: the unpickled buffer may be an inference tensor
     return PackedForest(forest, buffer.clone(), mask)
 
 
@@ -541,8 +500,8 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
 
     Args:
         forest: the PrefixForest.
-        pad_to_multiple_of: appends padding tokens up to a multiple of this. Padding has id 0 and
-            position 0, sees only itself, is seen by nobody, and is in no sequence and no edge.
+        pad_to_multiple_of: appends padding tokens up to a multiple of this number. Padding has id 0
+            and position 0, sees only itself, is seen by nobody, and is in no sequence and no edge.
             Default: no padding.
 
     Returns:

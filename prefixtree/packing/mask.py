@@ -23,8 +23,8 @@ class TreeMask:
 
     Query q sees key k exactly when k <= q < subtree_end[k], in packed (preorder) order. A mask is
     immutable: `with_options`, `for_queries` and `to` return new masks that share the block tables.
-    It is not a dataclass on purpose: wrappers such as FSDP1 take dataclasses among keyword
-    arguments apart.
+    It is no dataclass, because wrappers such as FSDP1 take dataclasses among keyword arguments
+    apart.
 
     Args:
         subtree_end: [T] integers (a list, an array or a tensor), one past the last packed token
@@ -32,12 +32,12 @@ class TreeMask:
 
     Attributes:
         subtree_end: int32 [T] on the mask's device.
-        position_ids: int32 [T], each token's position on its path: what windows are measured in.
-        query_tokens: None where q holds every packed token, else int32 [Tq], the packed index of
-            each row of q.
-        backend: the backend that `tree_attention` uses where its `backend` is None. "auto" until
+        position_ids: int32 [T], each token's position on its path, in which windows are measured.
+        query_tokens: None if q holds every packed token, else int32 [Tq], the packed index of each
+            row of q.
+        backend: the backend that `tree_attention` uses if its `backend` is None. "auto" until
             `with_options` changes it.
-        deterministic: the value that `tree_attention` uses where its `deterministic` is None. False
+        deterministic: the value that `tree_attention` uses if its `deterministic` is None. False
             until `with_options` changes it.
         handle: int64 [1] on the CPU; stands for the mask in the registered operator.
 
@@ -57,7 +57,7 @@ class TreeMask:
             raise ForestError(
                 f"subtree_end[{bad}] is {array[bad]}, beyond the {len(array)} tokens there are"
             )
-        # a copy: the caller may go on to write into theirs
+        # a copy: the caller may write into the array later
         self._init(HostMask(array.astype(np.int32), None), torch.device("cpu"), "auto", False)
 
     def _init(
@@ -80,11 +80,7 @@ class TreeMask:
         return self
 
     def given_with(self, position_ids: torch.Tensor) -> TreeMask:
-        """The same mask, which knows the positions that models are given beside it.
-
-        Args:
-            position_ids: int64 [Tq], those of the rows of q.
-        """
+        """Copies the mask, which then knows the positions, int64 [Tq], that a model gets."""
         mask = self.with_options()
         if not position_ids.is_inference():
             mask._given = position_ids, position_ids._version
@@ -93,10 +89,7 @@ class TreeMask:
     def is_given(self, position_ids: torch.Tensor) -> bool:
         """Whether these are the known positions: the same memory, not written to since.
 
-        False says nothing. No value is read, so a GPU is not waited for.
-
-        Args:
-            position_ids: [Tq].
+        False says nothing about the values. No value is read, so the host does not wait for a GPU.
         """
         if self._given is None:
             return False
@@ -127,44 +120,28 @@ class TreeMask:
         return rows.shape[0]
 
     def to(self, device: torch.device | str) -> TreeMask:
-        """Copies the mask to a device, in one asynchronous copy.
-
-        Args:
-            device: the device to copy to.
-
-        Returns:
-            A TreeMask on `device` that shares the host tables of this one.
-        """
+        """Copies the mask to a device, in one asynchronous copy; the host tables are shared."""
         check_device(device)
-        # a tensor knows the index behind a bare "cuda"
+        # a tensor knows the index of a bare "cuda"
         device = torch.empty(0, device=device).device
         mask = TreeMask.__new__(TreeMask)
         return mask._init(self.host, device, self.backend, self.deterministic, self.handle)
 
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> TreeMask:
-        """Makes the mask of another device from arrays that are there already.
-
-        Args:
-            subtree_end: int32 [T], a copy of the mask's array on the other device.
-            position_ids: int32 [T], a copy of the mask's array on the same device.
-
-        Returns:
-            A TreeMask on the device of the two arrays, which uses them.
-        """
+        """Makes the mask of the device where these copies of its arrays are, int32 [T] each."""
         self.host.adopt(subtree_end, position_ids)
         return self.to(subtree_end.device)
 
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> TreeMask:
-        """Changes the options; the mask carries them through a model to `tree_attention`.
+        """Changes the options, which the mask carries through a model to `tree_attention`.
+
+        The new mask shares its tables with this one. None leaves an option unchanged.
 
         Args:
-            backend: as in `tree_attention`. Default: unchanged.
-            deterministic: whether gradients are bitwise repeatable. Default: unchanged.
-
-        Returns:
-            A TreeMask with these options that shares its tables with this one.
+            backend: as in `tree_attention`.
+            deterministic: whether gradients are bitwise repeatable.
         """
         mask = TreeMask.__new__(TreeMask)
         return mask._init(
@@ -200,8 +177,8 @@ class TreeMask:
                 )
             runs.append((start, row, end - start))
             row, last = row + end - start, end
-        runs_of_queries = np.array(runs, np.int64).reshape(-1, 3)
-        host = HostMask(self.host.subtree_end, runs_of_queries, self.host)
+        query_runs = np.array(runs, np.int64).reshape(-1, 3)
+        host = HostMask(self.host.subtree_end, query_runs, self.host)
         mask = TreeMask.__new__(TreeMask)
         return mask._init(host, self.device, self.backend, self.deterministic)
 
@@ -296,7 +273,7 @@ def make_mask(
     deterministic: bool,
     device: torch.device,
 ) -> TreeMask:
-    """A mask in one piece, of arrays as `HostMask` takes them; it keeps them."""
+    """Makes a mask of arrays as `HostMask` takes them; it keeps them."""
     mask = TreeMask.__new__(TreeMask)
     return mask._init(HostMask(subtree_end, query_runs), device, backend, deterministic)
 
@@ -309,7 +286,7 @@ def _rebuild(
 
 
 def check_mask(mask: Any, name: str = "mask") -> None:
-    """Raises a TypeError that says how to make one, unless it is a TreeMask."""
+    """Raises a TypeError that says how to make a TreeMask, unless this is one."""
     if not isinstance(mask, TreeMask):
         raise TypeError(
             f"{name} must be a TreeMask, got {kind_of(mask, TreeMask)}; pack makes one: "
@@ -318,14 +295,14 @@ def check_mask(mask: Any, name: str = "mask") -> None:
 
 
 def check_window(window: int | None) -> int:
-    """The window as a number, 0 for none."""
+    """Reads a window, in tokens, as an integer; 0 for None."""
     if window is None:
         return 0
     return integer("window", window, 1, or_none=True, note=" (it counts the token itself)")
 
 
 def _pair(given: Any) -> tuple[int, int]:
-    """A range of `for_queries`."""
+    """Reads one range of `for_queries`."""
     pair = entries("ranges", given, "a list of (start, end)")
     if len(pair) != 2:
         raise ForestError(f"ranges must be a list of (start, end), got {given!r} in it")
@@ -333,7 +310,7 @@ def _pair(given: Any) -> tuple[int, int]:
 
 
 def dense_mask(host: HostMask, device: torch.device, window: int) -> torch.Tensor:
-    """bool [Tq, T]: the definition, pair by pair."""
+    """Computes the definition pair by pair, bool [Tq, T]; window 0 for none."""
     arrays = host.on(device)
     end, position = arrays["subtree_end"], arrays["position_ids"]
     key = torch.arange(host.num_tokens, device=device)

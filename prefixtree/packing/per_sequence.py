@@ -13,32 +13,17 @@ from prefixtree.errors import ForestError
 
 
 def per_sequence(name: str, values: Any, count: int) -> list[Any]:
-    """The entries of a list that has one per sequence, whatever they are.
-
-    Args:
-        name: of the argument.
-        values: a list, an array or a tensor.
-        count: S.
-
-    Raises:
-        ForestError: no list, or another number of entries than S.
-    """
-    found = entries(name, values, "a list of one entry per sequence")
-    if len(found) != count:
+    """Lists the `count` entries of values that hold one per sequence; refuses another number."""
+    listed = entries(name, values, "a list of one entry per sequence")
+    if len(listed) != count:
         raise ForestError(
-            f"{name} must hold one entry per sequence: expected {count}, got {len(found)}"
+            f"{name} must hold one entry per sequence: expected {count}, got {len(listed)}"
         )
-    return found
+    return listed
 
 
 def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
-    """Raises a ForestError unless there is one entry per sequence, of the sequence's length.
-
-    Args:
-        name: of the argument.
-        lengths: of the entries given; -1 for an entry that has none.
-        expected: [S] lengths of the sequences.
-    """
+    """Refuses lengths (-1: no length) that are not the expected ones of the sequences, [S]."""
     per_sequence(name, lengths, len(expected))
     for bad in np.flatnonzero(np.array(lengths) != expected)[:1]:
         got = "no 1-D array" if lengths[bad] < 0 else f"length {lengths[bad]}"
@@ -48,14 +33,10 @@ def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
 
 
 def zeros_like(entry: Any) -> Any:
-    """A stand-in, in an empty step, for an entry of a list with one entry per sequence.
+    """Makes a stand-in, for an empty step, of an entry of another sequence.
 
-    Args:
-        entry: of another sequence.
-
-    Returns:
-        0 for a number, one row of zeros for a list, an array or a tensor with rows, without a
-        gradient; None for what has no zero.
+    It is 0 for a number, one row of zeros without a gradient for a list, an array or a tensor, and
+    None for anything else.
     """
     if isinstance(entry, (list, tuple)):
         return [zeros_like(first) for first in entry[:1]] or [0]
@@ -67,16 +48,7 @@ def zeros_like(entry: Any) -> Any:
 
 
 def flat_selection(loss_mask: Sequence[Any], expected: np.ndarray) -> np.ndarray:
-    """Masks per sequence as one uint8 array over all replicated tokens, 1 where one is 1.
-
-    Args:
-        loss_mask: S lists, arrays or tensors of 0 and 1, each of its sequence's length.
-        expected: [S] lengths of the sequences.
-
-    Raises:
-        ForestError: masks of another number or length than the sequences, or that hold anything but
-            0 and 1.
-    """
+    """Joins masks, one per sequence of 0 and 1, to uint8 [R] over all replicated tokens."""
     name = "loss_mask"
     masks = entries(name, loss_mask, "a list of one mask per sequence")
     if not masks:
@@ -90,13 +62,13 @@ def flat_selection(loss_mask: Sequence[Any], expected: np.ndarray) -> np.ndarray
 
 
 def _of_tensors(name: str, masks: list[torch.Tensor], expected: np.ndarray) -> np.ndarray:
-    """One copy from the device, not one per sequence."""
+    """Joins masks that are tensors with one copy from the device, not one per sequence."""
     for i, mask in enumerate(masks):
         check_without_gradient(f"{name}[{i}]", mask)
     flat = torch.cat(masks)
     if flat.dtype == torch.bool:
         return flat.cpu().numpy().view(np.uint8)
-    # 1 where it is 1, 0 where it is 0, otherwise 2
+    # 1 for 1, 0 for 0, 2 for anything else
     is_one = flat == 1
     kinds = (is_one.byte() + 2 * (~is_one & (flat != 0)).byte()).cpu().numpy()
     for bad in np.flatnonzero(kinds == 2)[:1]:

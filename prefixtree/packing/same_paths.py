@@ -1,7 +1,7 @@
-"""Where tokens of one forest stand in another, by their paths.
+"""Tokens of one forest found in another, by their paths.
 
-What stands at the tokens of a forest, in rows or in numbers, may be read for another forest where
-both are compared: the same, one that was cut out of it, one of more sequences.
+So rows or numbers per token of one forest can be read for another: the same forest, one that was
+cut out of it, or one of more sequences.
 
 Legend: T tokens of a forest, Q tokens of the forest that reads.
 """
@@ -19,11 +19,12 @@ from prefixtree.forest import PrefixForest
 
 
 class Found(NamedTuple):
-    """The tokens of another forest that have the paths of a forest's tokens.
+    """The tokens of another forest with the same paths as a forest's tokens.
 
     Attributes:
-        at: int64 [Q], its token with the same path, the first of several; -1 where there is none.
-        is_one_of_several: bool [Q], whether it has the path more than once, as under `namespaces=`.
+        at: int64 [Q], the first token there with the path; -1 if there is none.
+        is_one_of_several: bool [Q], whether several tokens there have the path, as under
+            `namespaces=`.
     """
 
     at: np.ndarray
@@ -31,29 +32,25 @@ class Found(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """The paths of a forest's tokens, sorted by their hashes.
+    """The paths of a forest's tokens, sorted by their hashes."""
 
-    Attributes:
-        above, value: int64 [T], the token before each, and what makes tokens the same.
-        hashes, first: those of its tokens, ascending, and the first token with each.
-        first_of: int64 [T], the first token with the hash of each; is_equal: whether it has its
-            path, bool [T].
-        comes_again: bool [T], of a first token, whether others have its hash.
-    """
-
+    # int64 [T]: the token before each, -1 for none; equal for equal token ids and routes
     above: np.ndarray
     value: np.ndarray
+    # the distinct hashes, ascending, and the first token with each
     hashes: np.ndarray
     first: np.ndarray
+    # int64 [T], the first token with each token's hash; bool [T], whether it has the same path
     first_of: np.ndarray
     is_equal: np.ndarray
+    # bool [T], whether a first token's hash is also that of others
     comes_again: np.ndarray
 
     @classmethod
     def of(cls, forest: PrefixForest, value: np.ndarray) -> _Paths:
         above = _token_above(forest)
-        every = loops.sequence_copies.hashes(above, value)
-        hashes, first, inverse = np.unique(every, return_index=True, return_inverse=True)
+        all_hashes = loops.sequence_copies.hashes(above, value)
+        hashes, first, inverse = np.unique(all_hashes, return_index=True, return_inverse=True)
         first_of = first[inverse]
         is_equal = loops.sequence_copies.are_equal(first_of, above, value)
         comes_again = np.bincount(first_of, minlength=len(above)) > 1
@@ -64,13 +61,10 @@ _paths: WeakKeyDictionary[PrefixForest, _Paths] = WeakKeyDictionary()
 
 
 def find_paths(forest: PrefixForest, other: PrefixForest) -> Found:
-    """Looks each token of a forest up in another one.
+    """Looks up each token of a forest in another one.
 
-    Paths are equal where their token ids are, and their routes, if the other forest has some. Of
-    two forests that are alike, in the order of their nodes too, token t is token t.
-
-    Args:
-        forest: whose tokens are looked up. other: in which.
+    Equal paths have equal token ids and, if the other forest has routes, equal routes. In forests
+    whose nodes are alike and in one order, token t is token t.
     """
     if _is_alike(forest, other):
         return Found(np.arange(forest.num_tokens), np.zeros(forest.num_tokens, bool))
@@ -81,18 +75,21 @@ def find_paths(forest: PrefixForest, other: PrefixForest) -> Found:
     if other.routes is not None:
         if forest.routes is None or forest.routes.shape[1:] != other.routes.shape[1:]:
             return nothing
-        both = np.concatenate([value, other_value]), np.concatenate([forest.routes, other.routes])
-        value, other_value = np.split(numbers_of(*both), [len(value)])
-    # numbers of routes are those of this pair of forests
+        values_and_routes = (
+            np.concatenate([value, other_value]),
+            np.concatenate([forest.routes, other.routes]),
+        )
+        value, other_value = np.split(numbers_of(*values_and_routes), [len(value)])
+    # numbers of routes hold for this pair of forests alone
     paths = _paths.get(other) if other.routes is None else None
     if paths is None:
         paths = _Paths.of(other, other_value)
         if other.routes is None:
             _paths[other] = paths
     above = _token_above(forest)
-    wanted = loops.sequence_copies.hashes(above, value)
-    place = np.searchsorted(paths.hashes, wanted).clip(max=len(paths.hashes) - 1)
-    at = np.where(paths.hashes[place] == wanted, paths.first[place], -1)
+    own_hashes = loops.sequence_copies.hashes(above, value)
+    place = np.searchsorted(paths.hashes, own_hashes).clip(max=len(paths.hashes) - 1)
+    at = np.where(paths.hashes[place] == own_hashes, paths.first[place], -1)
     others = paths.first_of, paths.is_equal, paths.above, paths.value
     loops.sequence_copies.keep_equal(at, above, value, *others)
     return Found(at, (at >= 0) & paths.comes_again[at])
@@ -111,7 +108,7 @@ def _is_alike(a: PrefixForest, b: PrefixForest) -> bool:
 
 
 def _token_above(forest: PrefixForest) -> np.ndarray:
-    """int64 [T], the token before each on its path, -1 for none."""
+    """Finds the token before each on its path, int64 [T], -1 for none."""
     above = np.arange(-1, forest.num_tokens - 1)
     parent = forest.node_parent
     last = forest.node_start + forest.node_length - 1
@@ -120,10 +117,10 @@ def _token_above(forest: PrefixForest) -> np.ndarray:
 
 
 def described(forest: PrefixForest, token: int) -> str:
-    """A packed token, for messages: its id, its position and the first sequence that holds it."""
+    """Names a packed token for messages: its position, its id and the first sequence with it."""
     node = int(np.searchsorted(forest.node_start, token, side="right")) - 1
     ends = forest.node_start[forest.sequence_node]
     below = (ends >= forest.node_start[node]) & (ends < forest.node_subtree_end[node])
     position = int(forest.node_position[node]) + token - int(forest.node_start[node])
-    name = "" if forest.tokens is None else f" (id {forest.tokens[token]})"
-    return f"token {position}{name} of sequence {int(below.argmax())}"
+    token_id = "" if forest.tokens is None else f" (id {forest.tokens[token]})"
+    return f"token {position}{token_id} of sequence {int(below.argmax())}"

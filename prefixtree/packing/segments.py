@@ -1,8 +1,7 @@
-"""Segments of a packed forest: what a recurrence along the tree runs over, and the order in which
-one launch carries its states.
+"""Segments of a packed forest, over which recurrences run, and the order that carries states.
 
-In that order a state that enters is a branch point whose state is there before the launch. One that
-leaves has a slot more than its children need, which holds its gradient before the launch.
+A state that enters is a branch point whose state exists before the launch. A state that leaves has
+one slot more than its children need: it holds the state's gradient before the launch.
 
 Legend: T packed tokens, N segments, L levels, B segments with children (in the schedule: those
 whose final state is read), C tokens of a chunk, NC chunks, W taps of a convolution, I states that
@@ -22,31 +21,32 @@ from prefixtree import loops
 from prefixtree.packing.copies import lasting, move_all
 from prefixtree.packing.host_mask import HostMask
 
-# Slots of a branch point. The children of one slot add to it one after the other, so few slots
-# make children wait; each slot takes one fp32 state per head.
+# slots of a branch point: the children of one slot add to it one after another, so few slots make
+# children wait; a slot takes one fp32 state per head
 MOST_SLOTS = 8
 
 
 @dataclass(frozen=True)
 class StateSchedule:
-    """Work in an order in which nothing waits for what comes later. Tensors are int32, on one
-    device; the first four are those of the device's `SegmentTables`, not copies.
+    """Work in an order in which nothing waits for later work. Tensors are int32, on one device.
+
+    The first four tensors are those of the device's `SegmentTables`, not copies.
 
     Attributes:
         num_entries: I.
         entered_slot: the first slot of the states that enter, which are the last branch points.
         start: [N + 1] first packed token of each segment; a `cu_seqlens`.
         first_chunk: [N + 1] chunks before each segment.
-        chunk_indices: [NC, 2] the segment of each chunk, and its number in the segment.
-        state_of: [N] branch point a segment ends in, -1 where nothing reads its final state.
+        chunk_indices: [NC, 2] the segment of each chunk, and the chunk's number in it.
+        state_of: [N] the branch point in which a segment ends, -1 if nothing reads its final state.
         forward_order: [N] segments by the chunks above them, longest way down first.
         backward_order: [N] segments by the chunks below them, longest way up first.
-        parent_state: [N] branch point a segment starts from, -1 at roots that start from zeros.
-            State i of those that enter is branch point B + i.
-        slot_of, rank_of: [N] slot a segment adds its gradient to, and how many add before it;
-            -1 where parent_state is.
+        parent_state: [N] the branch point from which a segment starts, -1 at roots that start from
+            zeros. State i of those that enter is branch point B + i.
+        slot_of, rank_of: [N] the slot to which a segment adds its gradient, and how many segments
+            add before it; -1 where parent_state is -1.
         slot_start: [B + I + 1] first slot of each branch point.
-        slot_count: [S] how many add to each slot.
+        slot_count: [S] how many segments add to each slot.
         left: [F] branch points of the states that leave.
         left_slot: [F] the slots that hold their gradients.
     """
@@ -69,22 +69,22 @@ class StateSchedule:
 
     @property
     def num_segments(self) -> int:
-        """N."""
+        """The number of segments, N."""
         return self.forward_order.shape[0]
 
     @property
     def num_chunks(self) -> int:
-        """NC."""
+        """The number of chunks, NC."""
         return self.chunk_indices.shape[0]
 
     @property
     def num_states(self) -> int:
-        """B + I."""
+        """The number of branch points, B + I."""
         return self.slot_start.shape[0] - 1
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """The number of slots, S."""
         return self.slot_count.shape[0]
 
 
@@ -96,12 +96,7 @@ def order_states(
     exits: np.ndarray,
     num_entries: int,
 ) -> tuple[np.ndarray, ...]:
-    """The fields of `StateSchedule` from forward_order to left_slot, as numpy arrays.
-
-    Args:
-        parent, state_row, entry, exits, num_entries: as in `Segments`.
-        first_chunk: int32 [N + 1], the chunks before each segment.
-    """
+    """Computes the fields of `StateSchedule` from forward_order to left_slot, as numpy arrays."""
     chunks, num_states = np.diff(first_chunk), int((state_row >= 0).sum())
     above, below = loops.segments.above_and_below(parent, chunks)
     forward = np.lexsort((-(chunks + below), above)).astype(np.int32)
@@ -124,41 +119,37 @@ def order_states(
     return tuple(array.astype(np.int32) for array in arrays)
 
 
-# tokens of a run, which one program of a convolution's kernel walks
+# tokens of a run: one program of a convolution's kernel walks it
 RUN = 128
 # int32, np.ndarray or torch.Tensor
 _Array = TypeVar("_Array")
 
 
 class Chunks(NamedTuple, Generic[_Array]):
-    """A segment's tokens in chunks of C, the last of a segment shorter. numpy or torch, int32.
+    """Segments in chunks of C tokens, the last of one shorter: numpy or torch, int32."""
 
-    Attributes:
-        cu_chunks: [N + 1], the number of chunks before each segment.
-        chunk_indices: [NC, 2], (segment, chunk in the segment) of every chunk, in packed order.
-    """
-
+    # [N + 1], the number of chunks before each segment
     cu_chunks: _Array
+    # [NC, 2], (segment, chunk in the segment), in packed order
     chunk_indices: _Array
 
 
 class Taps(NamedTuple, Generic[_Array]):
-    """Tokens that a causal convolution along paths and its gradient read. numpy or torch,
-    int32.
+    """Tokens that a causal convolution along paths and its gradient read. numpy or torch, int32.
 
-    The gradient of x[s] sums over the tokens t with ancestors[j, t] == s. At distance j that is
-    t = s + j, if ancestors[j, s + j] == s, and those that the entries start[s] .. start[s + 1]
-    list: tokens which reach s over a branch with other tokens between. At most W (W - 1) / 2
-    entries per segment.
+    The gradient of x[s] sums over the tokens t with ancestors[j, t] == s. At distance j, one of
+    them is t = s + j, if ancestors[j, s + j] == s. The others reach s over a branch, with other
+    tokens between: the entries start[s] .. start[s + 1] list them. A segment has at most W (W - 1)
+    / 2 entries.
 
     Attributes:
-        ancestors: [W, T], the token 0, 1, .. W - 1 before each on its path; -1 where there is none.
+        ancestors: [W, T], the token 0, 1, .. W - 1 before each on its path; -1 for none.
         start: [T + 1] into the entries of each token.
         token: [M], the entry's t; ascending within a token's entries.
         tap: [M], its distance j, 1 .. W - 1.
         branch_tokens: the tokens that have entries, ascending.
-        run_start: [R + 1], the first tokens of runs in which each token's predecessor is the token
-            before it, at most `RUN` tokens each; run_start[R] = T.
+        run_start: [R + 1], the first tokens of runs of at most `RUN` tokens in which the
+            predecessor is the token before; run_start[R] = T.
     """
 
     ancestors: _Array
@@ -175,26 +166,26 @@ class Segments:
 
     A sequence that ends inside a run does not end the run; a state that leaves (`StateBorders`)
     does. Segments are numbered in packed order, so a parent comes before its children. Arrays are
-    numpy int32 but `has_children`.
+    numpy int32, except `has_children`.
 
     Attributes:
         start: [N + 1], the first packed token of each; start[N] = T. A `cu_seqlens`.
         parent: [N], the segment above, whose last token is the predecessor of the first; -1 at
             roots.
         level: [N], the number of segments above.
-        has_children: bool [N], whether a segment's final state is read by others: it has children,
-            or its state leaves.
-        order: [N], segments by (level, number). Those of one parent are neighbours in it.
+        has_children: bool [N], whether others read a segment's final state: it has children, or its
+            state leaves.
+        order: [N], segments by (level, number). Segments with one parent are neighbours.
         level_start: [L + 1] into `order`.
         children_start: [N + 1] into `children`.
         children: the child segments of each, ascending.
-        state_row: [N], a row of its own in an array of B final states for each segment with
-            children, numbered along `order`; -1 for the others.
+        state_row: [N], the row of each segment with children in an array of B final states,
+            numbered along `order`; -1 for the others.
         predictor: [T], the token before each on its path, -1 at roots.
-        entry: [N], the row of the given states that a root starts from; -1 at those that start from
-            zeros, and at segments with a parent.
-        exits: [F], the segments whose final states leave, one per row of what is returned.
-        num_entries: the given states, I.
+        entry: [N], the row of the given states from which a root starts; -1 at roots that start
+            from zeros, and at segments with a parent.
+        exits: [F], the segments whose final states leave, one per returned row.
+        num_entries: the number of given states, I.
     """
 
     start: np.ndarray
@@ -215,17 +206,17 @@ class Segments:
 
     @property
     def num_segments(self) -> int:
-        """N."""
+        """The number of segments, N."""
         return len(self.parent)
 
     @property
     def num_levels(self) -> int:
-        """L; 0 without tokens."""
+        """The number of levels, L; 0 without tokens."""
         return len(self.level_start) - 1
 
     @property
     def num_states(self) -> int:
-        """B, the number of segments with children."""
+        """The number of segments with children, B."""
         return int(self.has_children.sum())
 
     def __repr__(self) -> str:
@@ -235,13 +226,13 @@ class Segments:
         )
 
     def chunks(self, size: int) -> Chunks[np.ndarray]:
-        """The chunk tables for chunks of `size` tokens, as numpy arrays; built once and kept."""
+        """Builds the tables for chunks of `size` tokens, as numpy arrays, once."""
         if size not in self._chunks:
             self._chunks[size] = Chunks(*loops.segments.chunks(self.start, size))
         return self._chunks[size]
 
     def taps(self, width: int) -> Taps[np.ndarray]:
-        """The tables of a convolution with `width` taps, as numpy arrays; built once and kept."""
+        """Builds the tables of a convolution with `width` taps, as numpy arrays, once."""
         if width not in self._taps:
             ancestors, start, token, tap = loops.segments.taps(self.predictor, width)
             branch_tokens = np.flatnonzero(np.diff(start)).astype(np.int32)
@@ -250,7 +241,7 @@ class Segments:
         return self._taps[width]
 
     def ancestors(self, width: int) -> np.ndarray:
-        """int32 [width, T]: the token 0, 1, .. width - 1 before each on its path, -1 for none."""
+        """Lists the token 0 .. width - 1 before each on its path, int32 [width, T], -1 for none."""
         return self.taps(width).ancestors
 
 
@@ -264,20 +255,15 @@ def find_segments(
     exits: np.ndarray = _NONE,
     num_entries: int = 0,
 ) -> Segments:
-    """The segments of a packed forest.
-
-    Args:
-        predictor: int32 [T], -1 at roots: `HostMask.predictor`.
-        entries, rows, exits, num_entries: int32, as in `StateBorders`.
-    """
+    """Finds the segments of `HostMask.predictor`, int32 [T]; int32 borders as in `StateBorders`."""
     start, parent, level, has_children = loops.segments.find(predictor, exits)
     num_levels = int(level.max(initial=-1)) + 1
     order, level_start = loops.segments.sorted_by(level, num_levels)
     children, children_start = loops.segments.sorted_by(parent, len(parent))
     has_children = has_children.astype(bool)
     state_row = np.full(len(parent), -1, np.int32)
-    inner = order[has_children[order]]
-    state_row[inner] = np.arange(len(inner), dtype=np.int32)
+    with_children = order[has_children[order]]
+    state_row[with_children] = np.arange(len(with_children), dtype=np.int32)
     entry = np.full(len(parent), -1, np.int32)
     entry[np.searchsorted(start, entries)] = rows
     return Segments(
@@ -298,23 +284,18 @@ def find_segments(
 
 
 class SegmentTables:
-    """`Segments` as int32 tensors on a device, moved in one copy: `tables_of`.
-
-    Attributes:
-        host: the Segments, whose numbers a launch reads without waiting for the device.
-        start, parent, level, has_children, order, level_start, children_start, children,
-            state_row: as in `Segments`, all int32.
-        exit_of: [N], the row of the states that leave of each segment, -1 for none.
-    """
+    """`Segments` as int32 tensors on a device, moved in one copy."""
 
     @lasting
     def __init__(self, host: Segments, device: torch.device) -> None:
+        # a launch reads its numbers without waiting for the device
         self.host = host
         self.device = device
         names = (
             *("start", "parent", "level", "has_children", "order", "level_start"),
             *("children_start", "children", "state_row"),
         )
+        # the row of each segment among the states that leave, -1 for none
         exit_of = np.full(host.num_segments, -1, np.int32)
         exit_of[host.exits] = np.arange(len(host.exits))
         arrays = [getattr(host, name).astype(np.int32) for name in names]
@@ -328,27 +309,27 @@ class SegmentTables:
         self._schedules: dict[int, StateSchedule] = {}
 
     def chunks(self, size: int) -> Chunks[torch.Tensor]:
-        """`Segments.chunks` on the device; moved once and kept."""
+        """Moves `Segments.chunks` to the device, once."""
         if size not in self._chunks:
             self._chunks[size] = Chunks(*self._moved(self.host.chunks(size)))
         return self._chunks[size]
 
     def taps(self, width: int) -> Taps[torch.Tensor]:
-        """`Segments.taps` on the device; moved once and kept."""
+        """Moves `Segments.taps` to the device, once."""
         if width not in self._taps:
             self._taps[width] = Taps(*self._moved(self.host.taps(width)))
         return self._taps[width]
 
     def schedule(self, chunk_size: int) -> StateSchedule:
-        """The order of launches that carry states from chunk to chunk; built once and kept."""
+        """Orders launches that carry states from chunk to chunk, once per size."""
         if chunk_size not in self._schedules:
             host, chunks = self.host, self.chunks(chunk_size)
             first_chunk = host.chunks(chunk_size).cu_chunks
             borders = host.entry, host.exits, host.num_entries
             orders = order_states(host.parent, host.state_row, first_chunk, *borders)
-            entered = host.num_entries, int(orders[5][-1 - host.num_entries])
+            entry_slots = host.num_entries, int(orders[5][-1 - host.num_entries])
             self._schedules[chunk_size] = StateSchedule(
-                *entered, self.start, *chunks, self.state_row, *self._moved(orders)
+                *entry_slots, self.start, *chunks, self.state_row, *self._moved(orders)
             )
         return self._schedules[chunk_size]
 
@@ -361,18 +342,18 @@ class SegmentTables:
 
 
 def segments_of(mask: HostMask) -> Segments:
-    """The segments that a recurrence over a mask runs along, on the host; found once."""
+    """Finds the segments along which a recurrence over a mask runs, on the host, once."""
     return mask.kept(Segments, lambda: find_segments(mask.predictor))
 
 
 def tables_of(mask: HostMask, device: torch.device) -> SegmentTables:
-    """The same on a device, moved once."""
+    """Moves the segments of a mask to a device, once."""
     return mask.kept((SegmentTables, device), lambda: SegmentTables(segments_of(mask), device))
 
 
 def with_borders(
     mask: HostMask, entries: np.ndarray, rows: np.ndarray, exits: np.ndarray, num_entries: int
 ) -> HostMask:
-    """The same mask with segments at whose borders states enter and leave: `StateBorders`."""
-    found = find_segments(mask.predictor, entries, rows, exits, num_entries)
-    return mask.with_kept(Segments, found)
+    """Copies a mask, with segments at whose borders states enter and leave: `StateBorders`."""
+    segments = find_segments(mask.predictor, entries, rows, exits, num_entries)
+    return mask.with_kept(Segments, segments)

@@ -18,20 +18,20 @@ from prefixtree.packing.segments import with_borders
 
 
 class StateBorders:
-    """Where states enter and leave the tokens of a mask, for `tree_delta_rule` and `tree_ssd`.
+    """Borders at which states enter and leave a mask, for `tree_delta_rule` and `tree_ssd`.
 
     A recurrence over a whole forest starts from zeros at its roots, and keeps no state. Over a part
-    of a forest, a root starts from the state behind the token above it, which was computed
-    elsewhere, and others need the states behind some of its tokens. A convolution has no state: it
-    reads the W - 1 tokens above. So it runs over a mask that has these tokens, too.
+    of a forest, a root starts from the state after the token above it, which was computed
+    elsewhere. Other parts need the states after some of this part's tokens. A convolution has no
+    state: it reads the W - 1 tokens above. So it runs over a mask that has these tokens, too.
 
     Args:
         mask: the tokens' mask.
         entries: [E] roots of the mask that a given state enters, ascending.
-        rows: [E] the row of the given states that enters each; roots may share one. Default: one
-            row for each root, in their order.
-        exits: [F] tokens, ascending; the state behind each is returned. They may lie anywhere.
-        num_entries: I, how many states are given. Default: as many as `rows` names.
+        rows: [E] the row of the given states that enters each root; roots may share one. Default:
+            one row per root, in their order.
+        exits: [F] any tokens, ascending; the state after each is returned.
+        num_entries: I, the number of given states. Default: as many as `rows` names.
 
     Attributes:
         mask: the tokens' mask.
@@ -62,20 +62,22 @@ class StateBorders:
                 f"a state enters at a root; token {bad} continues token {predictor[bad]} of the "
                 "same mask, whose state it takes"
             )
-        given = np.arange(len(self.entries)) if rows is None else integers("rows", rows)
-        if len(given) != len(self.entries):
+        row_of_entry = np.arange(len(self.entries)) if rows is None else integers("rows", rows)
+        if len(row_of_entry) != len(self.entries):
             raise ForestError(
                 f"rows must name a state for each of the {len(self.entries)} entries, got "
-                f"{len(given)}"
+                f"{len(row_of_entry)}"
             )
-        least = int(given.max(initial=-1)) + 1
-        self.num_entries = least if num_entries is None else integer("num_entries", num_entries, 0)
-        if given.min(initial=0) < 0 or least > self.num_entries:
+        rows_named = int(row_of_entry.max(initial=-1)) + 1
+        self.num_entries = (
+            rows_named if num_entries is None else integer("num_entries", num_entries, 0)
+        )
+        if row_of_entry.min(initial=0) < 0 or rows_named > self.num_entries:
             raise ForestError(
                 f"rows must be within the {self.num_entries} states that are given, got "
-                f"{given.min()} to {given.max()}"
+                f"{row_of_entry.min()} to {row_of_entry.max()}"
             )
-        self.rows = given.astype(np.int32)
+        self.rows = row_of_entry.astype(np.int32)
         self.num_exits = len(self.exits)
         self.host = with_borders(mask.host, self.entries, self.rows, self.exits, self.num_entries)
         self.handle: torch.Tensor = make_handle(self.host)

@@ -4,14 +4,14 @@ bytes and time of a token that a part imports."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from prefixtree._numbers import integer, number
-from prefixtree.packing.host_mask import pairs_per_run
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.visible import pairs_per_run
 from prefixtree.planning.model_cost import ModelCost, model_cost
 from prefixtree.wings import load
 
@@ -114,12 +114,10 @@ class CostModel:
         )
         if getattr(config, "vision_config", None) is None:
             return of_text
-        priced = load("images").cost_of_images(config)
-        if priced is None:
-            return of_text
-        weights, first_image = priced
-        passes = 4 if gradient_checkpointing else 3
-        return replace(of_text, image=passes * 2 * weights, first_image=first_image)
+        found: CostModel = load("images").with_images(
+            of_text, config, passes=4 if gradient_checkpointing else 3
+        )
+        return found
 
     def cost(
         self, position: np.ndarray, length: np.ndarray, image_of: np.ndarray | None = None

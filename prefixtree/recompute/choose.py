@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from prefixtree.images.images import Images
-    from prefixtree.images.vision import EncodedImages
     from prefixtree.recompute.memory import EncoderMemory, ModelMemory
+    from prefixtree.wings import ForwardWing
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
@@ -347,7 +348,7 @@ def recomputed_forward(
     scored: int,
     recompute: Recompute,
     held: int = 0,
-    shown: EncodedImages | None = None,
+    forwards: Mapping[str, ForwardWing] = MappingProxyType({}),
     share: GroupShare | None = None,
 ) -> tuple[Mode | RecomputePlan, AbstractContextManager[None]]:
     """Chooses what the layers of one forward, and its vision encoder, compute again.
@@ -356,7 +357,7 @@ def recomputed_forward(
         scored: edges whose log-probability is computed.
         recompute: not None.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
-        shown: the images that the forward encodes. Default: text alone.
+        forwards: the wings of the forward, by name. Default: none.
         share: of a rank of a group, which computes a part of the forest. Default: all of it.
 
     Returns:
@@ -377,6 +378,7 @@ def recomputed_forward(
     modes: Sequence[Mode]
     if recompute == "auto":
         of_images: Shown | None = None
+        shown: Any = forwards.get("images")
         if shown is not None and len(shown.placed.placements.number):
             placed = shown.placed
             if share is None:

@@ -15,7 +15,7 @@ import torch
 
 from prefixtree.forest import PrefixForest
 from prefixtree.images.encoder import RUN
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.recompute.image_work import EncoderChoice, ImageWork
 from prefixtree.recompute.layers import MODES, Mode
 
@@ -449,7 +449,7 @@ def too_large(
     )
     if fit == 0:
         remedy = (
-            "not one token fits beside weights, gradients and what else is in memory: free some, "
+            "not one token fits with weights, gradients and what else is in memory: free some, "
             "or shard the model over more devices (FSDP2)"
         )
     return (

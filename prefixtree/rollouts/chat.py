@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.hub import explain, first_line
+from prefixtree.rollouts.dumps import Texts
 from prefixtree.rollouts.image_messages import (
     FIRST_IMAGE,
     ImageReader,
@@ -21,6 +21,7 @@ from prefixtree.rollouts.image_messages import (
     has_images,
     place,
 )
+from prefixtree.rollouts.tokenizer import TokenizerFiles
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,12 @@ class ChatTokenizer:
         images: the distinct images of all messages so far, by number.
 
     Raises:
-        InputError: a path that holds no tokenizer. A tokenizer without a chat template, or one that
-            does not tell which characters a token stands for, raises when it is called.
+        InputError: a path without a tokenizer.json. One without a chat template raises when it is
+            called.
     """
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
-        except Exception as problem:
-            raise InputError(explain("--tokenizer", path, problem)) from None
+        self._tokenizer = TokenizerFiles(path)
         self._path = path
         self._reader = ImageReader(path)
 
@@ -85,11 +81,16 @@ class ChatTokenizer:
     @property
     def placeholder(self) -> int | None:
         """The token id that stands for an image; None where the tokenizer has none."""
-        return self._tokenizer.get_vocab().get(self._placeholder_text)
+        return self._tokenizer.id_of(self._placeholder_text)
 
     @property
     def _placeholder_text(self) -> str:
-        return getattr(self._tokenizer, "image_token", None) or "<|image_pad|>"
+        return self._tokenizer.special.get("image_token", "<|image_pad|>")
+
+    def knows(self, sequences: Iterable[np.ndarray]) -> bool:
+        """Whether all token ids of some sequences are in its vocabulary, or stand for images."""
+        largest = (ids[ids < FIRST_IMAGE].max(initial=0) for ids in sequences)
+        return max(largest, default=0) < len(self._tokenizer)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decodes token ids, special ones included.
@@ -109,7 +110,7 @@ class ChatTokenizer:
                 self.decode(ids) if n is None else str(self.images[n]) for n, ids in runs
             )
         try:
-            return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+            return self._tokenizer.decode(token_ids)
         except (OverflowError, IndexError):
             raise InputError(
                 f"--tokenizer {self._path}: cannot decode the token id {max(token_ids)}, its "
@@ -138,28 +139,23 @@ class ChatTokenizer:
             The tokens, with loss mask and turns.
 
         Raises:
-            InputError: messages of another shape or that the template refuses, a tokenizer without
-                a chat template, or one that does not tell which characters a token stands for.
+            InputError: messages of another shape or that the template refuses, or a tokenizer
+                without a chat template.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self._tokenizer.has_template:
             raise InputError(f"--tokenizer {self._path}: has no chat template to put messages in")
-        if not self._tokenizer.is_fast:
-            raise InputError(
-                f"--tokenizer {self._path}: is a slow tokenizer, which does not tell which "
-                "characters a token stands for; expected one with a tokenizer.json"
-            )
         given = messages
         messages, images = self._numbered(_checked(messages), folder)
         named = messages if any(images) else given
         tools = tools or None
-        whole = self._text(messages, tools)
+        whole = self._tokenizer.render(messages, tools)
         all_images = [image for found in images for image in found]
         spans, last = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i >= num_given:
                 last.append(i)
-                prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
-                spans.append((prompt, self._text(messages[: i + 1], tools)))
+                prompt = self._tokenizer.render(messages[:i], tools, True) if i else ""
+                spans.append((prompt, self._tokenizer.render(messages[: i + 1], tools)))
         tokens, borders = self._encode(whole, all_images)
         if not spans:
             loss_mask = np.zeros(len(tokens), bool)
@@ -194,6 +190,29 @@ class ChatTokenizer:
                 sampled[_tokens_of(borders, first, beyond)] = True
             turns.append((tokens_there[:end], loss_mask, sampled))
         return Conversation(tokens, None, None, turns, named)
+
+    def texts(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokenizes a text and what follows it.
+
+        Args:
+            texts: both, and how they belong together.
+
+        Returns:
+            Tokens int64 [n], loss mask bool [n], true for what follows, and turn ends.
+        """
+        before, _ = self._tokenizer.encode(texts.prompt, special=not texts.is_bare)
+        if texts.is_sampled:
+            tokens = np.concatenate([before, self._tokenizer.encode(texts.completion)[0]])
+            start = len(before)
+        else:
+            end = self._tokenizer.special.get("eos_token", "")
+            text = texts.prompt + texts.completion.removesuffix(end) + end
+            tokens, _ = self._tokenizer.encode(text, special=not texts.is_bare)
+            same = tokens[: len(before)] == before[: len(tokens)]
+            # a token over the border belongs to what follows
+            start = len(same) if same.all() else int(same.argmin())
+        loss_mask = np.arange(len(tokens)) >= start
+        return tokens, loss_mask, np.array([len(tokens)] if loss_mask.any() else [], np.int64)
 
     def place(
         self, token_ids: np.ndarray, messages: Any, folder: Path | None = None
@@ -232,21 +251,10 @@ class ChatTokenizer:
             )
         return self.placeholder
 
-    def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, **options
-            )
-        except Exception as problem:
-            raise InputError(
-                f"the chat template refuses the messages: {first_line(problem)}"
-            ) from None
-
     def _encode(self, text: str, images: list[RolloutImage]) -> tuple[np.ndarray, dict[int, int]]:
         """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = np.array(encoded["input_ids"], np.int64)
+        tokens, characters = self._tokenizer.encode(text)
         if len(tokens) == 0:
             raise InputError("messages has no token; a sequence has at least one")
         counts: Iterable[int] = range(1, len(tokens) + 1)
@@ -254,13 +262,13 @@ class ChatTokenizer:
             tokens, ends = expand(tokens, self._checked_placeholder(), images)
             counts = ends.tolist()
         borders = {0: 0}
-        for count, (_, end) in zip(counts, encoded["offset_mapping"], strict=True):
+        for count, end in zip(counts, characters, strict=True):
             borders[end] = count
         return tokens, borders
 
     def _trim(self, tokens: np.ndarray, start: int, end: int) -> int:
         """The turn's end, without the text that templates write behind its last stop token."""
-        stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_token_id)
+        stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_id)
         if len(stops) and not self.decode(tokens[start + stops[-1] + 1 : end].tolist()).strip():
             return start + int(stops[-1]) + 1
         return end

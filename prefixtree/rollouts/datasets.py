@@ -1,8 +1,8 @@
 """Rows of data sets as rollouts: chats in the fields of a rollout (messages, prompt, completion),
 and parquet files.
 
-Chats are TRL's conversational types (`prompt` with `completion`, `chosen` with `rejected`) and
-ShareGPT's `conversations`. A parquet file has a row each, token ids and masks in list columns.
+Chats and texts are TRL's types (`prompt` with `completion`, `chosen` with `rejected`); chats are
+ShareGPT's `conversations`, too. A parquet file has a row each, token ids and masks in list columns.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from prefixtree.errors import InputError
+from prefixtree.rollouts import dumps
 
-FIELDS = ("prompt", "completion", "chosen", "rejected", "conversations", "system")
+FIELDS = ("prompt", "completion", "chosen", "rejected", "conversations", "system", *dumps.FIELDS)
 _PAIR = ("chosen", "rejected")
 _ROLES = {
     **{name: name for name in ("system", "user", "assistant", "tool")},
@@ -29,7 +30,8 @@ def rollouts_of(row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
     Returns:
         (what tells it from the other of its row, fields) of each. Its chat is in `messages`, or in
-        `prompt` and `completion`; `tools` is a list. A row in no known form is returned as it is.
+        `prompt` and `completion`; `tools` is a list. Its text is in `texts`. A row in no known form
+        is returned as it is.
 
     Raises:
         InputError: text where messages are expected, a prompt without a completion, or an unknown
@@ -41,6 +43,8 @@ def rollouts_of(row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         return [("", row)]
     if "conversations" in row:
         return [("", {**row, "messages": _from_sharegpt(row)})]
+    if texts := dumps.texts_of(row):
+        return [(name, {**row, "texts": found}) for name, found in texts]
     if all(name in row for name in _PAIR):
         prompt, sides = _pair(row)
         return [

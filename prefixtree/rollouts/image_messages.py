@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefixtree.errors import InputError
+from prefixtree.errors import InputError, need_training
 from prefixtree.hub import explain, first_line
 
 if TYPE_CHECKING:
@@ -155,7 +155,9 @@ class ImageReader:
 
         Raises:
             InputError: a part of another shape, or an image that cannot be read.
+            ModuleNotFoundError: transformers, which has the image processor, is not installed.
         """
+        need_training("reading images")
         named, images = [], []
         for i, message in enumerate(messages):
             found: list[RolloutImage] = []

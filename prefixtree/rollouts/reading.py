@@ -1,4 +1,4 @@
-"""Rollout files: JSON, gzipped or not, or parquet, in; token ids and loss masks out.
+"""Rollout files: JSON, gzipped or not, parquet, or pickles, in; token ids and loss masks out.
 
 `read_rollouts` says what a line holds. Messages beside token ids are their text, for what `report`
 quotes, and their images.
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts import datasets
+from prefixtree.rollouts import datasets, dumps
 from prefixtree.rollouts.chat import ChatTokenizer
 from prefixtree.rollouts.image_messages import FIRST_IMAGE, has_images
 from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
@@ -61,10 +61,12 @@ def read_rollouts(
         - `token_ids` (or `input_ids`): the whole rollout
         - `prompt_ids` with `response_ids` (or `completion_ids`): its two parts, in this order
         - `messages`: an OpenAI chat, tokenized by `tokenizer`; `tools` holds the tools' schemas
-        - `prompt` with `completion`, or `chosen` with `rejected` (and `prompt`): messages, as in
-          TRL's data sets. The assistant turns of the prompt count as given. A pair makes two
-          rollouts, of one group.
+        - `prompt` with `completion`, or `chosen` with `rejected` (and `prompt`): messages or text,
+          as in TRL's data sets and in the completions that it logs. The assistant turns of the
+          prompt count as given. A pair makes two rollouts, of one group.
         - `conversations`: a chat of ShareGPT's form (`from`, `value`)
+        - `input` with `output`, `score` and `step` (veRL's rollout_data_dir), or `input_prompt`
+          with `output_response` (SkyRL's evaluations): text. veRL's lacks special tokens.
 
     and optionally `loss_mask` (0 or 1 per token id), `turn_ends` (for each assistant turn, the
     number of tokens up to its end), `routes` (or `routed_experts`: per token, perhaps without the
@@ -76,8 +78,9 @@ def read_rollouts(
     `tokenizer` with an image processor. Token ids beside them have the placeholders expanded.
 
     Args:
-        path: JSON lines or one JSON array, gzipped or not, or parquet; "-" is standard input, JSON
-            only.
+        path: JSON lines or one JSON array, gzipped or not, parquet, or a pickle of slime
+            (--save-debug-rollout-data) or SkyRL (trainer.dump_data_batch); "-" is standard input,
+            without parquet.
         strict: whether to raise at the first broken line. Default: False: leave it out and keep
             the reason in `Rollouts.problems`.
         watch: called with the open file and its size in bytes; returns the file to read from, to
@@ -156,6 +159,9 @@ def _lines(
             if magic == datasets.MAGIC:
                 yield from _parquet_rows(source, file)
                 return
+            if magic == dumps.ZIP or magic[:1] == dumps.PICKLE:
+                yield from _pickle_rows(source, stream)
+                return
             if magic[:2] == _GZIP_MAGIC:
                 stream = gzip.GzipFile(fileobj=stream)
             for number, line in _array_or_lines(stream):
@@ -203,6 +209,13 @@ def _parquet_rows(source: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, 
         raise InputError(
             f"{source}: parquet needs pyarrow; pip install 'prefixtree-attention[parquet]'"
         ) from None
+    except ValueError as problem:
+        raise InputError(f"{source}: {problem}") from None
+
+
+def _pickle_rows(source: str, stream: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from dumps.read_pickle(stream.read())
     except ValueError as problem:
         raise InputError(f"{source}: {problem}") from None
 
@@ -280,6 +293,10 @@ def _tokens(
         tokens, mask, ends = given
         tokens, messages = _with_images(tokens, row.get("messages"), tokenizer, folder)
         return tokens, mask, ends, None, messages
+    if "texts" in row and isinstance(row["texts"], dumps.Texts):
+        if tokenizer is None:
+            raise InputError("has text and no token ids; give a tokenizer folder by --tokenizer")
+        return *tokenizer.texts(row["texts"]), None, None
     prompt = [] if "messages" in row else row.get("prompt", [])
     messages = row["messages"] if "messages" in row else prompt + row.get("completion", [])
     if "messages" not in row and not messages:

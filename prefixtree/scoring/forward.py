@@ -1,6 +1,6 @@
 """One forward of a model over a packed forest, or over a part of one, with the wings of its call.
 
-Legend: u edges that are scored, t own tokens, E experts.
+Legend: u edges that are scored, t own tokens.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 from prefixtree.scoring.local import PartCall, Rows
-from prefixtree.wings import CallWing, load
+from prefixtree.wings import CallWing, ForwardWing, load
 
 if TYPE_CHECKING:
     from prefixtree.images.images import Images
@@ -45,13 +46,13 @@ class AskedWings(NamedTuple):
         Raises:
             TypeError, UnsupportedError, ValueError: as `sequence_logprobs`.
         """
+        known = None
         if self.images is not None:
-            load("images").check_images(model, causal_lm, packed, self.images)
-        check_model(model, causal_lm, packed, self.images, divided)
+            known = load("images").check_images(model, causal_lm, packed, self.images)
+        check_model(model, causal_lm, packed, divided, known)
         if self._has_routers(causal_lm, packed):
-            load("experts").check_routes(model, causal_lm, packed)
-            # refuses a family without such a loss
-            load("experts").router_loss(causal_lm, self.output_router_logits)
+            asked = self.output_router_logits
+            load("experts").check_routers(model, causal_lm, packed, asked)
 
     def open(
         self, model: nn.Module, causal_lm: Any, packed: PackedForest, whole: PackedForest
@@ -110,8 +111,7 @@ class ModelForward:
         recompute: Recompute,
         own: np.ndarray | None = None,
     ) -> Rows:
-        """One forward: the scores [u, columns], and the router logits [t, E] of each layer of
-        experts where there is a loss.
+        """One forward: the scores [u, columns], and [t, ...] each what a wing hands on of tokens.
 
         Args:
             mask: that of the tokens.
@@ -127,7 +127,7 @@ class ModelForward:
         held_bytes = sum(each.held_bytes for each in forwards.values())
         if self.options.measure is not None:
             held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
-        planned = recompute, held_bytes, forwards.get("images"), self._share
+        planned = recompute, held_bytes, forwards, self._share
         chosen, recomputing = recomputed(model, causal_lm, self.packed, count, *planned)
         with ExitStack() as around:
             around.enter_context(recomputing)
@@ -154,7 +154,7 @@ def recomputed(
     scored: int,
     recompute: Recompute,
     held_bytes: int = 0,
-    images: Any = None,
+    forwards: Mapping[str, ForwardWing] = MappingProxyType({}),
     share: GroupShare | None = None,
 ) -> tuple[Any, AbstractContextManager[Any]]:
     """Chooses what layers compute again in the backward of one forward.
@@ -164,7 +164,7 @@ def recomputed(
         scored: edges whose log-probability is computed.
         recompute: as in `sequence_logprobs`.
         held_bytes: what is held until the backward beside activations of layers. Default: 0.
-        images: the wing's part in the forward. Default: text alone.
+        forwards: the wings of the forward, by name. Default: none.
         share: of a rank of a group, which computes a part of the forest. Default: all of it.
 
     Returns:
@@ -172,7 +172,7 @@ def recomputed(
     """
     if recompute is None or not torch.is_grad_enabled():
         return None, nullcontext()
-    more = recompute, held_bytes, images, share
+    more = recompute, held_bytes, forwards, share
     found: tuple[Any, AbstractContextManager[Any]] = load("recompute").recomputed_forward(
         model, transformer, packed, scored, *more
     )

@@ -215,7 +215,7 @@ class RankPart:
             "mask": self.mask.attended,
             "of_steps": of_all,
             "share": self._share(config) if self._recompute == "auto" else None,
-            "divided": self.divided if self._in_steps else None,
+            "steps": (lambda: self.divided) if self._in_steps else None,
         }
 
     def _share(self, config: Any) -> GroupShare:

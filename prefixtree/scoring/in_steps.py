@@ -6,6 +6,7 @@ Here stands how large steps may be, and how ranks agree on their number. How the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.rope import check_rope
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.copies import move
+from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.ledger import Divided
 from prefixtree.parallel.run import Rows, Run
 from prefixtree.planning import schedule
@@ -32,7 +34,7 @@ from prefixtree.recompute.layers import MODES, Mode
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.recompute.trunk_modes import modes_of_steps
 from prefixtree.scoring.forward import recomputed
-from prefixtree.scoring.in_groups import Divide, SplitInSlots
+from prefixtree.scoring.in_groups import SplitInSlots
 from prefixtree.scoring.part_runs import PartForward, PartRuns
 from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS, STEPS_IN_GROUPS
 
@@ -130,44 +132,65 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
     )
 
 
-def dividing(
-    model: nn.Module,
-    max_step_tokens: int,
-    import_cost: ImportCost | None,
-    recompute: Recompute,
-    images: Images | None = None,
-) -> Divide:
-    """A function that divides a forest into steps, each of which the ranks of a group divide.
-
-    It raises an UnsupportedError (`STEPS`, `SEVERAL_STEPS`, `STEPS_IN_GROUPS`), or a ForestError
-    for a path that fits no steps.
+class Dividing:
+    """Divides a forest into steps, each of which one process or the ranks of a group compute.
 
     Args:
         model: what is called.
-        max_step_tokens: what a rank may hold of one step, in own tokens; imported ones are weighed.
+        max_step_tokens: what a process may hold of one step, in own tokens; imported ones are
+            weighed.
         import_cost: what an imported token weighs. Default: read from the model.
         recompute, images: as in `sequence_logprobs`.
+
+    Its methods raise an UnsupportedError (`STEPS`, `SEVERAL_STEPS`, `STEPS_IN_GROUPS`), or a
+    ForestError for a path that fits no steps.
     """
 
-    def divide(transformer: Any, split: SplitInSlots) -> Divided:
-        most, packed = at_least_one("max_step_tokens", max_step_tokens), split.packed
-        ranks = split.ranks
-        refuse(STEPS, model)
-        refuse(STEPS_IN_GROUPS, {"recompute": recompute, "images": images})
+    def __init__(
+        self,
+        model: nn.Module,
+        max_step_tokens: int,
+        import_cost: ImportCost | None,
+        recompute: Recompute,
+        images: Images | None = None,
+    ) -> None:
+        self._model, self._most, self._cost = model, max_step_tokens, import_cost
+        self._recompute, self._images = recompute, images
+
+    def alone(self, transformer: Any, packed: PackedForest) -> Divided:
+        """The steps of this process. One where the forest fits: that of another rank may not."""
+        steps = self._steps(transformer, packed)
+        if steps is None:
+            return Divided(Division(Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)))
+        return Divided(Division(steps), steps.stats.on_host)
+
+    def in_group(self, transformer: Any, split: SplitInSlots) -> Divided:
+        """The steps of a group, each divided among its ranks: a `Divide`."""
+        refuse(STEPS_IN_GROUPS, {"recompute": self._recompute, "images": self._images})
+        steps = self._steps(transformer, split.packed, split.ranks, split.by_heads)
+        if steps is None:
+            return split(np.array([0, split.packed.num_tokens]))
+        return split(with_at_least(steps.runs[0], split.ranks), steps.stats.on_host)
+
+    def _steps(
+        self, transformer: Any, packed: PackedForest, ranks: int = 1, by_heads: bool = False
+    ) -> Steps | None:
+        """The steps that fit so many ranks; None where one does."""
+        most = at_least_one("max_step_tokens", self._most)
+        # however large the forest is
+        refuse(STEPS, self._model)
         if packed.num_tokens <= most * ranks:
-            return split(np.array([0, packed.num_tokens]))
-        refuse(SEVERAL_STEPS, model)
-        cost = import_cost or step_cost_of(model, transformer, packed.device, recompute)
+            return None
+        refuse(SEVERAL_STEPS, self._model)
+        check_rope(transformer, packed.mask.host, divided="each step of max_step_tokens")
+        cost = self._cost or step_cost_of(self._model, transformer, packed.device, self._recompute)
         # of a token of a step a rank owns its share, and may import the rest; of some heads of all
         # tokens it imports no larger share than it owns
         share = 1 / ranks
-        if not split.by_heads:
+        if ranks > 1 and not by_heads:
             share += cost.weight * (1 - share)
             cost = replace(cost, token_bytes=share * (cost.token_bytes or 0.0))
-        steps = plan_any_steps(packed, max(1, int(most / share)), import_cost=cost)
-        return split(with_at_least(steps.runs[0], ranks), steps.stats.on_host)
-
-    return divide
+        return plan_any_steps(packed, max(1, int(most / share)), import_cost=cost)
 
 
 def with_at_least(border: np.ndarray, least: int) -> np.ndarray:
@@ -183,21 +206,17 @@ def rows_in_steps(
     model: nn.Module,
     transformer: Any,
     forward: PartForward,
-    max_step_tokens: int,
-    import_cost: ImportCost | None,
     recompute: Recompute,
-    divided: Divided | None = None,
+    divide: Callable[[], Divided],
 ) -> Rows | None:
-    """The rows of all units and tokens, in steps of at most `max_step_tokens`.
+    """The rows of all units and tokens, in steps.
 
     Args:
         model: what is called. transformer: the transformers model inside it.
         forward: calls it over a step.
-        max_step_tokens: of one step, imported tokens weighed.
-        import_cost: what an imported token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
-        divided: among slots and the ranks of a group, on which all of them agreed. Default: this
-            process computes the forest alone.
+        divide: gives the steps of this process, or raises, which the other ranks then learn. In a
+            group all ranks have agreed on them.
 
     Returns:
         As `forward`, of all units and tokens (in a group: those of this rank), with one node of the
@@ -205,54 +224,37 @@ def rows_in_steps(
         forward.
 
     Raises:
-        UnsupportedError: see `STEPS`; a forest of several steps, see `SEVERAL_STEPS`.
+        UnsupportedError: a forest of several steps, see `SEVERAL_STEPS`; and what `divide` raises.
         ForestError: steps that are refused or do not fit, on another rank.
     """
     packed = forward.packed
     device = packed.device
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    problem, undivided, modes = None, None, None
+    problem, undivided, modes, divided = None, None, None, None
     scored: list[tuple[np.ndarray, np.ndarray]] = []
-    count = 1
     try:
-        max_step_tokens = at_least_one("max_step_tokens", max_step_tokens)
-        # however large the forest is
-        refuse(STEPS, model)
         # what each forward would refuse
         recomputed(model, transformer, packed, 0, recompute)
         undivided = _refusal(model)
-        if divided is not None:
-            count = len(divided.division)
-        elif packed.num_tokens <= max_step_tokens:
-            # this rank's forest may fit where that of another does not
-            steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
-            divided = Divided(Division(steps))
-        elif undivided is not None:
-            count = 2
-        else:
-            check_rope(transformer, packed.mask.host, divided="each step of max_step_tokens")
-            cost = import_cost or step_cost_of(model, transformer, device, recompute)
-            planned = plan_any_steps(packed, max_step_tokens, import_cost=cost)
-            divided, count = Divided(Division(planned), planned.stats.on_host), len(planned)
-        if divided is not None:
-            scored = [part.scored(forward.units.predictor) for part in divided.cells]
-            counts = [len(units) for units, _ in scored]
-            ledger = divided.ledger(schedule.steps(len(scored), trains), parks=True)
-            modes = modes_of_steps(model, ledger, counts, recompute, forward, trains)
+        divided = divide()
+        count = len(divided.division)
+        scored = [part.scored(forward.units.predictor) for part in divided.cells]
+        counts = [len(units) for units, _ in scored]
+        ledger = divided.ledger(schedule.steps(len(scored), trains), parks=True)
+        modes = modes_of_steps(model, ledger, counts, recompute, forward, trains)
     except Exception as failure:
         # raised once the others know
         problem, count = failure, _FAILED
     num_runs, refuses = most_of_all_ranks(model, [count, undivided is not None], device)
-    if problem is None and 1 < num_runs < _FAILED:
+    if problem is None and num_runs > 1:
         # a forest that fits is divided too where that of another rank is
         problem = undivided
     if problem is not None:
         raise problem
     if num_runs == _FAILED or (num_runs > 1 and refuses):
         raise ForestError(
-            "another rank cannot compute its forest in steps of max_step_tokens "
-            f"{max_step_tokens}, and no rank can go on without it; its own message says what it "
-            "needs"
+            "another rank cannot compute its forest in steps of max_step_tokens, and no rank can "
+            "go on without it; its own message says what it needs"
         )
     if num_runs == 1:
         return None

@@ -133,7 +133,7 @@ class Handed:
         Raises:
             UnsupportedError: the hooks cast or changed it.
         """
-        self._check_dtype(output, "a wrapper of the output embedding cast")
+        self._check_dtype(output, "a wrapper of the output embedding")
         if self.output is not None and not self._is_unchanged(output):
             raise UnsupportedError(
                 "a hook changed the output embedding's output, which are the scores here: what it "
@@ -195,7 +195,7 @@ class Handed:
         Raises:
             UnsupportedError: they are not what was handed over.
         """
-        self._check_dtype(scores, "a wrapper cast")
+        self._check_dtype(scores, "a wrapper")
         if not self._is_unchanged(scores):
             raise UnsupportedError(
                 "a wrapper or a hook changed the model's logits on the way out, which are the "
@@ -212,10 +212,10 @@ class Handed:
         assert self.values is not None
         if scores.dtype != self.values.dtype:
             raise UnsupportedError(
-                f"{who} the log-probabilities to {scores.dtype}; keep outputs in "
+                f"{who} cast the log-probabilities to {scores.dtype}; keep outputs in "
                 f"{str(self.values.dtype).removeprefix('torch.')} "
-                "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
-                "embedding's edge as of the root's)"
+                "(FSDP2: MixedPrecisionPolicy(output_dtype=torch.float32) for the model, and for "
+                "an output embedding that is wrapped by itself)"
             )
 
     def _is_unchanged(self, scores: torch.Tensor) -> bool:

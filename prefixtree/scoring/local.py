@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Divided
     from prefixtree.recompute.choose import GroupShare, Recompute
 
-#: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
-#: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
+#: What a forward gives: the scores [u, columns] of its edges, and [t, ...] each what a wing hands
+#: on of its tokens (`ForwardWing.rows`).
 Rows = tuple[torch.Tensor, ...]
 
 
@@ -40,7 +40,8 @@ class LocalTokens:
         of_steps: keywords of a forward over the whole forest, for steps.
         wings: of the call, by name.
         share: of a rank's part, for recompute="auto". Default: none, as of other modes.
-        divided: what a rank computes of each step. Default: one forward, or this process divides.
+        steps: gives a rank's steps, on which the group agreed. Default: one forward, or this
+            process divides.
     """
 
     inputs: dict[str, Any]
@@ -49,13 +50,13 @@ class LocalTokens:
     of_steps: dict[str, Any]
     wings: Mapping[str, CallWing] = field(default_factory=dict)
     share: GroupShare | None = None
-    divided: Divided | None = None
+    steps: Callable[[], Divided] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPart(LocalTokens):
-    """The same where edges are scored. The router logits [t, E] of own tokens are gathered beside
-    their scores, where a loss wants them.
+    """The same where edges are scored. What a wing hands on of own tokens is gathered with their
+    scores.
 
     Attributes:
         edges: what the lm_head scores here.

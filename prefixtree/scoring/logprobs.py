@@ -9,6 +9,7 @@ wrappers see an ordinary forward, which uses its parameters and returns its outp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -160,6 +161,10 @@ def sequence_logprobs(
         asked.check(model, causal_lm, packed, None if group is None else "the ranks of a group")
         return causal_lm, find_edges(packed, *own_of(given, temperature, loss_mask))
 
+    dividing = None
+    if max_step_tokens is not None:
+        how = model, max_step_tokens, import_cost, recompute, images
+        dividing = load("steps").Dividing(*how)
     local: LocalPart
     if group is not None:
         options = {
@@ -171,11 +176,8 @@ def sequence_logprobs(
             "max_step_tokens": max_step_tokens,
             "import_cost": import_cost,
         }
-        divide = None
-        if max_step_tokens is not None:
-            how = model, max_step_tokens, import_cost, recompute, images
-            divide = load("steps").dividing(*how)
         groups = load("groups")
+        divide = dividing and dividing.in_group
         given_to_ranks = groups.scores_of_rank, options, group_mode, divide, asked
         causal_lm, local = groups.part_of_rank(model, packed, group, check, *given_to_ranks)
     else:
@@ -185,10 +187,10 @@ def sequence_logprobs(
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     forward = ModelForward(model, causal_lm, packed, wanted, local.wings, local.share)
     rows = None
-    if max_step_tokens is not None:
+    if dividing is not None:
         of_parts = ScoresOfParts(forward, local.of_steps, local.edges.found)
-        how_large = max_step_tokens, import_cost, recompute, local.divided
-        rows = load("steps").rows_in_steps(model, causal_lm, of_parts, *how_large)
+        steps = local.steps or partial(dividing.alone, causal_lm, packed)
+        rows = load("steps").rows_in_steps(model, causal_lm, of_parts, recompute, steps)
     if rows is None:
         rows = forward(local.mask, local.inputs, local.edges, recompute)
     scored, *of_tokens = local.gathered(rows)

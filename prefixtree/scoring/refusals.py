@@ -20,7 +20,7 @@ GroupMode = Literal["parts", "ulysses"]
 
 
 _STEPS = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
-_KEPT = "leave kept trunks out and score each micro-batch by itself"
+_KEPT = "score each micro-batch by itself"
 
 
 def divided_by_transformers(model: nn.Module) -> Any:
@@ -84,8 +84,7 @@ KEPT_TRUNKS = (
     Refusal(
         "FSDP1",
         lambda model: any(isinstance(m, FullyShardedDataParallel) for m in model.modules()),
-        "FSDP1 is not verified with kept trunks, whose forwards do not each meet their backward at "
-        f"once; use FSDP2 (fully_shard), or {_KEPT}",
+        f"FSDP1 is not verified with kept trunks; use FSDP2 (fully_shard), or {_KEPT}",
     ),
     Refusal(
         "tensor or expert parallel",

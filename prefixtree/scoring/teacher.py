@@ -90,7 +90,7 @@ class Teacher:
         lm_head = causal_lm.get_output_embeddings()
         is_sharded = _is_sharded(model, lm_head)
         with torch.no_grad():
-            check_model(model, causal_lm, packed, None)
+            check_model(model, causal_lm, packed)
             prepare_layers(causal_lm)
             check_layers(model, causal_lm, packed.device)
             inputs = forward_inputs(packed, causal_lm.config)

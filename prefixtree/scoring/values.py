@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -100,14 +100,15 @@ def sequence_values(
     def check() -> tuple[Any, None]:
         return checked_classifier(model, packed, divided), None
 
+    dividing = None
+    if max_step_tokens is not None:
+        dividing = load("steps").Dividing(model, max_step_tokens, import_cost, recompute)
     local: LocalTokens
     if group is None:
         classifier, _ = check()
         local = whole_tokens(packed, classifier.config)
     else:
-        groups, divide = load("groups"), None
-        if max_step_tokens is not None:
-            divide = load("steps").dividing(model, max_step_tokens, import_cost, recompute)
+        groups, divide = load("groups"), dividing and dividing.in_group
         options = {
             "recompute": recompute,
             "max_step_tokens": max_step_tokens,
@@ -117,9 +118,9 @@ def sequence_values(
         classifier, local = groups.part_of_rank(model, packed, group, *how, divide=divide)
     forward = ValuesForward(model, classifier, packed, local.of_steps, local.share)
     rows = None
-    if max_step_tokens is not None:
-        how_large = max_step_tokens, import_cost, recompute, local.divided
-        rows = load("steps").rows_in_steps(model, classifier, forward, *how_large)
+    if dividing is not None:
+        steps = local.steps or partial(dividing.alone, classifier, packed)
+        rows = load("steps").rows_in_steps(model, classifier, forward, recompute, steps)
     if rows is None:
         rows = (forward.values(local.mask, local.inputs, recompute),)
     (values,) = local.gathered(rows)
@@ -211,7 +212,7 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
             "language-model head: load it with AutoModelForTokenClassification, or use "
             "sequence_logprobs or kept_trunks"
         )
-    check_forest(model, classifier, packed, None, divided, sees=False)
+    check_forest(model, classifier, packed, divided, sees=False)
     refuse(VALUES, packed.forest)
     return classifier
 

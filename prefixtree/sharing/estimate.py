@@ -34,7 +34,7 @@ import numpy as np
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import explain, load_config
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.planning.model_cost import FEED_FORWARD, SOFTMAX, ModelCost, model_cost
 from prefixtree.rollouts import Rollouts
 

@@ -1,5 +1,5 @@
 """The figures of a forest (tokens, query-key pairs, nodes and branching), of its images and its
-recorded routes, and of the groups of its rollouts.
+recorded routes, of rollouts and their turns, and of the groups of rollouts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 
 from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.host_mask import visible_pairs
-from prefixtree.rollouts import Rollouts
+from prefixtree.packing.visible import visible_pairs
+from prefixtree.rollouts import Rollouts, expand_turns
 from prefixtree.rollouts.image_messages import FIRST_IMAGE, RolloutImage
 from prefixtree.sharing.differences import describe
 
@@ -51,6 +51,27 @@ def measure(forest: PrefixForest) -> dict[str, Any]:
         },
         "node_length": _spread(length),
     }
+
+
+def measure_turns(rollouts: Rollouts) -> dict[str, Any] | None:
+    """The figures of rollouts whose turns are known, as one sequence per rollout and as one per
+    assistant turn, ready for JSON; None where no rollout has two turns.
+
+    Args:
+        rollouts: as they are read, one sequence per rollout.
+    """
+    counts = [
+        len(turns) if turns is not None else 0 if ends is None else len(ends)
+        for turns, ends in zip(rollouts.turns, rollouts.turn_ends, strict=True)
+    ]
+    if max(counts, default=0) < 2:
+        return None
+    whole = rollouts.take([i for i, count in enumerate(counts) if count])
+    facts: dict[str, Any] = {"rollouts": len(whole)}
+    for name, part in (("per_rollout", whole), ("per_turn", expand_turns(whole))):
+        figures = measure(PrefixForest.from_sequences(part.sequences))
+        facts[name] = {key: figures[key] for key in ("sequences", "tokens", "attention")}
+    return facts
 
 
 def _spread(lengths: np.ndarray) -> dict[str, Any]:

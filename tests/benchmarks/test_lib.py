@@ -23,7 +23,7 @@ from benchmarks.lib import (
 )
 from prefixtree import PrefixForest, TreeMask, pack, prepare, tree_attention
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.planning.model_cost import model_cost
 
 

@@ -61,14 +61,14 @@ def test_doctor_shows_what_is_here():
 
 
 def test_without_a_gpu_one_line_tells_the_backend_of_every_head_shape():
-    (found,) = doctor.backends(torch.device("cpu"))
+    (found,) = doctor.backends("cpu")
     assert len(found.heads) == len(doctor.HEADS) and "24/4 x 256" in found.heads
     assert not found.is_problem
     assert found.says.startswith("tree_attention would run 'sdpa': q is on cpu")
 
 
 def test_without_a_gpu_one_line_tells_the_backend_of_all_recurrent_layers():
-    (found,) = doctor.recurrences(torch.device("cpu"))
+    (found,) = doctor.recurrences("cpu")
     assert len(found.heads) == len(doctor.RECURRENCES) and "tree_ssd" in found.heads
     assert not found.is_problem
     assert found.says.startswith("would run 'chunked': the mask is on cpu")
@@ -80,7 +80,7 @@ def test_recurrent_layers_that_raise_are_shown_and_exit_1(versions, monkeypatch)
     def raises(*_, **__):
         raise ImportError("fla: undefined symbol\nmore")
 
-    monkeypatch.setattr(doctor, "explain_recurrence", raises)
+    monkeypatch.setattr("prefixtree.kernels.recurrence.explain_recurrence", raises)
     broken = "tree_conv, tree_delta_rule, tree_delta_rule per channel, tree_ssd: it raises "
     facts = run_json("doctor", exit_code=1)
     assert facts["broken"] == [f"{broken}ImportError: fla: undefined symbol"]
@@ -169,7 +169,8 @@ def test_what_is_required_and_missing_or_too_old_exits_1(versions):
         "networkx: not installed",
         "transformers: expected >=5.5,<6: pip install 'transformers>=5.5,<6'",
     ]
-    assert lines_of(run("doctor"))["networkx"] == "not installed: pip install prefixtree-attention"
+    expected = "models: all but report): pip install 'prefixtree-attention[train]'"
+    assert lines_of(run("doctor"))["networkx"] == f"not installed (for {expected}"
 
 
 def test_an_optional_package_of_a_version_that_was_not_checked_is_named(versions):
@@ -189,7 +190,7 @@ def test_gpus_are_named(monkeypatch):
     monkeypatch.setattr(doctor, "backends", lambda device: (device,))
     found = doctor.examine()
     assert found.gpus == (doctor.Gpu("NVIDIA H200", "9.0", 140 * 2**30),)
-    assert found.gpu_problem is None and found.backends == (torch.device("cuda", 0),)
+    assert found.gpu_problem is None and found.backends == ("cuda:0",)
 
 
 def test_why_a_build_for_gpus_finds_none(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
 
 import prefixtree
 from prefixtree.forest import PrefixForest
@@ -129,6 +130,26 @@ def test_report_per_turn(rollout_file):
     assert facts["sequences"] == 8
     assert facts["tokens"]["replicated"] == 4 * (28 + 46)
     assert facts["tokens"]["distinct"] == run_json("report", rollout_file)["tokens"]["distinct"]
+
+
+def test_both_ratios_are_told_where_turns_are_known(rollout_file, tmp_path):
+    facts = run_json("report", rollout_file)
+    per_turn = run_json("report", rollout_file, "--per-turn")
+    assert facts["turns"] == per_turn["turns"]
+    assert facts["turns"]["rollouts"] == 4
+    for unit, alone in (("per_rollout", facts), ("per_turn", per_turn)):
+        told = facts["turns"][unit]
+        assert told == {name: alone[name] for name in ("sequences", "tokens", "attention")}
+    words = " ".join(run("report", rollout_file).stdout.replace("│", "").split())
+    assert "token ratio per turn 2.74x 296 / 108 tokens of 8 sequences (--per-turn)" in words
+    words = " ".join(run("report", rollout_file, "--per-turn").stdout.replace("│", "").split())
+    assert "token ratio per rollout 1.70x 184 / 108 tokens of 4 sequences (without" in words
+    # a rollout without turns is in neither ratio; one turn each is no other unit
+    with rollout_file.open("a") as file:
+        file.write('{"token_ids": [1, 2]}\n{"token_ids": [7, 8], "loss_mask": [0, 0]}\n')
+    assert run_json("report", rollout_file)["turns"] == facts["turns"]
+    single = write_rows(tmp_path / "s.jsonl", {"prompt_ids": [1], "response_ids": [2]})
+    assert run_json("report", single)["turns"] is None
 
 
 def test_report_reads_standard_input(rollout_file):
@@ -269,6 +290,28 @@ def test_chats_through_a_tokenizer(tmp_path):
     assert "':00. where is t" in text
     without = run("report", path)
     assert without.exit_code == 2 and "--tokenizer" in without.stderr
+
+
+def test_the_tokenizer_of_a_report_is_the_models(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", CHATML)
+    config = Qwen3Config(vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    config.save_pretrained(folder)
+    talk = [{"role": "user", "content": "where?"}, {"role": "assistant", "content": "here"}]
+    path = write_rows(tmp_path / "r.jsonl", {"messages": talk}, {"messages": talk})
+    for model in (folder, folder / "config.json"):
+        facts = run_json("report", path, "--model", model)
+        assert facts["sequences"] == 2 and facts["estimate"]["model_type"] == "qwen3"
+    # of a model without one, nothing else is asked
+    bare = tmp_path / "bare"
+    config.save_pretrained(bare)
+    assert "--tokenizer" in run("report", path, "--model", bare).stderr
+    same = list(range(3, 40))
+    # its text is quoted if the token ids are the model's
+    for first, is_text in ((65, True), (2**20, False)):
+        rows = [{"token_ids": [1, first + i, *same], "group": "g"} for i in range(2)]
+        path = write_rows(tmp_path / "ids.jsonl", *rows)
+        (miss,) = run_json("report", path, "--model", folder)["near_misses"]["largest"]
+        assert miss["is_text"] == is_text
 
 
 def test_token_ids_that_the_tokenizer_does_not_have(tmp_path):

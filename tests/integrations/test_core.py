@@ -145,6 +145,8 @@ def test_work_is_added_and_named() -> None:
     masks = [np.zeros(52, bool)] * 2
     whole = Work.of(forest, masks) + Work.of(forest, None, packed=50) + Work()
     assert (whole.replicated, whole.packed, whole.to_win) == (208, 153, 50)
+    # those of verl, which alone reads them
+    assert whole.squares == 0
     assert Work.of(forest).to_win is None and (Work() + Work.of(forest)).to_win is None
     assert whole.metrics("ratio") == {
         "prefixtree/ratio": 208 / 153,

@@ -14,6 +14,7 @@ import pytest
 
 from prefixtree import UnsupportedError
 from prefixtree.integrations import common
+from prefixtree.registration import when_imported
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -55,7 +56,9 @@ def test_another_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import prefixtree.integrations.transformers as adapter
 
-    (needed,) = (d for d in PROJECT["dependencies"] if d.startswith("transformers"))
+    (needed,) = (
+        d for d in PROJECT["optional-dependencies"]["train"] if d.startswith("transformers")
+    )
     bounds = f">={common.TRANSFORMERS[0]},<{common.TRANSFORMERS[1]}"
     assert needed == f"transformers{bounds}"
     for version in ("5.5.0", "5.5.0.dev0", "5.23.0", "5.100.1"):
@@ -76,6 +79,6 @@ def test_another_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_module_that_is_waited_for_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
-    common.when_imported("not_there", lambda module: None)
+    when_imported("not_there", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="No module named 'not_there'"):
         importlib.import_module("not_there")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -360,11 +361,19 @@ def test_the_opt_in_ended_with_its_test():
 # ---- every row of the tables -------------------------------------------------------------------
 
 
-def _shows(model: Any = None, routes: Any = None, modality: str = "image") -> image_refusals.Shows:
+def _shows(
+    model: Any = None,
+    modality: str = "image",
+    tokens: Any = (1, 2),
+    routes: Any = None,
+    **fields: Any,
+) -> image_refusals.Shows:
     model = build("qwen3") if model is None else model
-    packed: Any = SimpleNamespace(forest=SimpleNamespace(routes=routes))
-    images: Any = SimpleNamespace(distinct=[SimpleNamespace(modality=modality)])
-    return image_refusals.Shows(model, build("qwen3"), packed, images)
+    forest = SimpleNamespace(routes=routes, tokens=np.array(tokens))
+    packed: Any = SimpleNamespace(forest=forest)
+    shown = [SimpleNamespace(modality=modality)]
+    images: Any = SimpleNamespace(distinct=shown, placeholders={"image": 60, "video": 61})
+    return image_refusals.Shows(model, build("qwen3", **fields), packed, images)
 
 
 def _with(layer: nn.Module, **attributes: Any) -> nn.Module:
@@ -406,6 +415,10 @@ SHOWN: dict[str, Callable[[], image_refusals.Shows]] = {
         lambda: _shows(_with(nn.Linear(2, 2), _is_hooked=True))
     ),
     "WITH_IMAGES: videos under FSDP2": lambda: _shows(_fsdp2(), modality="video"),
+    "WITH_IMAGES: RoPE by length": (
+        lambda: _shows(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    ),
+    "WITH_IMAGES: placeholders": lambda: _shows(tokens=[1, 60]),
 }
 UNPREPARED: dict[str, Callable[[], Any]] = {
     "UNPREPARED: indexers": lambda: build("deepseek_v32").config,
@@ -441,4 +454,6 @@ def test_rows(name: str, two_ranks: None) -> None:
 def test_what_the_rows_serve(two_ranks: None) -> None:
     families.check_modules(MODULES["MODULES: neftune_noise_alpha"]().eval())
     refuse(image_refusals.WITH_IMAGES, _shows(_fsdp2()))
+    # a video's alone was sampled
+    refuse(image_refusals.WITH_IMAGES, _shows(tokens=[1, 61]))
     refuse(image_refusals.WITH_IMAGES, _shows(modality="video"))

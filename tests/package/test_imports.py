@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import prefixtree
-from prefixtree import loops
+from prefixtree import loops, wings
 from tests.support.warm import run_warm
 from tools.rooms import ROOMS, found
 from tools.rooms import room_of as room_of_image
@@ -82,6 +83,7 @@ def every_import(below: str = "prefixtree", types: bool = False) -> Iterator[tup
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
 MASK_ROOMS = (
+    "visible",
     "copies",
     "block_tables",
     "host_mask",
@@ -375,6 +377,17 @@ def test_the_core_imports_no_wing() -> None:
     # nor do the rooms of the core, whoever begins there
     arrows = found()["arrows"]
     assert [(a, b) for a, b in arrows if a in ROOMS["core"] and b not in ROOMS["core"]] == []
+
+
+def test_the_core_names_wings_where_their_docstring_says() -> None:
+    rooms = [name for name in wings.MODULES if name in ROOMS["wings"] and name != "recompute"]
+    loads = ["= load(name)", *(f'load("{room}")' for room in rooms)]
+    core = [module for module in MODULES if room_of_image(module)[0] == "core"]
+    sources = {module: MODULES[module].read_text() for module in core}
+    naming = {m.removeprefix("prefixtree.") for m in core if any(x in sources[m] for x in loads)}
+    (told,) = (part for part in str(wings.__doc__).split("\n\n") if "names a wing" in part)
+    assert naming == set(re.findall(r"`([\w.]+)`", told))
+    assert len(rooms) == 4
 
 
 _LOADED = """

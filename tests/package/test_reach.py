@@ -19,7 +19,7 @@ def this_checkout() -> Sources:
 
 LAZY = """
 from prefixtree.eager import Eager
-from prefixtree.integrations.common import run as _run
+from prefixtree.registration import run as _run
 __all__ = ["Eager", "later"]
 _LATER = {"prefixtree.later": ("later",)}
 def __getattr__(name): ...
@@ -33,7 +33,7 @@ FILES = {
     "prefixtree/used.py": "import_module('prefixtree.named')",
     "prefixtree/named.py": "from prefixtree import deep",
     "prefixtree/integrations/__init__.py": "",
-    "prefixtree/integrations/common.py": "run = 'prefixtree.integrations.transformers'",
+    "prefixtree/registration.py": "run = 'prefixtree.integrations.transformers'",
     "prefixtree/integrations/transformers.py": "def f():\n    import prefixtree.used",
     "benchmarks/__main__.py": "import_module(f'benchmarks.cases.{name}')".replace("'", '"'),
     "benchmarks/cases/__init__.py": "",
@@ -80,7 +80,7 @@ def test_what_is_followed(checkout: Path, text: str, reached: str) -> None:
     (checkout / "tests/folder/test_it.py").write_text(text)
     found = Sources(checkout).reach("tests/folder/test_it.py")
     always = {"prefixtree/__init__.py", "tests/shared.py", "tests/conftest.py", "pyproject.toml"}
-    always |= {f for f in FILES if f.endswith(("__init__.py", "common.py"))}
+    always |= {f for f in FILES if f.endswith(("__init__.py", "registration.py"))}
     for name in sorted(FILES.keys() - always):
         wanted = any(
             name.rpartition(".")[0].endswith(x) or name.endswith(x) for x in reached.split()

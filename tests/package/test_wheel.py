@@ -79,13 +79,14 @@ def test_one_version(wheel: Path) -> None:
 
 def test_a_requirement_is_listed_once() -> None:
     """No group repeats what an extra or the project itself asks for. What two extras need, they ask
-    for in the same words."""
+    for in the same words; extras may ask for one another."""
     project, groups = PYPROJECT["project"], PYPROJECT["dependency-groups"]
     extras = {line for part in project["optional-dependencies"].values() for line in part}
     others = [line for part in (project["dependencies"], *groups.values()) for line in part]
     names = [Requirement(line).name for line in (*extras, *others) if isinstance(line, str)]
+    names = [name for name in names if name != project["name"]]
     assert sorted(names) == sorted(set(names))
-    assert "networkx" in {Requirement(line).name for line in project["dependencies"]}
+    assert "numba" in {Requirement(line).name for line in project["dependencies"]}
     included = {line["include-group"] for line in groups["dev"]}
     assert included == set(groups) - {"dev"}
 

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3NextConfig
 from prefixtree.errors import UnsupportedError
 from prefixtree.images.encodings import blank_image
 from prefixtree.images.vision import encoder_of, grid_keyword_of
-from prefixtree.packing.host_mask import pairs_per_run, visible_keys, visible_pairs
+from prefixtree.packing.visible import pairs_per_run, visible_keys, visible_pairs
 from prefixtree.planning.costs import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches
 from prefixtree.planning.model_cost import model_cost, state_cost, state_heads

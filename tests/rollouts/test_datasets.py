@@ -121,12 +121,15 @@ def test_verls_prompts_are_told_how_to_become_rollouts(write_parquet, chat_token
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a", "completion": "b"}, "prompt is text; expected a list of chat messages"),
+        (
+            {"prompt": "a", "completion": [FOUND]},
+            "prompt is text; expected a list of chat messages",
+        ),
         ({"prompt": [ASK], "completion": "b"}, "completion is text; expected a list"),
         ({"completion": [FOUND]}, "has no prompt; expected a list of chat messages"),
         ({"prompt": [ASK], "completion": []}, "completion must be a list of chat messages, at"),
         ({"prompt": {}, "completion": [FOUND]}, "prompt must be a list of chat messages"),
-        ({"chosen": "a", "rejected": "b"}, "chosen is text; expected a list of chat messages"),
+        ({"chosen": "a", "rejected": [FOUND]}, "chosen is text; expected a list of chat messages"),
         ({"chosen": [FOUND]}, "or chosen with rejected; got the fields chosen"),
         ({"prompt": [ASK, "x"], "completion": [FOUND]}, "messages[1] must be an object with"),
         ({"conversations": [*sharegpt(ASK), {"from": "bot"}]}, "conversations[1] is from 'bot'"),

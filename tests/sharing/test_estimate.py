@@ -23,7 +23,7 @@ from transformers import (
 
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.host_mask import visible_pairs
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.recompute.plan import Work, scoring_bytes
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.estimate import estimate, read_cost, read_memory

@@ -163,8 +163,8 @@ def assert_wide_gradients_are_narrow_ones_before_the_cast(
     got = {}
     for wide in (False, True):
         inputs = case.q, case.k, case.v, case.sinks
-        out, lse = operator.TREE_ATTENTION(*inputs, mask.handle, *options, wide, False)
-        given = case.dout, None, *inputs, out, lse, mask.handle, *options, wide
+        out, lse = operator.TREE_ATTENTION(*inputs, mask.handle, *options, wide, False, None)
+        given = case.dout, None, *inputs, out, lse, mask.handle, *options, wide, None
         # the reference differentiates itself, which it cannot below a mode
         with AsPromised() if backend != "reference" else nullcontext():
             got[wide] = operator.TREE_ATTENTION_BACKWARD(*given)

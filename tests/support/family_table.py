@@ -204,17 +204,15 @@ ABOUT: dict[str, tuple[str, str]] = {
 
 _HEAD = """# Families
 
-Written by `make families` from the results of
-`tests/models/test_families.py`; do not edit.
+<!-- written by `make families` from the results of `tests/models/test_families.py` -->
 
 A test has proven each family on this list. It builds a tiny model whose configuration uses all
-special parts of the family, and compares the packed forest with the family's eager attention,
-sequence by sequence, in float32: log-probabilities, entropies and the gradient of every parameter.
-It runs without checkpointing, with reentrant and with non-reentrant checkpointing. Every figure
-must be below 1e-5, or below 5e-5 in DeepSeek V4 and families whose layers carry a state, where
-norms and sums that cancel enlarge rounding in eager runs as well.
-`tests/states/test_hybrids.py` (`test_indexers.py`) proves those in float64: log-probabilities agree
-to 1e-11, gradients to 1e-10.
+special parts of the family. It compares the packed forest with the family's eager attention,
+sequence by sequence, in float32: log-probabilities, entropies and the gradient of every parameter,
+without checkpointing and with both kinds of it. Every figure must be below 1e-5, or below 5e-5 in
+DeepSeek V4 and families whose layers carry a state. Those are proven in float64 too
+(`tests/states/test_hybrids.py`, `test_indexers.py`): log-probabilities agree to 1e-11, gradients to
+1e-10.
 
 - **log p** is the largest difference of a log-probability, over the largest magnitude of one.
 - **gradient** is the norm of the difference over the norm of the gradient, for the worst parameter.

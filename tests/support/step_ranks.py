@@ -270,9 +270,9 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _told(model_type: str, packed: Any, **options: Any) -> str:
+def _told(packed: Any, static: bool = False, **options: Any) -> str:
     """The error that a rank of DDP gets; "scores" where nothing is refused."""
-    model = nn.parallel.DistributedDataParallel(build(model_type))
+    model = nn.parallel.DistributedDataParallel(build("qwen3"), static_graph=static)
     try:
         scores = sequence_logprobs(model, packed, **options)
         torch.cat(scores.logprobs).sum().backward()
@@ -285,8 +285,10 @@ def _one_rank_cannot(rank: int) -> dict[str, str]:
     """The error of each rank where the forest of rank 0 fits no steps, or may not be divided."""
     short, long = ([1, 2, 3], list(range(60)))
     packed = pack_sequences([long if rank == 0 else short])
+    heavy, light = ({"import_cost": ImportCost(token_bytes=bytes)} for bytes in (1e4, 1e7))
     return {
-        "path": _told("qwen3", packed, max_step_tokens=30, import_cost=ImportCost(token_bytes=1e4)),
+        "path": _told(packed, max_step_tokens=30, **heavy),
+        "static graph": _told(packed, static=True, max_step_tokens=30, **light),
     }
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.sharing.near_misses import tokens_to_win
 
 
@@ -19,7 +18,8 @@ class Work:
 
     Attributes:
         replicated: tokens of all sequences. packed: computed ones, padding left out.
-        squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens.
+        squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens. 0
+            where nobody counted.
         to_win: tokens that run again behind forks that the policy did not sample; None where
             nobody looked.
     """
@@ -43,13 +43,10 @@ class Work:
                 looks for what runs again.
             packed: the tokens that run for it. Default: the forest's.
         """
-        position, length = forest.node_position.astype(np.int64), forest.node_length
         return cls(
             forest.num_replicated_tokens,
             forest.num_tokens if packed is None else packed,
-            # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
-            2 * visible_pairs(position, length, None) - forest.num_tokens,
-            None if masks is None else tokens_to_win(forest, masks),
+            to_win=None if masks is None else tokens_to_win(forest, masks),
         )
 
     def __add__(self, other: Work) -> Work:

@@ -230,7 +230,7 @@ def check_head(language_model: Any) -> None:
     if type(layer).forward is not ColumnParallelLinear.forward or "forward" in vars(layer):
         raise UnsupportedError(
             f"the output layer is a {type(layer).__module__}.{type(layer).__name__}, expected "
-            "Megatron's ColumnParallelLinear: what it does beside the product would be lost; use "
+            "Megatron's ColumnParallelLinear: what it does besides the product would be lost; use "
             "pack_batches(model), which calls it"
         )
     if getattr(config, "use_mup", False):

@@ -7,8 +7,7 @@ import warnings
 
 from packaging.version import Version
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.common import missing
+from prefixtree.errors import UnsupportedError, missing
 
 #: Versions that the tests ran with, from the first to the last.
 TESTED = ("0.18.0", "0.19.2")

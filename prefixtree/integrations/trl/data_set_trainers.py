@@ -82,8 +82,6 @@ class PackedModel:
         config = transformer_of(self._model).config if self._images else None
         more = {"pixels": pixels, "config": config}
         batch = Batch.padded(ids, mask, targets != _NO_LABEL, labels.device, **more)
-        if self._sharing is not None and torch.is_grad_enabled():
-            self._sharing.saw(batch.forest, batch.masks)
         scores = batch.score(
             self._model,
             return_entropy=self._with_entropy,
@@ -91,6 +89,8 @@ class PackedModel:
             recompute=self._recompute,
             output_router_logits=with_aux_loss,
         )
+        if self._sharing is not None and torch.is_grad_enabled():
+            self._sharing.saw(batch.forest, batch.masks)
         found = {"log_probs": scores.logprobs, **scores.statistics}
         if scores.entropy is not None:
             found["entropy"] = scores.entropy

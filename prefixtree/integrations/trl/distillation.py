@@ -185,8 +185,6 @@ def _divergence(
     rows, kept, wanted = on_host((ids, mask, scored))
     _check_scored(kept, wanted)
     batch = Batch.padded(rows, kept, wanted != 0, ids.device)
-    if torch.is_grad_enabled():
-        trainer._sharing.saw(batch.forest, batch.masks)
     trainer.teacher_model.eval()
     teacher = Teacher(trainer.teacher_model, batch.packed, batch.masks)
     scores = batch.score(
@@ -198,6 +196,8 @@ def _divergence(
         output_router_logits=False,
         recompute=trainer._recompute,
     )
+    if torch.is_grad_enabled():
+        trainer._sharing.saw(batch.forest, batch.masks)
     assert scores.measured is not None
     # 0 where nothing is scored
     loss = torch.cat(scores.measured).sum()

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from prefixtree.integrations.core.batch import Batch, on_host
 from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.images import PER_ROW, RowImages
-from prefixtree.integrations.trl.kept_windows import StepTrunks
+from prefixtree.integrations.trl.kept_windows import Generation, StepTrunks
 from prefixtree.integrations.trl.micro_batches import (
     KeepsNeighbours,
     sharing_advice,
@@ -80,13 +80,13 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         verified = "use_liger_kernel", "torch_compile", "fp16"
         self._start(recompute, verified=verified, deepspeed=True)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
-        self._trunks = StepTrunks(self, keep_trunks)
+        limits: dict[str, Any] = {"recompute": self._recompute, "max_tokens": self._max_tokens}
+        self._trunks = StepTrunks(self, keep_trunks, **limits, sees=self._is_vlm)
         together = self._micro_batches_together()
         self._sharing = SharingReport(
             self,
             sharing_advice(self.args),
-            recompute=self._recompute,
-            max_tokens=self._max_tokens,
+            **limits,
             micro_batches_that_keep_trunks=together if self._trunks.keeps else None,
         )
         if self.accelerator.is_main_process:
@@ -118,9 +118,13 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             "return_entropy": compute_entropy,
             "output_router_logits": compute_aux_loss,
         }
-        found = self._trunks.score(model, batches, options)
+        generation = Generation(self._step, self._blocks, self._buffered_batches)
+        found = self._trunks.score(model, batches, options, generation)
         if found is None:
             found = [self._score(model, batch, options) for batch in batches]
+        elif torch.is_grad_enabled():
+            assert self._trunks.window is not None
+            self._sharing.saw(*self._trunks.window.sharing())
         parts = zip(batches, found, strict=True)
         return _joined([_completions(batch, scores, prompt) for batch, scores in parts])
 
@@ -138,20 +142,24 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         check_prompts(mask[:, :prompt].sum(1) == 0)
         scored = np.broadcast_to(np.arange(ids.shape[1]) >= prompt, ids.shape)
         config = transformer_of(self.model).config if self._is_vlm else None
-        whole = Batch.padded(ids, mask, scored, input_ids.device, config=config)
+        more = {"pixels": shown.of(0, len(ids)), "config": config}
+        whole = Batch.padded(ids, mask, scored, input_ids.device, **more)
         size = batch_size or len(ids)
+        if len(ids) <= size:
+            return [whole]
         starts = range(0, len(ids), size)
         return [whole.rows(at, at + size, shown.of(at, at + size)) for at in starts]
 
     def _score(self, model: nn.Module, batch: Batch, options: dict[str, Any]) -> SequenceScores:
         """The scores of a micro-batch by itself."""
-        if torch.is_grad_enabled():
-            self._sharing.saw(batch.forest, batch.masks)
         limit = self._max_tokens
         cost = None if limit is None else self._trunks.cost
         options = options | {"recompute": self._recompute, "max_step_tokens": limit}
         with self.accelerator.autocast():
-            return batch.score(model, **options, import_cost=cost and cost.token)
+            scores = batch.score(model, **options, import_cost=cost and cost.token)
+        if torch.is_grad_enabled():
+            self._sharing.saw(batch.forest, batch.masks)
+        return scores
 
     # ---- trunks that micro-batches share --------------------------------------------------------
 

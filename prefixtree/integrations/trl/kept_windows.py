@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,8 +62,28 @@ class WindowPlan(NamedTuple):
     images: Images | None
 
 
+class Generation(NamedTuple):
+    """Where a trainer stands in the generation that it trains on.
+
+    Attributes:
+        step: the micro-batches that were trained on before.
+        blocks: of each block of micro-batches in their order, its number in the generation.
+        buffered: gives the micro-batches of the generation, in the order of its rows.
+    """
+
+    step: int
+    blocks: Sequence[int]
+    buffered: Callable[[], list[Batch]]
+
+
 class StepTrunks:
     """The trunks of a trainer's steps: plans of a generation, and the window that is open.
+
+    Args:
+        trainer: of which names are read that TRL and transformers make public.
+        keep_trunks: whether micro-batches may share trunks.
+        recompute: of the policy. max_tokens: held at once; None for what a micro-batch takes.
+        sees: whether the policy takes images.
 
     Attributes:
         keeps: whether micro-batches share trunks.
@@ -72,13 +92,22 @@ class StepTrunks:
         window: the micro-batches that keep trunks now.
     """
 
-    def __init__(self, trainer: Any, keep_trunks: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        keep_trunks: bool,
+        *,
+        recompute: Recompute,
+        max_tokens: int | None,
+        sees: bool,
+    ) -> None:
         args = trainer.args
         self.together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         served = not (args.torch_compile or trainer.is_deepspeed_enabled) and self.together > 1
         self.keeps = keep_trunks and served and is_kept(trainer.model)
         self.window: KeptWindow | None = None
         self._trainer = trainer
+        self._recompute, self._max_tokens, self._sees = recompute, max_tokens, sees
         # of the policy, as it was before the last generation
         self._cost: WindowCost | None = None
         # of that generation, in the order of its rows. None: not made yet; none: micro-batches are
@@ -92,15 +121,15 @@ class StepTrunks:
         """The cost by which all models that score a generation are planned; None where it cannot be
         read off."""
         if self._cost is None:
-            trainer = self._trainer
-            checkpoints: Recompute = "all" if trainer.args.gradient_checkpointing else None
-            self._cost = _cost_of(trainer.model, trainer._recompute or checkpoints, trainer._is_vlm)
+            checkpoints: Recompute = "all" if self._trainer.args.gradient_checkpointing else None
+            how = self._recompute or checkpoints, self._sees
+            self._cost = _cost_of(self._trainer.model, *how)
         return self._cost
 
     def begin_generation(self) -> None:
         """Forgets the plans of the last one."""
         self._plans, self._cost = None, None
-        if self.keeps or self._trainer._max_tokens is not None:
+        if self.keeps or self._max_tokens is not None:
             # now, while the adapters of the policy are on
             _ = self.cost
 
@@ -127,7 +156,11 @@ class StepTrunks:
         return window
 
     def score(
-        self, model: nn.Module, batches: list[Batch], options: dict[str, Any]
+        self,
+        model: nn.Module,
+        batches: list[Batch],
+        options: dict[str, Any],
+        generation: Generation,
     ) -> list[SequenceScores] | None:
         """The scores of micro-batches that keep trunks; None where each is scored by itself."""
         if not self.keeps:
@@ -136,12 +169,8 @@ class StepTrunks:
             if not self._runs or len(batches) > 1:
                 return None
             if self.window is None:
-                self.window = self._window_of_step(model, batches[0], options)
-            if self.window is None:
-                return None
-            scores = self.window.score(batches[0])
-            self._trainer._sharing.saw(*self.window.sharing())
-            return [scores]
+                self.window = self._window_of_step(model, batches[0], options, generation)
+            return None if self.window is None else [self.window.score(batches[0])]
         return self._score_blocks(model, batches, options) if len(batches) > 1 else None
 
     def _score_blocks(
@@ -161,21 +190,21 @@ class StepTrunks:
         return found or None
 
     def _window_of_step(
-        self, model: nn.Module, batch: Batch, options: dict[str, Any]
+        self, model: nn.Module, batch: Batch, options: dict[str, Any], generation: Generation
     ) -> KeptWindow | None:
         """The micro-batches from this one on that keep trunks."""
         trainer, each = self._trainer, self.together
-        at = trainer._step % trainer.args.steps_per_generation
+        at = generation.step % trainer.args.steps_per_generation
         left = trainer.current_gradient_accumulation_steps - self._done
         if at % each or left < each:
             # it was tried before the first of them
             return None
         if self._plans is None:
             # nothing was scored before
-            self._plans_of(model, trainer._buffered_batches())
+            self._plans_of(model, generation.buffered())
         if not self._plans:
             return None
-        plan = self._plans[trainer._blocks[at // each]]
+        plan = self._plans[generation.blocks[at // each]]
         if not plan.batches[0].equals(batch):
             return None
         window = self._open(model, plan, options)
@@ -197,7 +226,7 @@ class StepTrunks:
             self.keeps, self._plans = False, []
         if self._plans is None:
             self._plans = self._new_plans(model, batches)
-            tries = self._trainer._recompute == "auto" and not torch.is_grad_enabled()
+            tries = self._recompute == "auto" and not torch.is_grad_enabled()
             if tries and not self._fit():
                 self._plans = []
         return self._plans
@@ -212,7 +241,7 @@ class StepTrunks:
         blocks = [batches[i : i + self.together] for i in range(0, len(batches), self.together)]
         with suppress(ForestError, UnsupportedError):
             for block in blocks:
-                found = _planned(model, block, self._trainer._max_tokens, self.cost)
+                found = _planned(model, block, self._max_tokens, self.cost)
                 if found is None:
                     break
                 plans.append(found[0])
@@ -240,7 +269,7 @@ class StepTrunks:
     ) -> KeptWindow | None:
         """A window over the micro-batches of a plan; None on all processes where recompute="auto"
         finds no room for the gradients of one of them."""
-        recompute = self._trainer._recompute if torch.is_grad_enabled() else None
+        recompute = self._recompute if torch.is_grad_enabled() else None
         given = self._trainer.accelerator, model, plan, {**options, "recompute": recompute}
         if recompute != "auto":
             return KeptWindow(*given)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class KeepsNeighbours:
     # TRL's: the micro-batches of the last generation, None before the first
     _buffered_inputs: list[dict[str, Any]] | None
     # of each block of micro-batches in their order, its number in the generation
-    _blocks: list[int]
+    _blocks: Sequence[int] = ()
 
     def _micro_batches_together(self) -> int:
         """So many micro-batches of neighbouring rows are shuffled as one."""

@@ -382,8 +382,8 @@ ROLLOUTS = (
         "tools",
         # it would join our log-probabilities with those of `generate`, which gives none
         is_set("tools"),
-        "behind tree_rollouts TRL would sample what follows a tool's answer with generate: call "
-        "the tools in reply=, or leave rollout_func out",
+        "with tools TRL samples what follows a tool's answer by generate, not by tree_rollouts: "
+        "call the tools in reply=, or leave rollout_func out",
     ),
 )
 #: Of AsyncGRPO.
@@ -397,9 +397,9 @@ ASYNC_GRPO = (
     Refusal(
         "router_aux_loss_coef",
         is_set("aux_loss_enabled"),
-        "the load-balancing loss of experts would count each token of AsyncGRPO's tree rows once, "
-        "and transformers' does so in TRL as well: PrefixTreeGRPOTrainer has that of the "
-        "replicated batch; here set router_aux_loss_coef=0.0 in the trainer's arguments",
+        "the load-balancing loss of experts would count a shared token once in AsyncGRPO (it does "
+        "in TRL too): set router_aux_loss_coef=0.0 in the trainer's arguments, or use "
+        "PrefixTreeGRPOTrainer",
     ),
 )
 

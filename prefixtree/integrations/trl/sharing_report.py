@@ -59,7 +59,8 @@ class SharingReport(TrainerCallback):
         masks: Sequence[np.ndarray] | None,
         computed: int | None = None,
     ) -> None:
-        """Takes a batch that is trained on; arguments as of `Work.of`."""
+        """Takes a batch that is trained on, after its forward is launched: a GPU does not wait for
+        what the host counts. Arguments as of `Work.of`."""
         work = Work.of(forest, masks, computed)
         for name, value in work.metrics("replication_ratio").items():
             self._metrics[name].append(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from tensordict import TensorDict
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.flops_counter import FlopsCounter
 
+from prefixtree.forest import PrefixForest
 from prefixtree.integrations.common import announce
 from prefixtree.integrations.core.work import Work
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.planning.micro_batch import MicroBatch
 
 
@@ -29,9 +32,17 @@ def work_of(batches: Sequence[MicroBatch], masks: Sequence[np.ndarray] | None = 
     policy sampled the token, also what runs again."""
     if (trunks := getattr(batches, "trunks", None)) is not None:
         # all of them compute a token once
-        return Work.of(trunks.forest, masks)
-    found = (Work.of(b.forest, None if masks is None else b.take(masks)) for b in batches)
+        return _with_squares(trunks.forest, masks)
+    found = (_with_squares(b.forest, None if masks is None else b.take(masks)) for b in batches)
     return sum(found, Work())
+
+
+def _with_squares(forest: PrefixForest, masks: Sequence[np.ndarray] | None) -> Work:
+    """The work of a forest, with the squares that verl's estimate of FLOPs takes."""
+    position, length = forest.node_position.astype(np.int64), forest.node_length
+    # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
+    squares = 2 * visible_pairs(position, length, None) - forest.num_tokens
+    return replace(Work.of(forest, masks), squares=squares)
 
 
 def warn_if_nothing_is_shared(work: Work) -> None:

@@ -28,7 +28,7 @@ _FUSED = (
     "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; set it "
     "to False (log-probabilities are computed in chunks here anyway)"
 )
-_CUT = "depends on how verl cuts a mini-batch into micro-batches, which packing changes"
+_CUT = "depends on the cut into micro-batches, which packing changes"
 _PREFIX = 'attn_implementation="prefixtree": '
 
 
@@ -263,8 +263,8 @@ BATCHES = (
             (batch.flag("distillation_use_topk") or batch.flag("distillation_only"))
             and not batch.serves_topk
         ),
-        "distillation from the teacher's top-k needs a rank's whole logits of a language model, "
-        "which the actors of the FSDP engines have: take one, or an estimator (loss_mode=k3)",
+        "distillation from the teacher's top-k needs whole rows of logits, which only actors of "
+        "the FSDP engines have: take such an actor, or an estimator (loss_mode=k3)",
     ),
     Refusal(
         "calculate_sum_pi_squared",
@@ -287,8 +287,7 @@ BATCHES = (
         lambda batch: batch.data.get("routed_experts", None) is not None and not batch.replays,
         "the batch has routed_experts, which verl's FSDP engine ignores (its Megatron and VeOmni "
         "engines replay them): set actor_rollout_ref.rollout.enable_rollout_routing_replay=False; "
-        "to replay routes on packed forests, call PrefixForest.from_sequences(..., routes=) and "
-        "sequence_logprobs in a loop of your own",
+        "your own loop replays routes by PrefixForest.from_sequences(..., routes=)",
     ),
     Refusal(
         "multi_modal_inputs",

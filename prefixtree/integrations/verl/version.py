@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.common import missing
+from prefixtree.errors import UnsupportedError, missing
 
 # those that tests/integrations/verl passes with: engines change in patch releases too, and a
 # change that went unseen could train on wrong gradients

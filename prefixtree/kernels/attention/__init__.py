@@ -1,4 +1,4 @@
-"""Tree attention on arrays: `tree_attention`, and `explain`, which names the backend of a call."""
+"""Attention over a packed forest: `tree_attention`, and `explain`, which names the backend."""
 
 from prefixtree.kernels.attention.api import explain, tree_attention
 

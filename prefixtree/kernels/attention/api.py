@@ -68,7 +68,7 @@ def tree_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of every packed token to itself and its ancestors in the forest.
 
-    Differentiable once in q, k, v, sinks and, with return_lse, through lse. The gradient of a
+    It is differentiable once in q, k, v, sinks and, with return_lse, through lse. The gradient of a
     shared token's key and value is the sum over all queries that see it, accumulated in float32.
 
     Args:
@@ -82,16 +82,18 @@ def tree_attention(
         softcap: c in c tanh(scale q k^T / c), applied before the mask. Default: no soft cap.
         sinks: [H] floating point, one logit per query head that joins the softmax without a value
             (gpt-oss). Default: no sinks.
-        chosen: int32 [Tq, W], W = ceil(tokens of the longest path / 32): of the keys that a query
-            sees, it attends to those whose bit is set, bit d % 32 of word d // 32 for the key at
-            position d of its path. At least one per query, or its row of out is NaN; other bits
-            count for nothing. "flash" does not take it. Default: all keys.
+        chosen: int32 [Tq, W], W = ceil(tokens of the longest path / 32), one bit per key of a
+            query's path. Bit d % 32 of word d // 32 stands for the key at position d. A query
+            attends to the keys that it sees and whose bit is set; other bits count for nothing. If
+            a query has no such key, its row of out is NaN. "flash" does not take chosen keys.
+            Default: all keys.
         deterministic: whether gradients are bitwise repeatable. Default: the option of the mask
             (False until `with_options` changes it).
         backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
-            on Hopper), "reference" (dense, T x T memory), or "auto": on a GPU the one of triton and
-            flash that was measured to be faster, sdpa where neither can serve the call (`explain`
-            says which). Default: the option of the mask ("auto" until `with_options` changes it).
+            on Hopper), "reference" (dense, T x T memory), or "auto". On a GPU, "auto" is triton or
+            flash, whichever was measured to be faster. It is sdpa if neither serves the call, and
+            off the GPU. `explain` says which. Default: the option of the mask ("auto" until
+            `with_options` changes it).
         return_lse: whether to return lse as well. Default: False.
 
     Returns:
@@ -107,7 +109,7 @@ def tree_attention(
     if chosen is not None:
         check_chosen(chosen, q, mask)
     if options.backend == REFERENCE.name:
-        # without the operator: autograd differentiates the oracle itself, as often as it is asked
+        # not through the operator: autograd differentiates the oracle itself, as often as asked
         if not torch.compiler.is_compiling():
             note_call(mask.host, "attention")
         call = AttentionCall(q, k, v, sinks, mask.host, *options[:3], chosen=chosen)
@@ -132,22 +134,12 @@ def explain(
 ) -> str:
     """Says which backend `tree_attention` would run for these arguments, and why.
 
-    Args:
-        mask: the packed forest's TreeMask.
-        q: as in `tree_attention`. Give q, k and v together or leave out all three. Default: one
-            head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
-        k: as q.
-        v: as q.
-        scale: as in `tree_attention`.
-        window: as in `tree_attention`.
-        softcap: as in `tree_attention`.
-        sinks: as in `tree_attention`.
-        deterministic: as in `tree_attention`. Default: the option of the mask.
-        backend: as in `tree_attention`. Default: the option of the mask.
+    The arguments are those of `tree_attention`. q, k and v may be left out together. Default: one
+    head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
 
     Returns:
-        One sentence. It starts with "tree_attention would refuse" and gives the reason where
-        `tree_attention` would raise an UnsupportedError.
+        One sentence. If `tree_attention` would raise an UnsupportedError, it starts with
+        "tree_attention would refuse" and gives the reason.
 
     Raises:
         TypeError: a mask that is no TreeMask.
@@ -165,13 +157,13 @@ def explain(
     options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic)
     call = AttentionCall.of(q, k, v, sinks, mask.host, options)
     try:
-        chosen = choose(options.backend, call)
+        choice = choose(options.backend, call)
     except UnsupportedError as error:
         return f"tree_attention would refuse: {error}."
-    reason = chosen.reason
-    if options.backend == "auto" and chosen.backend is TRITON:
+    reason = choice.reason
+    if options.backend == "auto" and choice.backend is TRITON:
         reason += f" ({passed_over(call)})"
-    return f"tree_attention would run {chosen.backend.name!r}: {reason}."
+    return f"tree_attention would run {choice.backend.name!r}: {reason}."
 
 
 def checked_call(
@@ -187,14 +179,7 @@ def checked_call(
     deterministic: bool | None,
     part: bool = False,
 ) -> Options:
-    """The options of a call, as the operator takes them; 0 stands for no window or no softcap.
-
-    Args:
-        part: whether k and v are those of the queries' tokens, as those that a part owns.
-
-    Raises:
-        TypeError, ValueError, UnsupportedError: as `tree_attention`.
-    """
+    """Checks a call and gives its options; with `part`, k and v are of the queries' tokens."""
     options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic, part)
     check_name(options.backend)
     return options
@@ -213,7 +198,7 @@ def _check(
     deterministic: bool | None,
     part: bool = False,
 ) -> Options:
-    """The options, where the arguments fit together; the backend may be any text."""
+    """Checks that the arguments fit together and returns the options; `backend` may be any text."""
     check_mask(mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
@@ -271,7 +256,7 @@ def _check(
 
 
 def check_chosen(chosen: torch.Tensor, q: torch.Tensor, mask: TreeMask) -> None:
-    """Refuses `chosen` of `tree_attention` that does not fit the queries and their paths."""
+    """Refuses `chosen` that does not fit the queries and their paths."""
     _check_tensor("chosen", chosen)
     expected = (q.shape[0], words(mask.host.deepest))
     if chosen.shape != expected or chosen.dtype != torch.int32 or chosen.device != q.device:

@@ -1,5 +1,6 @@
-"""The backends as objects, and which of them runs a call, with the reason, for `tree_attention` and
-`explain`. Each backend imports its kernels when a call first needs them.
+"""The backends as objects, and the choice of one for a call, with the reason.
+
+Each backend imports its kernels when a call first needs them.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ FLASH = Backend("flash", _flash)
 TRITON = Backend("triton", _triton, package="triton")
 SDPA = Backend("sdpa", _sdpa)
 REFERENCE = Backend("reference", _reference)
-# "auto" prefers the earlier ones, if they serve and were measured to be faster
+# "auto" prefers the earlier ones, if they serve the call and were measured to be faster
 BACKENDS: tuple[Backend[Kernels], ...] = (FLASH, TRITON, SDPA, REFERENCE)
 
 
 _NAMED = {backend.name: backend for backend in BACKENDS}
 NAMES = ("auto", *reversed(_NAMED))
 
-# Up to how much work (`flash_work` and `with_tail`) flash is the faster one, by head dim and
-# whether query heads share kv heads; None's is that of all others. One H200, bf16; tests hold this
-# to backends.json and shapes_*.json in benchmarks/results/h200. Milliseconds of triton over those
-# of flash, forward + backward, by work, at 32 / 8 heads of 128, and of fewer, whose tails are long:
+# the work (`flash_work` and `with_tail`) up to which flash is faster, by head dim and whether query
+# heads share kv heads; None stands for all other head dims. One H200, bf16; tests hold this to
+# backends.json and shapes_*.json in benchmarks/results/h200. Milliseconds of triton over those of
+# flash, forward + backward, by work, at 32 / 8 heads of 128, and at fewer, whose tails are long:
 #   1.02 prompt 32K x 16 x 2K   1.42    1.46 prompt 512 x 64 x 1K            1.32
 #   1.06 prompt 8K x 16 x 2K    1.42    1.70 prompt 512 x 64 x 1K, 12 / 2    1.13
 #   1.08 4K then 4-2-2-1 x 1K   1.38    2.03 caterpillar 24, 4 / 1           1.08
@@ -66,13 +67,13 @@ NAMES = ("auto", *reversed(_NAMED))
 #   1.23 documents 32 x 4K      1.37    4.22 prompt 512 x 64 x 1K, 4 / 1     0.55
 #   1.30 caterpillar 12         1.27
 #   1.34 caterpillar 24         1.24
-# Heads of 64 break even earlier: 1.02 to 1.17 at 1.34; at 1.46 0.90 to 0.99 with several per kv
+# heads of 64 break even earlier: 1.02 to 1.17 at 1.34; at 1.46 0.90 to 0.99 with several per kv
 # head, 1.25 with one; 0.78 at 2.12. At works up to 1.5 the others gain 1.35 to 1.95 (96), 1.11 to
 # 1.67 (128), 1.67 to 2.08 (192), 0.96 to 1.38 (256).
 MOST_WORK: dict[tuple[int, bool] | None, float] = {(64, True): 1.4, (64, False): 1.5, None: 2.1}
 
-# the tiles that flash-attn-4 works in, and what it spends on a query tile besides them (starting,
-# storing), in full tiles: 16.5 us beside 6.15, forward + backward, in a model fitted to one H200
+# the tiles in which flash-attn-4 works, and the cost of starting and storing a query tile, in full
+# tiles: 16.5 us against 6.15, forward + backward, in a model fitted to one H200
 _TILE = 128
 _STARTING = 2.7
 # the backward's part of a forward and backward
@@ -88,7 +89,7 @@ class Choice:
 
 
 def check_name(name: str) -> None:
-    """Raises UnsupportedError if no backend has this name."""
+    """Raises an UnsupportedError if no backend has this name."""
     if name not in NAMES:
         raise UnsupportedError(
             f"backend {name!r} does not exist in this version; use one of {', '.join(NAMES)}"
@@ -96,11 +97,7 @@ def check_name(name: str) -> None:
 
 
 def choose(name: str, call: AttentionCall) -> Choice:
-    """The backend for a call; the same for a backward as for its forward.
-
-    Raises:
-        UnsupportedError: `name` does not exist or cannot serve the call, with the reason.
-    """
+    """Chooses the backend of a call, and so of its backward; refuses with the reason."""
     if name != "auto":
         check_name(name)
         backend = _NAMED[name]
@@ -112,16 +109,16 @@ def choose(name: str, call: AttentionCall) -> Choice:
     q, k, v = call.q, call.k, call.v
     if not q.is_cuda:
         return Choice(SDPA, f"q is on {q.device}, and the other backends need a GPU")
-    # everything the choice depends on; cached, because every call asks
+    # the choice depends on this alone; cached, because every call asks
     shapes = q.shape, k.shape[1], v.shape[2]
     options = call.scale, call.deterministic, call.window, call.wide
-    of_call = (q.device, q.dtype, shapes, *options, call.chosen is None)
-    chosen = _chosen.get(call.mask)
-    if chosen is None:
-        chosen = _chosen[call.mask] = {}
-    if of_call not in chosen:
-        chosen[of_call] = _automatic(call)
-    return chosen[of_call]
+    key = (q.device, q.dtype, shapes, *options, call.chosen is None)
+    choices = _chosen.get(call.mask)
+    if choices is None:
+        choices = _chosen[call.mask] = {}
+    if key not in choices:
+        choices[key] = _automatic(call)
+    return choices[key]
 
 
 # choices live as long as their mask
@@ -140,42 +137,41 @@ def _automatic(call: AttentionCall) -> Choice:
 
 
 def passed_over(call: AttentionCall) -> str:
-    """Why "auto" did not take flash; only `explain` asks."""
+    """Says why "auto" did not take flash; only `explain` asks."""
     return _refusal(FLASH, call) or _compared(call)[1]
 
 
 def _refusal(backend: Backend[Kernels], call: AttentionCall) -> str | None:
-    """Why a backend cannot serve a call, starting with its name; None where it can."""
+    """Says why a backend cannot serve a call, starting with its name; None if it can."""
     reason = backend.refuses(call)
     return None if reason is None else f"backend {backend.name!r}: {reason}"
 
 
 def _compared(call: AttentionCall) -> tuple[bool, str]:
-    """Whether flash, which serves the call, is expected to be faster than triton, and why."""
+    """Says whether flash, which serves the call, should be faster than triton, and why."""
     q, mask, window = call.q, call.mask, call.window
     work = flash_work(mask, window)
     share = longest_key_tile_share(mask, window)
     work = with_tail(work, share, q.shape[1], runtime.processors(q.device))
-    most = most_work(q.shape[2], q.shape[1] // call.k.shape[1])
-    is_faster = work <= most
+    limit = most_work(q.shape[2], q.shape[1] // call.k.shape[1])
+    is_faster = work <= limit
     no_branch = mask.chain_starts is not None
     by = ", by its variable-length kernels (no tree branches)" if no_branch else ""
     return is_faster, (
         f"flash-attn-4 {'does' if is_faster else 'would do'} {work:.2f} times the work of the "
-        f"visible pairs on this forest{by}, and was faster than triton up to {most:.2f} times"
+        f"visible pairs on this forest{by}, and was faster than triton up to {limit:.2f} times"
     )
 
 
 def most_work(d: int, group: int) -> float:
-    """The work up to which flash was measured to be the faster one, for a head dim of q and k, and
-    query heads per kv head."""
+    """The work up to which flash was measured to be faster, by head dim and heads per kv head."""
     return MOST_WORK.get((d, group > 1), MOST_WORK[None])
 
 
 def flash_work(mask: HostMask, window: int) -> float:
-    """Cost of flash-attn-4's tiles and starts, divided by the cost of the visible pairs alone.
+    """Divides the cost of flash-attn-4's tiles and starts by that of the visible pairs alone.
 
-    It is near 1 where queries see many keys and nodes are long. Tiles that need the mask, computed
+    It is near 1 if queries see many keys and nodes are long. Tiles that need the mask, computed
     pairs that are not visible and query tiles with little work raise it.
     """
     cost, _ = _tile_costs(mask, window)
@@ -191,7 +187,7 @@ def longest_key_tile_share(mask: HostMask, window: int) -> float:
 
 
 def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs of the query tiles and of the key tiles of flash-attn-4."""
+    """Lists the costs of the query tiles and of the key tiles of flash-attn-4."""
     if (starts := mask.chain_starts) is not None:
         # the mask of a chain is symmetrical: its key tiles, last to first, cost as much
         return (costs := chain_tile_costs(np.diff(starts), _TILE, window)), costs
@@ -203,10 +199,8 @@ def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_tail(work: float, longest_share: float, heads: int, processors: int) -> float:
-    """`flash_work`, raised by the wait for the longest block of flash-attn-4's backward.
-
-    One block takes all query tiles of a key tile and head, where triton cuts them. With few heads
-    over a prompt that all queries see, the other multiprocessors then idle.
-    """
+    """Raises `flash_work` by the wait for the longest block of flash-attn-4's backward."""
+    # one block takes all query tiles of a key tile and head, where triton cuts them: if few heads
+    # share a prompt that all queries see, the other multiprocessors then idle
     tail = longest_share * processors / heads
     return work * (1 - _BACKWARD + _BACKWARD * max(1.0, tail))

@@ -22,13 +22,13 @@ from prefixtree.kernels.operators import (
 )
 from prefixtree.packing.host_mask import host_of
 
-# One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
-# nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
-# Dynamo is kept out where eager calls enter, or it would compile the backends' host code in a model
-# that is compiled in parts.
+# the mask goes in as its handle, a tensor, so that torch.compile has nothing to specialise on and
+# makes one graph for every forest. `lse_used` keeps autograd from making a gradient that nobody
+# asked for. Dynamo is kept out where eager calls enter, or it would compile the backends' host code
+# in a model that is compiled in parts
 
 _library = new_library("_library")
-# a torch that does not say is asked by way of the dispatcher, which is right and slower
+# a torch that does not say goes through the dispatcher, which is right and slower
 _is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -40,12 +40,12 @@ def _forward(
     handle: torch.Tensor,
     *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    *options, lse_used, chosen = _with_chosen(scalars, 7)
-    mask, given = host_of(handle), Options(*options)
+    *options, lse_used, chosen = scalars
+    mask, call_options = host_of(handle), Options(*options)
     note_call(mask, "attention")
-    call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used, chosen)
+    call = AttentionCall.of(q, k, v, sinks, mask, call_options, lse_used, chosen)
     with as_given(q):
-        backend = choose(given.backend, call).backend
+        backend = choose(call_options.backend, call).backend
         with _first("forward", backend.name, call):
             return backend.kernels.forward(call)
 
@@ -63,23 +63,18 @@ def _backward(
     handle: torch.Tensor,
     *scalars: Any,
 ) -> list[torch.Tensor]:
-    *options, chosen = _with_chosen(scalars, 6)
-    given = Options(*options)
-    call = AttentionCall.of(q, k, v, sinks, host_of(handle), given, chosen=chosen)
+    *options, chosen = scalars
+    call_options = Options(*options)
+    call = AttentionCall.of(q, k, v, sinks, host_of(handle), call_options, chosen=chosen)
     with as_given(q):
-        backend = choose(given.backend, call).backend
+        backend = choose(call_options.backend, call).backend
         with _first("backward", backend.name, call):
             *grads, dsinks = backend.kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
 
 
-def _with_chosen(scalars: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The numbers and `chosen`, which torch leaves out where it is None."""
-    return scalars if len(scalars) > count else (*scalars, None)
-
-
 def _first(direction: str, backend: str, call: AttentionCall) -> AbstractContextManager[Any]:
-    """Around what may compile: on a CPU nothing does."""
+    """Makes a context around a call that may compile; on a CPU nothing does."""
     q, k, v = call.q, call.k, call.v
     if not q.is_cuda:
         return nullcontext()
@@ -97,23 +92,22 @@ def _fake_forward(q, k, v, *_):
 
 
 def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
-    # behind out, lse and the handle
-    *_, is_wide, _ = _with_chosen(rest, 9)
+    *_, is_wide, _ = rest
     wide = torch.promote_types(k.dtype, torch.float32) if is_wide else k.dtype
     dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
     dsinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
     return [q.new_empty(q.shape), dk, dv, *dsinks]
 
 
-# The fields of `Options`. With `wide` the backward gives dk and dv in float32 (float64 for
-# float64), because the caller adds to them. The forward is told too, so that it takes a backend
-# that can
+# the fields of `Options`; the forward gets `wide` too, so that it takes a backend whose backward
+# serves it. `chosen` has no default: torch hands arguments on without those at the end that have
+# theirs
 _OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 TREE_ATTENTION = register(
     _library,
     "tree_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
-    f"{_OPTIONS}, bool lse_used, Tensor? chosen=None) -> (Tensor, Tensor)",
+    f"{_OPTIONS}, bool lse_used, Tensor? chosen) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
@@ -122,7 +116,7 @@ TREE_ATTENTION_BACKWARD = register(
     _library,
     "tree_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
-    f"Tensor lse, Tensor handle, {_OPTIONS}, Tensor? chosen=None) -> Tensor[]",
+    f"Tensor lse, Tensor handle, {_OPTIONS}, Tensor? chosen) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -138,7 +132,7 @@ def _differentiable(
     *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator's kernel for autograd."""
-    *options, chosen = _with_chosen(scalars, 7)
+    *options, chosen = scalars
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -171,7 +165,7 @@ class _TreeAttention(torch.autograd.Function):
         *ctx.options, lse_used = options
         if not lse_used:
             ctx.mark_non_differentiable(lse)
-            # no zeros in the place of its gradient, which backends take for one
+            # no zeros for its gradient: backends would take them for one
             ctx.set_materialize_grads(False)
         return out, lse
 
@@ -180,7 +174,7 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse, handle, chosen = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        # with create_graph, what follows must not be taken for a constant
+        # with create_graph, the gradients must not be taken for constants
         gradients = _Once.apply if torch.is_grad_enabled() else TREE_ATTENTION_BACKWARD
         inputs = q, k, v, sinks, out, lse, handle, *ctx.options, chosen
         dq, dk, dv, *dsinks = gradients(dout, dlse, *inputs)
@@ -209,11 +203,8 @@ def attend(
     lse_used: bool,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator, for arguments that fit together -> out [Tq, H, Dv], lse [H, Tq].
-
-    Differentiable once; through lse only if `lse_used`.
-    """
-    # unless something transforms the call, what the dispatcher would come to first: less work
+    """Calls the operator: out [Tq, H, Dv], lse [H, Tq], which has a gradient if `lse_used`."""
+    # unless something transforms the call, enter where the dispatcher would: less work
     transformed = torch.compiler.is_compiling() or _is_transformed()
     run = TREE_ATTENTION if transformed else _differentiable
     return run(q, k, v, sinks, handle, *options, lse_used, chosen)

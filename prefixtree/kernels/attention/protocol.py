@@ -13,12 +13,7 @@ from prefixtree.packing.host_mask import HostMask
 
 
 class Options(NamedTuple):
-    """The numbers of a call, in the order in which the registered operators take them.
-
-    Attributes:
-        backend: the name of one, or "auto".
-        scale, window, softcap, deterministic, wide: as in `AttentionCall`.
-    """
+    """The numbers of an `AttentionCall`, in the order of the operators, and a backend or "auto"."""
 
     scale: float
     window: int = 0
@@ -28,40 +23,30 @@ class Options(NamedTuple):
     wide: bool = False
 
 
-# A named tuple is frozen too, and made in a third of the time of a frozen dataclass: every layer
-# makes one.
+# a named tuple, which takes a third of the time of a frozen dataclass to make: every layer makes
+# one
 class AttentionCall(NamedTuple):
-    """The inputs of one call of `tree_attention`, all of which fit together.
+    """The inputs of one call of `tree_attention`, all of which fit together."""
 
-    Attributes:
-        q: [Tq, H, D].
-        k: [T, Hk, D].
-        v: [T, Hk, Dv].
-        sinks: [H], or None.
-        mask: the host side of the mask; tables on any device are made from it.
-        scale: factor on q k^T.
-        window: the sliding window, in tokens; 0 for none.
-        softcap: c in c tanh(scale q k^T / c); 0 for none.
-        deterministic: whether gradients must be bitwise repeatable.
-        wide: whether the backward gives dk and dv in float32 (float64 for float64 inputs), because
-            the caller adds to them; known in the forward too.
-        lse_used: whether the caller gets lse; known in the forward alone. Otherwise lse is only
-            saved for the backward.
-        chosen: int32 [Tq, W], the keys of its path that a query attends to, a bit per position
-            (`kernels.chosen`); None for all of them.
-    """
-
+    # [Tq, H, D], [T, Hk, D], [T, Hk, Dv], [H]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None
+    # tables on any device are made from it
     mask: HostMask
     scale: float
+    # in tokens; 0 for none, as of softcap
     window: int = 0
     softcap: float = 0.0
     deterministic: bool = False
+    # whether the backward gives dk and dv in float32 (float64 for float64 inputs), because the
+    # caller adds to them; known in the forward too
     wide: bool = False
+    # whether the caller gets lse, which is otherwise saved for the backward; known in the forward
+    # alone
     lse_used: bool = False
+    # int32 [Tq, W], a bit per position (`kernels.chosen`); None for all keys
     chosen: torch.Tensor | None = None
 
     @classmethod
@@ -76,7 +61,7 @@ class AttentionCall(NamedTuple):
         lse_used: bool = False,
         chosen: torch.Tensor | None = None,
     ) -> AttentionCall:
-        """A call as backends get it; its window is 0 if no path outgrows it."""
+        """Makes a call for a backend; its window is 0 if no path outgrows it."""
         scale, window, softcap, deterministic, _, wide = options
         window = reach(mask, window)
         numbers = scale, window, softcap, deterministic, wide, lse_used
@@ -93,7 +78,7 @@ def gradient_dtype(call: AttentionCall) -> torch.dtype:
 
 
 def reach(mask: HostMask, window: int) -> int:
-    """The window as backends get it: 0 if no path outgrows it, so that plain kernels serve."""
+    """Gives backends a window of 0 if no path outgrows it, so that plain kernels serve."""
     return 0 if window >= mask.deepest else window
 
 
@@ -101,7 +86,7 @@ class Kernels(Protocol):
     """The functions that the module of a backend has."""
 
     def refusal(self, call: AttentionCall) -> str | None:
-        """Why they cannot serve a call; None if they can. The text follows the backend's name."""
+        """Says why they cannot serve a call, to follow the backend's name; None if they can."""
         ...
 
     def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,10 +105,9 @@ class Kernels(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Computes the gradients.
+        """Computes the gradients; out and lse are the forward's, dlse is None if lse was not used.
 
-        out and lse are those that the forward returned; dlse is None where lse was not used.
-        Returns dq, dk and dv in the inputs' dtypes, contiguous, and dsinks (None without sinks);
-        dk and dv in float32 (float64 for float64) for a call that is `wide`.
+        Returns dq, dk and dv in the inputs' dtypes, contiguous, and dsinks (None without sinks). dk
+        and dv of a `wide` call are float32 (float64 for float64).
         """
         ...

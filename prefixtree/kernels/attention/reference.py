@@ -1,7 +1,7 @@
 """Dense tree attention in plain torch, differentiable by autograd: the oracle for the others.
 
-T x T memory; any dtype up to float64, any device. Legend: T packed tokens, Tq query rows, H query
-heads, Hk kv heads, D head dim.
+It takes T x T memory, any dtype up to float64 and any device. Legend: T packed tokens, Tq query
+rows, H query heads, Hk kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from prefixtree.packing.mask import dense_mask
 
 
 def refusal(call: AttentionCall) -> None:
-    """This backend serves every call."""
+    """Returns None: this backend serves every call."""
     return None
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys; both with autograd's history."""
+    """Computes out [Tq, H, Dv] in q's dtype and lse [H, Tq] over the keys, for autograd."""
     visible = dense_mask(call.mask, call.q.device, call.window)
     if call.chosen is not None:
         position = call.mask.on(call.q.device)["position_ids"].long()
@@ -36,14 +36,14 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv as `Backend` says, contiguous; dsinks. out and lse are computed again."""
+    """Computes dq, dk, dv as `Kernels` says, and dsinks; it computes out and lse again."""
     k, v = (x.to(gradient_dtype(call)) for x in (call.k, call.v))
     inputs = (call.q, k, v) + (() if call.sinks is None else (call.sinks,))
     with torch.enable_grad():
         q, k, v, *sinks = leaves = [x.detach().requires_grad_() for x in inputs]
         out, lse = forward(call._replace(q=q, k=k, v=v, sinks=sinks[0] if sinks else None))
-    outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    grads = torch.autograd.grad(outputs, leaves, given)
+    outputs, output_grads = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    grads = torch.autograd.grad(outputs, leaves, output_grads)
     dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dsinks[0] if dsinks else None
 
@@ -58,19 +58,11 @@ def dense_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(softcap(scale q k^T) + mask) v, every pair written out.
+    """Computes softmax(softcap(scale q k^T) + mask) v, every pair written out.
 
-    Args:
-        q: [Tq, H, D].
-        k: [T, Hk, D].
-        v: [T, Hk, Dv].
-        visible: bool [Tq, T]; every query sees at least one key.
-        softcap: c in c tanh(s / c), 0 for none.
-        sinks: [H], one more logit per head, which takes probability and has no value (gpt-oss).
-
-    Returns:
-        out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq] over the keys, without the sink;
-        computed in float32, float64 for float64 inputs.
+    q [Tq, H, D], k [T, Hk, D], v [T, Hk, Dv], visible bool [Tq, T] with at least one key per query,
+    sinks [H]. Returns out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq] over the keys,
+    without the sink; computed in float32, float64 for float64 inputs.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
@@ -83,5 +75,5 @@ def dense_attention(
     lse = torch.logsumexp(scores, -1)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.to(dtype)[:, None])
     out = torch.einsum("hqk,khd->qhd", torch.exp(scores - total[..., None]), value)
-    # models take views of it
+    # models take views of out
     return out.to(q.dtype).contiguous(), lse

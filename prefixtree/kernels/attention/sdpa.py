@@ -1,12 +1,11 @@
 """Tree attention on any torch device: the queries of one path at a time over the keys above them.
 
-No T x T object. A block of queries (`HostMask.paths`) sees a few whole runs of keys, then itself
-causally. On the CPU each run is one call of torch's flash kernel, merged by lse in the forward and,
-in the backward, run with the merged lse, which makes each run's share of the gradient exact
-(FlashAttention-2, arXiv 2307.08691, section 3.1). Where that kernel cannot serve (another device, a
-window, softcap, chosen keys, a gradient of lse,
-Dv != D) the same blocks go through matrix products in chunks of
-bounded size. Half precision is computed in float32. Everything is summed in a fixed order.
+No object is T x T. A block of queries (`HostMask.paths`) sees a few whole runs of keys, then itself
+causally. On the CPU each run is one call of torch's flash kernel. The forward merges runs by their
+lse. The backward runs with the merged lse, which makes each run's share of the gradient exact
+(FlashAttention-2, arXiv 2307.08691, section 3.1). That kernel serves no other device, window,
+softcap, chosen keys, gradient of lse, or Dv != D. Then the same blocks go through matrix products
+in chunks of bounded size. Half precision is computed in float32. Sums have a fixed order.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, G = H / Hk, D head dim.
 """
@@ -27,18 +26,18 @@ _CHUNK = 1 << 24
 
 
 def refusal(call: AttentionCall) -> None:
-    """This backend serves every call."""
+    """Returns None: this backend serves every call."""
     return None
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys (float32, or float64)."""
+    """Computes out [Tq, H, Dv] in q's dtype and lse [H, Tq] over the keys (float32, or float64)."""
     out, lse = _wide_forward(_widened(call))
     return out.to(call.q.dtype), lse
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:
-    """float32 (or float64), the last stride 1: the flash kernel reads without looking at it."""
+    """Makes x float32 (or float64) with last stride 1, which the flash kernel does not check."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -48,7 +47,7 @@ def _widened(call: AttentionCall) -> AttentionCall:
 
 
 def _wide_forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` of a call that is widened."""
+    """Computes `forward` of a widened call."""
     queries, keys, values, sinks = call.q, call.k, call.v, call.sinks
     heads = queries.shape[1]
     out = queries.new_empty(queries.shape[0], heads, values.shape[2])
@@ -77,13 +76,13 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv as `Backend` says, contiguous; dsinks. Probabilities are computed anew."""
-    given, call, dout = call, _widened(call), _widen(dout)
+    """Computes dq, dk, dv as `Kernels` says, and dsinks; it computes probabilities anew."""
+    original, call, dout = call, _widened(call), _widen(dout)
     queries, keys, values, sinks = call.q, call.k, call.v, call.sinks
     flash = dlse is None and _flash_serves(call)
     if out.dtype != dout.dtype:
-        # delta = dout out^T cancels against dout v^T where a softmax is nearly one-hot: the
-        # rounding of a half-precision out would be most of what is left
+        # delta = dout out^T cancels against dout v^T if a softmax is nearly one-hot: the rounding
+        # of a half-precision out would be most of the difference
         out, _ = _wide_forward(call)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     # contiguous whatever the inputs' strides, as compiled code was told
@@ -122,8 +121,8 @@ def backward(
     if sinks is not None:
         delta = torch.einsum("qhd,qhd->hq", dout, out)
         dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - total) * delta).sum(1).to(sinks.dtype)
-    dtype = gradient_dtype(given)
-    return dq.to(given.q.dtype), dk.to(dtype), dv.to(dtype), dsinks
+    dtype = gradient_dtype(original)
+    return dq.to(original.q.dtype), dk.to(dtype), dv.to(dtype), dsinks
 
 
 # ---- torch's flash kernel for the CPU ----------------------------------------------------------
@@ -138,13 +137,13 @@ def _flash_serves(call: AttentionCall) -> bool:
 
 @cache
 def _flash_works() -> bool:
-    """Whether this torch has the kernel, with grouped heads, and it is right on a small case: it
-    is no public function, so its presence alone proves nothing."""
+    """Whether this torch has the kernel, with grouped heads, and it is right on a small case."""
+    # it is no public function, so its presence alone proves nothing
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(5, h, 8, generator=generator) for h in (4, 2, 2, 4))
     try:
         out, lse = _flash_forward(q, k, v, [(0, 5, True)], 0.5)
-        got = (out, lse, *_flash_backward(dout, q, k, v, out, lse, True, 0.5))
+        computed = (out, lse, *_flash_backward(dout, q, k, v, out, lse, True, 0.5))
     except (AttributeError, RuntimeError, TypeError):
         return False
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.5
@@ -152,7 +151,7 @@ def _flash_works() -> bool:
     p, value = scores.softmax(-1), v.repeat_interleave(2, 1)
     ds = p * torch.einsum("qhd,khd->hqk", dout, value)
     ds = 0.5 * (ds - p * ds.sum(-1, keepdim=True))
-    want = (
+    expected = (
         torch.einsum("hqk,khd->qhd", p, value),
         scores.logsumexp(-1),
         torch.einsum("hqk,khd->qhd", ds, k.repeat_interleave(2, 1)),
@@ -161,7 +160,7 @@ def _flash_works() -> bool:
     )
     return all(
         a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
-        for a, b in zip(got, want, strict=True)
+        for a, b in zip(computed, expected, strict=True)
     )
 
 
@@ -176,7 +175,7 @@ def _flash_forward(
     runs: list[tuple[int, int, bool]],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One block over its runs of keys, merged -> out [L, H, D], lse [H, L]."""
+    """Computes one block over its runs of keys, merged: out [L, H, D], lse [H, L]."""
     parts = [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _heads_first(q),
@@ -207,7 +206,7 @@ def _flash_backward(
     causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
-    """One run's share of dq [L, H, D], and its dk, dv; out and lse are those of all runs."""
+    """Computes one run's share of dq [L, H, D], and its dk, dv; out and lse are of all runs."""
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _heads_first(dout),
         _heads_first(q),
@@ -228,38 +227,33 @@ def _flash_backward(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A few query rows of one path over the keys in their reach.
+    """A few query rows of one path over the keys in their reach."""
 
-    Attributes:
-        rows: rows of q.
-        first_position: position of the first of them; the others follow one by one.
-        runs: packed (start, end) of the keys, whose positions ascend without a gap.
-        key_position: position of the first key.
-    """
-
+    # rows of q, and the position of the first; the others follow one by one
     rows: slice
     first_position: int
+    # packed (start, end) of the keys, whose positions ascend without a gap from that of the first
     runs: list[tuple[int, int]]
     key_position: int
 
     def keys(self, k: torch.Tensor) -> torch.Tensor:
-        """[K, Hk, D] of the keys in reach."""
+        """Takes the keys in reach, [K, Hk, D]."""
         parts = [k[start:end] for start, end in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _grouped(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Rows [L, H, D] -> [Hk, G L, D]."""
+        """Brings rows [L, H, D] to [Hk, G L, D]."""
         rows = x[self.rows]
         length, heads, dim = rows.shape
         rows = rows.view(length, kv_heads, heads // kv_heads, dim)
         return rows.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
 
     def _ungrouped(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """[Hk, G L, D] -> [L, H, D]."""
+        """Brings [Hk, G L, D] back to [L, H, D]."""
         return x.view(heads, -1, x.shape[-1]).transpose(0, 1)
 
     def scores(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[H, L, K] masked scores, and the softcap's derivative where there is one."""
+        """Computes masked scores [H, L, K], and the softcap's derivative if there is one."""
         q, k = call.q, call.k
         length = self.rows.stop - self.rows.start
         key = self.keys(k).permute(1, 2, 0)
@@ -282,13 +276,13 @@ class _Chunk:
         return s.masked_fill(hidden, -torch.inf), dcap
 
     def values_product(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """p v as [L, H, Dv]."""
+        """Computes p v, [L, H, Dv]."""
         value = self.keys(v).transpose(0, 1)  # [Hk, K, Dv]
         p = p.view(v.shape[1], -1, p.shape[-1])
         return self._ungrouped(torch.bmm(p, value), p.shape[0] * p.shape[1] // self._length)
 
     def values_grad(self, dout: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """dout v^T as [H, L, K]."""
+        """Computes dout v^T, [H, L, K]."""
         value = self.keys(v).permute(1, 2, 0)
         return torch.bmm(self._grouped(dout, v.shape[1]), value).view(
             dout.shape[1], self._length, -1
@@ -323,7 +317,7 @@ class _Chunk:
 
 
 def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
-    """The blocks in pieces of at most `_CHUNK` scores, keys out of the window's reach left out."""
+    """Cuts blocks into pieces of at most `_CHUNK` scores, without keys out of the window."""
     heads = call.q.shape[1]
     for row, length, with_own in call.mask.blocks():
         path = [(start, end) for start, end, _ in with_own]
@@ -345,7 +339,7 @@ def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
 
 
 def _clip(path: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """The part of a path's packed runs between two positions."""
+    """Cuts a path's packed runs to those between two positions."""
     runs, position = [], 0
     for start, end in path:
         first = max(start, start + low - position)

@@ -1,7 +1,8 @@
 """`cascade_attention`: attention of new tokens to a growing forest's keys, each read once.
 
-Keys that several rows share are read once for all of them; the partial results of a row are joined
-by their lse. A registered operator that writes into the pools; torch.compile keeps it in one graph.
+Keys that several rows share are read once for all of them, and a row's partial results are joined
+by their lse. It is a registered operator that writes into the pools; torch.compile keeps it in one
+graph.
 
 Legend: B rows, H query heads, Hk kv heads, G = H / Hk, D and Dv head dims, C keys of the pools, L
 keys of an item.
@@ -23,7 +24,7 @@ _GATHERED = 1 << 24
 
 
 def _chosen(backend: str, call: DecodeCall) -> Callable[[DecodeCall], torch.Tensor]:
-    """The forward of the backend that serves a call; the Triton kernels wherever they do."""
+    """Chooses the forward of the backend that serves a call: Triton's if it does."""
     if backend not in ("auto", "triton", "torch"):
         raise UnsupportedError(f"backend {backend!r} is none of 'auto', 'triton' and 'torch'")
     if backend == "torch" or (backend == "auto" and not call.q.is_cuda):
@@ -93,33 +94,21 @@ def cascade_attention(
 ) -> torch.Tensor:
     """Writes the rows' keys and values into the pools and attends to all that each row sees.
 
-    Every live row's k and v are written at the next key of its tail. Then the row sees its runs and
-    its tail up to that key. Call `work.advance()` after the last layer, before the next step. Not
-    differentiable.
+    Every live row's k and v are written at the next key of its tail. Then the row sees its runs,
+    and its tail up to that key. Call `work.advance()` after the last layer, before the next step.
+    It is not differentiable. Arguments that `tree_attention` has mean the same; B is
+    `work.num_rows`.
 
     Args:
-        q: [B, H, D], floating point; B is `work.num_rows`. Any strides.
-        k: [B, Hk, D] in q's dtype. H is a multiple of Hk; query head h reads kv head h // (H / Hk).
-        v: [B, Hk, Dv] in q's dtype.
-        key_pool: [C, Hk, D] in q's dtype, changed in place.
-        value_pool: [C, Hk, Dv] in q's dtype, changed in place.
-        work: on q's device; its keys are less than C.
-        scale: the factor on q k^T. Default: D ** -0.5.
-        window: the sliding window, in tokens, as in `tree_attention`; the one that `work` was built
-            for. Default: no window.
-        softcap: c in c tanh(scale q k^T / c). Default: no soft cap.
-        sinks: [H] floating point, one logit per query head that joins the softmax without a value.
-            Default: no sinks.
+        q: [B, H, D], any strides.
+        k, v: [B, Hk, D] and [B, Hk, Dv] in q's dtype.
+        key_pool, value_pool: [C, Hk, D] and [C, Hk, Dv] in q's dtype, changed in place.
+        work: on q's device, for this window; its keys are less than C.
         backend: "triton" (GPUs; contiguous pools), "torch" (any device; it waits for the device),
-            or "auto": triton where it can serve the call. Default: "auto".
+            or "auto": triton if it serves the call.
 
     Returns:
         [B, H, Dv] in q's dtype; zeros for rows that are not live.
-
-    Raises:
-        ValueError: arguments that do not fit together, with what was expected.
-        UnsupportedError: a backend that cannot serve this call, with the reason.
-        RuntimeError: a gradient would be needed.
     """
     if (window or 0) != work.window:
         raise ValueError(
@@ -143,7 +132,7 @@ def _check(
     work: DecodeWork,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Raises where tensors do not fit together: kernels would read and write beyond them."""
+    """Refuses tensors that do not fit together: kernels would read and write beyond them."""
     rows, keys, (heads, dim), (kv_heads, d_v) = (
         work.num_rows,
         len(key_pool),
@@ -158,10 +147,10 @@ def _check(
         "value_pool": (value_pool, [keys, kv_heads, d_v]),
     }
     for name, (x, shape) in expected.items():
-        found = list(x.shape), x.dtype, x.device
+        came = list(x.shape), x.dtype, x.device
         wanted = shape, q.dtype, work.tables.written.device
-        if found != wanted:
-            raise ValueError(f"{name} must be {wanted}, as q, v and the work list say, got {found}")
+        if came != wanted:
+            raise ValueError(f"{name} must be {wanted}, as q, v and the work list say, got {came}")
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"cascade_attention has no gradient, and {name} requires one; call it under "
@@ -179,7 +168,7 @@ def _check(
 
 
 def _eager(call: DecodeCall) -> torch.Tensor:
-    """Writes k and v, -> out [B, H, Dv] in q's dtype."""
+    """Writes k and v, and computes out [B, H, Dv] in q's dtype."""
     tables = call.tables
     first, room, depth = tables.tails.long().unbind(1)
     written = tables.written.long()
@@ -197,17 +186,17 @@ def _eager(call: DecodeCall) -> torch.Tensor:
 
 
 def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torch.Tensor) -> None:
-    """The items. Those of about as many rows and keys stand side by side, padded to the longest."""
+    """Computes the items; those of about as many rows and keys at once, padded to the longest."""
     items = torch.cat([call.tables.wide, call.tables.narrow]).long()
     items = items[items[:, 1] > 0]
     first_row, rows, first_piece, stop_piece, first_slot = items.unbind(1)
-    # an item's last row fills its place up
+    # an item's last row fills the places that are left
     lane = torch.arange(call.block, device=last.device).minimum(rows[:, None] - 1)
     row, slot = first_row[:, None] + lane, first_slot[:, None] + lane
     seen_to = last[row]
     item, piece = _ranges(first_piece, stop_piece - first_piece)
     first, keys, first_depth, *seers = call.tables.pieces[piece].long().unbind(1)
-    # nothing is read that is not written yet
+    # keys that are not written yet are not read
     sees = (row[item] >= seers[0][:, None]) & (row[item] < seers[1][:, None])
     deepest = seen_to[item].masked_fill(~sees, -1).amax(1)
     keys = keys.minimum(deepest + 1 - first_depth).clamp(min=0)
@@ -220,22 +209,22 @@ def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torc
     (_, kv_heads, dim), d_v = call.k.shape, call.v.shape[2]
     group = call.q.shape[1] // kv_heads
     kind = 64 * rows.log2().ceil() + length.log2().ceil()
-    for one in kind[length > 0].unique():
-        alike = (kind == one).nonzero()[:, 0]
-        most, longest = int(rows[alike].max()), int(length[alike].max())
+    for chosen_kind in kind[length > 0].unique():
+        alike = (kind == chosen_kind).nonzero()[:, 0]
+        most_rows, longest = int(rows[alike].max()), int(length[alike].max())
         at_once = max(1, _GATHERED // (longest * kv_heads * (dim + d_v)))
-        for some in alike.split(at_once):
+        for batch in alike.split(at_once):
             lane = torch.arange(longest, device=last.device)
-            inside = lane < length[some, None]
-            # and its first key
-            at = start[some, None] + lane * inside
-            key_depth, newest = depth[at][:, None], seen_to[some, :most, None]
-            mine = row[some, :most, None]
+            inside = lane < length[batch, None]
+            # places beyond an item's keys take its first key
+            at = start[batch, None] + lane * inside
+            key_depth, newest = depth[at][:, None], seen_to[batch, :most_rows, None]
+            own_row = row[batch, :most_rows, None]
             visible = (key_depth <= newest) & inside[:, None]  # [items, rows, L]
-            visible &= (mine >= seers[0][at][:, None]) & (mine < seers[1][at][:, None])
+            visible &= (own_row >= seers[0][at][:, None]) & (own_row < seers[1][at][:, None])
             if call.window:
                 visible &= key_depth > newest - call.window
-            q = call.q[row[some, :most]].to(part.dtype).unflatten(2, (kv_heads, group))
+            q = call.q[row[batch, :most_rows]].to(part.dtype).unflatten(2, (kv_heads, group))
             k, v = (pool[key[at]].to(part.dtype) for pool in (call.key_pool, call.value_pool))
             out, top = _attend(
                 q.transpose(1, 2).flatten(2, 3),
@@ -245,11 +234,13 @@ def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torc
                 call,
             )
             for to, x in ((part, out), (lse, top)):
-                to[slot[some, :most]] = x.unflatten(2, (most, group)).transpose(1, 2).flatten(2, 3)
+                to[slot[batch, :most_rows]] = (
+                    x.unflatten(2, (most_rows, group)).transpose(1, 2).flatten(2, 3)
+                )
 
 
 def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """first[0], first[0] + 1, .. (count[0] numbers), first[1], ..; before them whose they are."""
+    """Lists first[i] .. first[i] + count[i] - 1 of each range i; first of all the i of each."""
     which = torch.repeat_interleave(count)
     start = count.cumsum(0) - count
     return which, (first - start)[which] + torch.arange(len(which), device=first.device)
@@ -258,10 +249,7 @@ def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, tor
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, call: DecodeCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [.., rows, D], k [.., L, D], v [.., L, Dv] -> out [.., rows, Dv], lse [.., rows].
-
-    A row that sees nothing has zeros and -inf.
-    """
+    """Computes out [.., rows, Dv] and lse of keys [.., L, D]; zeros and -inf if nothing is seen."""
     scores = q @ k.transpose(-1, -2) * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -272,7 +260,7 @@ def _attend(
 
 
 def _merge(call: DecodeCall, part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The rows' slots joined by their lse, and the sinks, once."""
+    """Joins the rows' slots by their lse, and the sinks, once."""
     tables, rows = call.tables, len(call.q)
     row = torch.repeat_interleave(tables.slot_ptr.diff())
     slot = tables.slots[: len(row)]

@@ -1,4 +1,4 @@
-"""Drawing a token per row from logits, in one pass: noise, argmax and the log-probability.
+"""The draw of a token per row from logits, in one pass: noise, argmax and the log-probability.
 
 Legend: B rows, V vocabulary, S parts of a row.
 """
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from prefixtree.kernels import runtime
 
-# logits of a step of a program, and programs that fill a GPU
+# logits of a program's step, and programs that fill a GPU
 _BLOCK, _PROGRAMS = 1024, 1024
 
 
 @triton.jit
 def _mixed(z, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """SplitMix64's output function; int64 products wrap around, shifts are logical."""
+    """Computes SplitMix64's output; int64 products wrap around, shifts are logical."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * FIRST
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * SECOND
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -30,8 +30,7 @@ def draw_kernel(
     BLOCK: tl.constexpr, HAS_NOISE: tl.constexpr,
     GAMMA: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """A row's part: the largest of logits / temperature + noise, its index and its logit, and what
-    the row's log-sum-exp takes of this part."""
+    """Finds the largest noisy logit of a row's part, and the part's share of the log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -55,7 +54,7 @@ def draw_kernel(
             count = ((hashed >> 11) & 0x1FFFFFFFFFFFFF) + 1
             uniform = count.to(tl.float32) * 1.1102230246251565e-16
             uniform = tl.minimum(uniform, 0.99999994)
-            # log1p(-uniform), as exact where uniform is tiny (Kahan)
+            # log1p(-uniform), exact also if uniform is tiny (Kahan)
             rest = 1.0 - uniform
             is_one = rest == 1.0
             ratio = tl.log(rest) * (-uniform) / tl.where(is_one, 1.0, rest - 1.0)
@@ -65,7 +64,7 @@ def draw_kernel(
         where = tl.where(better, token, where)
         chosen = tl.where(better, logit, chosen)
     value = tl.max(best, 0)
-    # the first of equals, as argmax has it
+    # of equal values the first, as argmax takes it
     index = tl.min(tl.where(best == value, where, 2147483647), 0)
     to = row * parts + part
     tl.store(VALUE + to, value)
@@ -78,16 +77,11 @@ def draw_kernel(
 def draw(
     logits: torch.Tensor, state: torch.Tensor, temperature: float, constants: tuple[int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token per row.
+    """Draws a token per row of logits [B, V], whose rows are contiguous.
 
-    Args:
-        logits: [B, V], floating point, rows contiguous.
-        state: int64 [B], hash of each row's key and position.
-        temperature: 0 for the likeliest token.
-        constants: gamma and the two factors of SplitMix64.
-
-    Returns:
-        int64 [B] tokens, float32 [B] log-probabilities at the temperature (at 1 for 0).
+    state int64 [B] is a hash of each row's key and position; temperature 0 takes the likeliest
+    token; constants are gamma and the two factors of SplitMix64. Returns int64 [B] tokens and
+    float32 [B] log-probabilities at the temperature (at 1 for 0).
     """
     rows, vocabulary = logits.shape
     parts = max(1, min(-(-_PROGRAMS // rows), -(-vocabulary // _BLOCK)))
@@ -116,7 +110,7 @@ def draw(
             FIRST=first,
             SECOND=second,
         )
-    which = value.argmax(1, keepdim=True)
-    most = top.amax(1, keepdim=True)
-    lse = most + (total * (top - most).exp()).sum(1, keepdim=True).log()
-    return index.gather(1, which)[:, 0].long(), (chosen.gather(1, which) - lse)[:, 0]
+    best_part = value.argmax(1, keepdim=True)
+    highest = top.amax(1, keepdim=True)
+    lse = highest + (total * (top - highest).exp()).sum(1, keepdim=True).log()
+    return index.gather(1, best_part)[:, 0].long(), (chosen.gather(1, best_part) - lse)[:, 0]

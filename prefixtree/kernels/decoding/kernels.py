@@ -1,8 +1,9 @@
-"""Decoding: partial attention of rows to runs of a pool's keys, and its merge by lse.
+"""The kernels of decoding: partial attention of rows to runs of keys, and its merge by lse.
+
+Tensors are contiguous. Numbers that differ by step or forest are read from tensors of the work list
+(`DecodeTables`), so a captured launch stays right while they change.
 
 Legend: B rows, H query heads, Hk kv heads, G = H / Hk, D and Dv head dims.
-Tensors are contiguous. What differs from step to step and from forest to forest is read from
-tensors of the work list (`DecodeTables`), so a captured launch stays right while they change.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ def write_kernel(
     K, V, KEY_POOL, VALUE_POOL, TAILS, WRITTEN, LIVE,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The key and value of a row, where it is live and its tail has room.
-
-    KEY and VALUE are Hk x D and Hk x Dv, the numbers of each.
-    """
+    """Writes a row's key (KEY = Hk x D numbers) and value if it is live and its tail has room."""
     row = tl.program_id(0).to(tl.int64)
     written = tl.load(WRITTEN + row)
     if (tl.load(LIVE + row) != 0) & (written < tl.load(TAILS + 3 * row + 1)):
@@ -50,11 +48,8 @@ def partial_kernel(
     D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """An item's rows x the query heads of one kv head over the item's keys.
-
-    A slot where a row sees nothing has lse -inf, and no partial result.
-    """
-    # the kv heads of a key lie side by side in the pool: their programs run at the same time
+    """Computes an item's rows x the query heads of one kv head; lse is -inf if nothing is seen."""
+    # the kv heads of a key are side by side in the pool: their programs run at the same time
     item = ITEMS + 5 * (tl.program_id(0) // KV_HEADS)
     kv_head = tl.program_id(0) % KV_HEADS
     rows = tl.load(item + 1)
@@ -62,7 +57,8 @@ def partial_kernel(
         first_row = tl.load(item)
         slot = tl.load(item + 4)
         token, head, alive = rows_of_tile(ROWS, GROUP, rows)
-        # the depth of the last key that a row sees: what it has just written, or of a full tail
+        # the depth of the last key that a row sees: the key just written, or the last of a full
+        # tail
         tail = first_row + token
         room = tl.load(TAILS + 3 * tail + 1, mask=alive, other=0)
         last = tl.load(TAILS + 3 * tail + 2, mask=alive, other=0)
@@ -81,11 +77,11 @@ def partial_kernel(
             sees = alive_now & (tail >= tl.load(PIECES + 5 * piece + 3))
             sees = sees & (tail < tl.load(PIECES + 5 * piece + 4))
             seen_to = tl.where(sees, last, -1)
-            # a tail is listed with all its room: nothing behind the last written key is read
+            # a tail is listed with all its room: no key after the last written one is read
             keys = tl.minimum(tl.load(PIECES + 5 * piece + 1), tl.max(seen_to, 0) + 1 - depth)
             low = 0
             if HAS_WINDOW:
-                # where no row sees, `low` stays below what a pipelined loop can add to it: compiled
+                # if no row sees, `low` leaves room for what a pipelined loop adds to it: compiled
                 # loops load ahead, at low + KEYS, and a wrapped number would pass for a small one
                 shallowest = tl.min(tl.where(sees, last, 1073741824), 0)
                 low = tl.minimum(tl.maximum(low, shallowest - window + 1 - depth), keys)
@@ -102,7 +98,7 @@ def partial_kernel(
                 logits = tl.where(seen, scores * outer, MASKED)
                 top, total, acc = absorb(logits, 1.0, v, top, total, acc)
 
-        # what was gathered of masked keys alone counts for nothing
+        # a sum over masked keys alone counts for nothing
         is_empty = top < 0.5 * MASKED
         total = tl.where(is_empty, 1.0, total)
         lse = tl.where(is_empty, float("-inf"), top + tl.log2(total))
@@ -117,7 +113,7 @@ def merge_kernel(
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A row's slots joined by their lse, for one head; the sink joins once. Zeros without keys."""
+    """Joins a row's slots by their lse for one head, and the sink once. Zeros without keys."""
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     top = tl.full([], MASKED, tl.float32)

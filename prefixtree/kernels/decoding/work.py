@@ -1,7 +1,7 @@
 """`DecodeWork`: the work list of attention from new tokens to keys kept in a pool.
 
-What a step reads depends on tensors of fixed size alone, so one CUDA graph serves all steps, and
-all forests that fit.
+A step reads tensors of fixed size alone, so one CUDA graph serves all steps and all forests that
+fit.
 
 Legend: B rows (query tokens of a forward), N runs, H query heads, Hk kv heads, D and Dv head dims,
 C keys of the pools.
@@ -18,16 +18,16 @@ import torch
 from prefixtree import loops
 from prefixtree.packing.copies import lasting, move
 
-# a run of keys is read once for all rows below it if that saves more than so many reads of a key
-# per head; otherwise every row reads it with its tail. From 64 to 1,024 times are alike (H200)
+# a run of keys is read once for all rows below it if that saves more than this many reads of a key
+# per head; otherwise every row reads it with its tail. From 64 to 1,024, times are alike (H200)
 SHARE_FROM = 512
-# Pairs of (item, kv head) per multiprocessor that the length of items aims at, and the keys of the
+# pairs of (item, kv head) per multiprocessor at which the length of items aims, and the keys of the
 # shortest item: a row's partial result takes as many bytes as 4 keys and values (bf16, 4 query
 # heads per kv head), and is written and read once
 PROGRAMS, SHORTEST = 4, 128
-# keys of an item are a multiple of this where they can be: of a tile of keys
+# keys of an item are a multiple of this, a tile of keys, if they can be
 STEP = 64
-# query heads x rows of an item, up to which it is narrow, and at most
+# query heads x rows of a narrow item, and of any item, at most
 NARROW, WIDE = 16, 64
 _UNCUT = 1 << 40
 
@@ -36,7 +36,6 @@ class Capacity(NamedTuple):
     """The room in a work list.
 
     Attributes:
-        rows: rows, the number that q has.
         wide, narrow: items of many and of few rows.
         pieces: runs of keys, cut at the ends of items.
         slots: partial results, one per row of an item; a slot takes H x (Dv + 1) float32 while a
@@ -50,15 +49,13 @@ class Capacity(NamedTuple):
     slots: int
 
     def holds(self, other: Capacity) -> bool:
-        """Whether nothing of `other` is more."""
+        """Whether `other` needs no more of anything."""
         return all(a >= b for a, b in zip(self, other, strict=True))
 
     def grown(self, least: Capacity) -> Capacity:
-        """At least `least`, and room for up to twice as much beside rows: lists that are alike fit.
-
-        Both kinds of items are among it, so a step launches the same kernels for all of them.
-        """
+        """Makes at least `least`, and up to twice as much except of rows: similar lists fit."""
         pairs = zip(self[1:], least[1:], strict=True)
+        # both kinds of items, so that a step launches the same kernels for all lists
         rest = [max(8, 1 << (need - 1).bit_length(), other) for need, other in pairs]
         return Capacity(max(self.rows, least.rows), *rest)
 
@@ -67,14 +64,13 @@ class DecodeTables(NamedTuple):
     """The tensors of a work list, as kernels read them: int32, except `live`.
 
     Attributes:
-        wide, narrow: [.., 5], items (first row, rows, first piece, stop piece, first slot); those
-            that are not used have no rows.
-        pieces: [.., 5], (first key, keys, depth of the first key, first row, stop row), the rows
-            that see the keys; keys of a tail reach to the end of its room, written or not.
+        wide, narrow: [.., 5], items (first row, rows, first piece, stop piece, first slot); unused
+            items have no rows.
+        pieces: [.., 5], (first key, keys, depth of the first key, first row, stop row); keys of a
+            tail reach to the end of its room.
         slot_ptr, slots: [B + 1] and [..], the slots of each row.
         tails: [B, 3], (first key, room, depth of the first key).
         written: [B], keys in each tail.
-        live: bool [B].
     """
 
     wide: torch.Tensor
@@ -88,72 +84,51 @@ class DecodeTables(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """One call of the operator.
+    """One call of the operator."""
 
-    Attributes:
-        q: [B, H, D].
-        k, v: [B, Hk, D] and [B, Hk, Dv], the keys and values that rows write.
-        key_pool, value_pool: [C, Hk, D] and [C, Hk, Dv].
-        sinks: [H] or None.
-        tables: of the work list.
-        scale: the factor on q k^T.
-        window: 0 for none.
-        softcap: 0 for none.
-        block, narrow_block: most rows of a wide item and of a narrow one.
-    """
-
+    # [B, H, D], and the keys and values that rows write, [B, Hk, D] and [B, Hk, Dv]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    # [C, Hk, D], [C, Hk, Dv]
     key_pool: torch.Tensor
     value_pool: torch.Tensor
+    # [H]
     sinks: torch.Tensor | None
     tables: DecodeTables
     scale: float
+    # 0 for none
     window: int
     softcap: float
+    # most rows of a wide item and of a narrow one
     block: int
     narrow_block: int
 
 
 class DecodeWork:
-    """Which keys of a pool each row sees, laid out for `cascade_attention`.
+    """The keys of a pool that each row sees, laid out for `cascade_attention`.
 
     A row is a query token. It sees its runs, which other rows may see too, and the written keys of
     its tail, the last of which is its own.
 
     Args:
-        runs: int64 [N, 5], each (first key in the pool, stop key, first row, stop row, depth of
-            the first key): keys that all of these rows see. The depth is the position of a
-            token on its path. Runs of no keys are left out.
-        tails: int64 [B, 4], each (first key of the row's tail in the pool, keys it has room
-            for, keys written, depth of its first key). Rows that write into the same tail are
-            neighbours and see the same runs: tokens of an append, each with one more key
-            written than the one before.
-        device: of the pools and queries. Default: "cpu".
-        window: the sliding window of the layers that use this list. Default: no window.
-        group: H / Hk of the layers. Another number costs speed, no exactness. Default: 4.
-        kv_heads: Hk, as `group`. Default: 8.
-        live: bool [rows of the capacity] on the device, kept and not copied: which rows write
-            their key, see their keys and go on. The caller changes it in place; tokens of an
-            append stop together. Default: all rows of `tails`, which must have room.
-        capacity: room for other rows and runs that `refill` may bring. Default: what these
-            need.
-        num_keys: keys of the pools, beyond which runs and tails are refused. Default: as many
-            as these runs and tails reach to.
-        chunk: most keys of an item. Default: so many that the device's multiprocessors have
-            about 4 programs each; on a CPU, items are not cut.
-        spare: the default capacity is up to twice what these need.
-
-    Raises:
-        ValueError: keys beyond the pool.
-
-    Attributes:
-        tables: the tensors that kernels read, on the device.
-        capacity: what they have room for.
-        window: the sliding window, 0 for none.
-        block, narrow_block: most rows of an item, and of a narrow one.
-        num_keys: keys that the pools must have.
+        runs: int64 [N, 5], each (first key in the pool, stop key, first row, stop row, depth of the
+            first key): keys that all of these rows see. The depth is the position of a token on its
+            path. Runs of no keys are left out.
+        tails: int64 [B, 4], each (first key of the row's tail in the pool, keys it has room for,
+            keys written, depth of its first key). Rows that write into the same tail are neighbours
+            and see the same runs. They are tokens of an append, each with one more key written than
+            the one before.
+        group, kv_heads: H / Hk and Hk of the layers. Other numbers cost speed, no exactness.
+        live: bool [rows of the capacity] on the device, kept and not copied: which rows write their
+            key, see their keys and go on. The caller changes it in place; tokens of an append stop
+            together. Default: all rows of `tails`, which must have room.
+        capacity: room for what `refill` may bring. Default: what these need, or with `spare` up to
+            twice as much.
+        num_keys: keys of the pools, beyond which runs and tails are refused. Default: as many as
+            these runs and tails reach to.
+        chunk: most keys of an item. Default: so many that the device's multiprocessors have about 4
+            programs each; on a CPU, items are not cut.
     """
 
     @lasting
@@ -175,6 +150,7 @@ class DecodeWork:
         self._device = torch.empty(0, device=device).device
         self._kv_heads, self._chunk, self._live = kv_heads, chunk, live
         self.window = window or 0
+        # most rows of an item, and of a narrow one
         self.block, self.narrow_block = max(1, WIDE // group), max(1, NARROW // group)
         self.num_keys = _end(runs, tails) if num_keys is None else num_keys
         needed, columns = self._plan(runs, tails)
@@ -185,18 +161,11 @@ class DecodeWork:
 
     @lasting
     def refill(self, runs: np.ndarray, tails: np.ndarray) -> bool:
-        """Replaces the contents. Waits for no GPU.
+        """Replaces the contents, without waiting for a GPU, and says whether they fit.
 
-        Args:
-            runs, tails: as `DecodeWork` takes them. Rows of the capacity beyond those of `tails`
-                are not live (a `live` of the caller must say so itself).
-
-        Returns:
-            Whether they fit. Then the tensors stay where they are; else there are new ones, with
-            room for what they held before too.
-
-        Raises:
-            ValueError: keys beyond the pool; nothing has changed then.
+        If so, the tensors stay where they are. Otherwise there are new tensors, with room for their
+        former contents too. Rows beyond those of `tails` are not live (a `live` of the caller must
+        say so itself). Keys beyond the pool are refused before anything changes.
         """
         needed, columns = self._plan(runs, tails)
         if not (fits := self.capacity.holds(needed)):
@@ -205,20 +174,20 @@ class DecodeWork:
         return fits
 
     def advance(self) -> None:
-        """One more key is written in the tail of every live row. Runs on the device."""
+        """Counts one more written key in the tail of every live row, on the device."""
         self.tables.written.add_(self.tables.live)
 
     @property
     def num_rows(self) -> int:
-        """Rows that q, k and v have: those of the capacity."""
+        """The number of rows of q, k and v: that of the capacity."""
         return self.capacity.rows
 
     def _make(self, room: Capacity) -> None:
-        """Tensors for so much."""
+        """Makes tensors with so much room."""
         shapes = _shapes(room)
         flat = torch.zeros(sum(map(_padded, shapes)), dtype=torch.int32, device=self._device)
         *read, begun = _views(flat, shapes)
-        # changed by a step, so apart from what a step only reads
+        # changed by a step, so apart from tensors that a step only reads
         written = torch.zeros_like(begun)
         live = torch.zeros_like(begun, dtype=torch.bool) if self._live is None else self._live
         tables = DecodeTables(*(*read, written, live))
@@ -226,7 +195,7 @@ class DecodeWork:
         self.capacity, self.tables, self._flat, self._written = room, tables, flat, begun
 
     def _fill(self, columns: list[np.ndarray]) -> None:
-        """Contents as `_plan` gives them, zeros behind them."""
+        """Fills in the contents of `_plan`, with zeros after them."""
         rows, host = len(columns[-1]), torch.zeros(len(self._flat), dtype=torch.int32)
         views = [view.numpy() for view in _views(host, _shapes(self.capacity))]
         for view, column in zip(views, columns, strict=True):
@@ -240,7 +209,7 @@ class DecodeWork:
             self.tables.live[rows:] = False
 
     def _plan(self, runs: np.ndarray, tails: np.ndarray) -> tuple[Capacity, list[np.ndarray]]:
-        """The room that runs and tails need, and the contents of `DecodeTables` but `live`."""
+        """Plans the room that runs and tails need, and the contents of the tables but `live`."""
         if (end := _end(runs, tails)) > self.num_keys:
             raise ValueError(f"runs and tails have {end} keys, the pool {self.num_keys}")
         spans = _spans(runs[runs[:, 1] > runs[:, 0]], tails, self.window)
@@ -254,7 +223,7 @@ class DecodeWork:
         stream, number = _counted(-(-keys // size))
         cuts = _before(keys)[stream] + number * size[stream]
 
-        # pieces: what is between two cuts, or between a cut and the end of a span
+        # pieces: keys between two cuts, or between a cut and the end of a span
         begin = _before(spans[:, 3])
         at = np.union1d(begin, cuts)
         span = np.searchsorted(begin, at, "right") - 1
@@ -262,7 +231,7 @@ class DecodeWork:
         key, depth = spans[span, 2] + inside, spans[span, 4] + inside
         pieces = np.column_stack([key, length, depth, spans[span, 5:]])
 
-        # items: the keys behind every cut, with those rows of the block that see some of them
+        # items: the keys after every cut, with those rows of the block that see some of them
         piece = np.searchsorted(at, np.append(cuts, keys.sum()))
         first, stop = spans[start][stream, :2].T
         first = np.maximum(first, np.minimum.reduceat(pieces[:, 3], piece[:-1]))
@@ -280,7 +249,7 @@ class DecodeWork:
         return needed, [items[wide], items[~wide], pieces, slot_ptr, slots, tail, written]
 
     def _length(self, reads: int) -> int:
-        """Keys of an item, so that the device has enough of them."""
+        """Counts the keys of an item, so that the device has enough items."""
         if self._device.type != "cuda":
             return _UNCUT
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -289,51 +258,51 @@ class DecodeWork:
 
 
 def _shapes(room: Capacity) -> list[tuple[int, ...]]:
-    """Of `DecodeTables` but `live`."""
+    """Lists the shapes of `DecodeTables` but `live`."""
     rows = [(room.rows, 3), (room.rows,)]
     items = [(room.wide, 5), (room.narrow, 5), (room.pieces, 5)]
     return [*items, (room.rows + 1,), (room.slots,), *rows]
 
 
 def _padded(shape: tuple[int, ...]) -> int:
-    """Addresses are multiples of 64 bytes."""
+    """Counts a tensor's numbers, rounded up so that addresses are multiples of 64 bytes."""
     return -(-math.prod(shape) // 16) * 16
 
 
 def _views(flat: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Tensors in one, so that one copy fills them all."""
+    """Views one tensor as several, so that one copy fills them all."""
     parts = zip(flat.split([_padded(shape) for shape in shapes]), shapes, strict=True)
     return [part[: math.prod(shape)].view(shape) for part, shape in parts]
 
 
 def _end(runs: np.ndarray, tails: np.ndarray) -> int:
-    """The key behind the last one."""
+    """Counts the keys up to the last one."""
     return int(max(runs[:, 1].max(initial=0), tails[:, :2].sum(1).max()))
 
 
 def _before(counts: np.ndarray) -> np.ndarray:
-    """The sum of all counts before each."""
+    """Sums all counts before each."""
     return np.cumsum(counts) - counts
 
 
 def _counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """counts[i] times i for every i, and beside each how many of its kind came before."""
+    """Repeats each i counts[i] times, and numbers the repetitions of each i."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - _before(counts)[which]
 
 
 def _changes(table: np.ndarray) -> np.ndarray:
-    """bool, where a row differs from the one before it; the first does."""
+    """Whether a row differs from the one before it, bool; the first does."""
     out = np.ones(len(table), bool)
     out[1:] = (table[1:] != table[:-1]).any(1)
     return out
 
 
 def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
-    """int64 [E, 5], (first row, stop row, first key, keys, depth), sorted: what rows read together.
+    """Lists spans of keys that rows read together, int64 [E, 5], sorted.
 
-    Neighbouring rows that write into one tail are a leaf. Runs of the same rows are read by these
-    rows if that saves enough, otherwise by each leaf below, with its tail.
+    A span is (first row, stop row, first key, keys, depth). The rows of a run read it together if
+    that saves enough, otherwise each leaf below (rows of one tail) reads it, with its tail.
     """
     begins = _changes(tails[:, [0, 3]])
     leaf, leaf_first = np.cumsum(begins) - 1, np.flatnonzero(begins)
@@ -349,7 +318,7 @@ def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
     tail = tails[leaf_first][:, [0, 1, 3]]
     spans = np.stack([runs[:, 0], keys, runs[:, 4]], 1)
     if window:
-        # rows only get deeper, so what is hidden now stays hidden
+        # rows only get deeper, so a key that is hidden now stays hidden
         now = tails[:, 3] + tails[:, 2] - window + 1
         for span, needed in ((spans, least(now)), (tail, np.minimum.reduceat(now, leaf_first))):
             cut = np.clip(needed - span[:, 2], 0, span[:, 1])
@@ -369,17 +338,12 @@ def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
 
 
 def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
-    """Spans by the block of rows that reads them, sorted; int64 [.., 7].
+    """Cuts spans by the block of rows that reads them, sorted; int64 [.., 7].
 
-    A block reads all its spans one after the other, so each of its rows has one partial result of
-    them. The rows of a span with at most `few` are a block; other spans stand in every block
-    of at most `most` rows that they reach into. These are cut where rows share few keys.
-
-    Args:
-        spans: [E, 5], (first row, stop row, first key, keys, depth).
-
-    Returns:
-        (first row and stop row of the block, first key, keys, depth, first row, stop row).
+    A block reads all its spans one after another, so each of its rows has one partial result. The
+    rows of a span with at most `few` are a block. Other spans are in every block of at most `most`
+    rows that they reach into. Blocks are cut where rows share few keys. Returns (first row and stop
+    row of the block, first key, keys, depth, first row, stop row).
     """
     first, stop, keys = spans[:, 0], spans[:, 1], spans[:, 3]
     is_wide = stop - first > few

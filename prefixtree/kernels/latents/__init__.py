@@ -1,1 +1,1 @@
-"""Attention to latents, gathered by what queries chose: for long paths."""
+"""Attention to latents, gathered by the choices of queries: for long paths."""

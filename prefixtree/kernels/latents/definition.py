@@ -1,5 +1,6 @@
-"""Attention to gathered latents: `Chunk`, some queries of a call; `Kernels`, the functions that
-compute it; and these in torch's operations, which define it on any device.
+"""Attention to gathered latents: `Chunk`, some queries of a call, and `Kernels`, the functions.
+
+The functions here are torch's operations, which define the result on any device.
 
 Legend: T packed tokens, n queries of a chunk, H heads, R and P columns of a latent and of its key
 with positions, k keys a query may choose.
@@ -19,13 +20,9 @@ from prefixtree.packing.host_mask import HostMask
 class Chunk(NamedTuple):
     """Some queries, and the keys that each chose.
 
-    Attributes:
-        absorbed: [H, n, R].
-        rope: [n, H, P], any strides but the last.
-        latents: [T, R + P].
-        lists: int32 [n, k], packed tokens of the chosen keys in front, anything behind.
-        lengths: int32 [n], how many a query chose; more than k are an error, which gives NaN.
-        scale: factor on scores.
+    absorbed [H, n, R]; rope [n, H, P], any strides but the last; latents [T, R + P]. lists int32
+    [n, k] hold the packed tokens of the chosen keys first, and anything after them. lengths int32
+    [n] are how many a query chose; more than k are an error, which gives NaN.
     """
 
     absorbed: torch.Tensor
@@ -46,11 +43,11 @@ class Kernels(Protocol):
     def indices(
         self, chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """lists and lengths of `Chunk`, from bits int32 [T, W]."""
+        """Lists and counts the chosen keys for `Chunk`, from bits int32 [T, W]."""
         ...
 
     def forward(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [H, n, R] in the inputs' dtype, lse float32 (float64) [n, H], natural log."""
+        """Computes out [H, n, R] in the inputs' dtype, lse float32 (float64) [n, H], natural."""
         ...
 
     def backward(
@@ -62,10 +59,11 @@ class Kernels(Protocol):
         drope: torch.Tensor,
         dlatents: torch.Tensor,
     ) -> torch.Tensor:
-        """The gradient of `absorbed`; writes that of `rope`, and adds to that of `latents`.
+        """Returns the gradient of `absorbed`, writes that of `rope`, and adds to that of `latents`.
 
         dout [H, n, R]; delta [n, H], the sums of out x dout; drope as rope; dlatents as latents, in
-        float32 (float64)."""
+        float32 (float64).
+        """
         ...
 
 
@@ -79,14 +77,14 @@ _GATHERED = 1 << 24
 
 
 def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
-    """As `Kernels` says."""
+    """Says yes: torch's operations run everywhere."""
     return True
 
 
 def indices(
     chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Kernels` says; bool [n, T] for some queries at a time."""
+    """Computes `Kernels.indices` by bool [n, T] for some queries at a time."""
     on = mask.on(chosen.device)
     end, position = on["subtree_end"], on["position_ids"].long()
     tokens = torch.arange(mask.num_tokens, device=chosen.device, dtype=torch.int32)
@@ -103,14 +101,10 @@ def indices(
 
 
 class _Gather(NamedTuple):
-    """Some queries of a chunk in the sums' dtype, and the rows of their keys.
-
-    Attributes:
-        rows: of the chunk.
-        q: [H, m, R + P]. keys: [m, k, R + P]. tokens: int64 [m, k]. scores: [H, m, k].
-    """
+    """Some queries of a chunk, `rows`, in the sums' dtype, and the rows of their keys."""
 
     rows: slice
+    # [H, m, R + P], [m, k, R + P], int64 [m, k], [H, m, k]
     q: torch.Tensor
     keys: torch.Tensor
     tokens: torch.Tensor
@@ -134,12 +128,12 @@ def _gathers(chunk: Chunk) -> Iterator[_Gather]:
 
 
 def forward(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Kernels` says."""
+    """Computes `Kernels.forward`."""
     rank, parts = chunk.absorbed.shape[2], []
-    for some in _gathers(chunk):
-        lse = some.scores.logsumexp(-1)
-        p = torch.exp(some.scores - lse[..., None])
-        parts.append((torch.einsum("hmk,mkr->hmr", p, some.keys[..., :rank]), lse.T))
+    for gather in _gathers(chunk):
+        lse = gather.scores.logsumexp(-1)
+        p = torch.exp(gather.scores - lse[..., None])
+        parts.append((torch.einsum("hmk,mkr->hmr", p, gather.keys[..., :rank]), lse.T))
     out, lse = (
         torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (1, 0), strict=True)
     )
@@ -154,7 +148,7 @@ def backward(
     drope: torch.Tensor,
     dlatents: torch.Tensor,
 ) -> torch.Tensor:
-    """As `Kernels` says."""
+    """Computes `Kernels.backward`."""
     rank = chunk.absorbed.shape[2]
     dabsorbed = torch.empty_like(chunk.absorbed)
     for rows, q, keys, tokens, scores in _gathers(chunk):

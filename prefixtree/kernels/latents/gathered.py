@@ -1,14 +1,14 @@
 """Attention to chosen keys of multi-head latent attention, gathered: for long paths.
 
-The keys and values of a token come of one latent row, by a projection of each head. Moved over to
-queries and outputs ("absorbed"), it lets all heads of a query read the rows themselves: 3.4 times
-the work a pair of DeepSeek V3.2, but only of the pairs that were chosen. Tiles of all keys
-(`tree_attention`) read every visible pair.
+One latent row gives the keys and values of a token, by a projection of each head. If queries and
+outputs absorb the projection, all heads of a query read the rows themselves. That is 3.4 times the
+work per pair (DeepSeek V3.2), but only for chosen pairs. Tiles of all keys (`tree_attention`) read
+every visible pair.
 
     score = (q_nope W_k) . latent + q_rope . rope,    out = (sum of p latent) W_v
 
-Queries are worked off in chunks, so that nothing as large as heads x latents of all tokens exists.
-The gradient of a latent is summed over queries in float32, by atomics in Triton: not repeatable.
+Queries are processed in chunks, so no object is as large as heads x latents of all tokens. The
+gradient of a latent is summed over queries in float32, by atomics in Triton: not repeatable.
 
 Legend: T packed tokens, n queries of a chunk, H heads, R and P columns of a latent and of its key
 with positions, D = N + P and Dv head dims, k keys a query may choose.
@@ -26,27 +26,23 @@ from prefixtree.kernels.operators import as_given, uncompiled
 from prefixtree.kernels.runtime import installed
 from prefixtree.packing.host_mask import HostMask
 
-# numbers of a chunk's absorbed queries: 128 MiB in half precision; of lists of keys, made for
-# several chunks, as it takes many queries to fill a GPU: 64 MiB
+# numbers of a chunk's absorbed queries (128 MiB in half precision), and of lists of keys (64 MiB),
+# which are made for several chunks because it takes many queries to fill a GPU
 _CHUNK, _LISTED = 1 << 26, 1 << 24
-# TFLOP/s forward and backward of tiles of all keys, and of gathered ones, whose backward has their
+# TFLOP/s forward and backward of tiles of all keys, and of gathered keys, whose backward runs their
 # forward once more for a projection that trains: chains of 32K and 128K on an H200
 TILES, GATHERED = (440, 330), (290, 150)
 
 
 def pays(mask: HostMask, most: int, dims: tuple[int, int], latent: tuple[int, int]) -> bool:
-    """Whether gathered keys are expected to take less time than tiles of all keys.
-
-    Args:
-        mask: of the forest. most: k. dims: D and Dv. latent: R and P.
-    """
+    """Whether gathering `most` = k keys should beat tiles of all keys; dims D, Dv and R, P."""
     rank, rope = latent
 
     def cost(pairs: int, d: int, dv: int, speed: tuple[int, int]) -> float:
         return pairs * ((d + dv) / speed[0] + (3 * d + 2 * dv) / speed[1])
 
     return cost(mask.visible_pairs(0), *dims, TILES) > cost(
-        # a query chooses of its path as a window of as many tokens sees of it
+        # a query chooses as many keys of its path as a window of so many tokens shows
         mask.visible_pairs(most),
         rank + rope,
         rank,
@@ -55,7 +51,7 @@ def pays(mask: HostMask, most: int, dims: tuple[int, int], latent: tuple[int, in
 
 
 def kernels_for(backend: str, device: torch.device) -> Any:
-    """The Triton kernels where they are verified for a device, or None."""
+    """Imports the Triton kernels if they are verified for a device, or returns None."""
     if backend not in ("auto", "triton") or not installed("triton"):
         return None
     if device.type != "cuda" and backend != "triton":
@@ -75,21 +71,13 @@ def gathered_attention(
     scale: float,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Attention of every packed token to the keys that it chose.
+    """Computes attention of every packed token to the keys that it chose: [T, H, Dv].
 
-    Args:
-        q: [T, H, D], N columns without positions first.
-        latents: [T, R + P] in q's dtype: a row is a latent and the part of its key with positions,
-            which all heads share.
-        w: [R, H, N + Dv] in q's dtype, what makes keys without positions, and values, of latents.
-        mask: of the forest.
-        chosen: int32 [T, W], as `tree_attention` takes it.
-        most: k. A query that chose more, or none, has NaN for its row.
-        scale: the factor on scores.
-        kernels: `definition` or the Triton kernels.
-
-    Returns:
-        [T, H, Dv] in q's dtype. Differentiable once in q, latents and w.
+    q [T, H, D] has N columns without positions first. A row of latents, [T, R + P], is a latent and
+    the part of its key with positions, which all heads share. w [R, H, N + Dv] projects latents to
+    keys without positions, and values. All are of one dtype, and it is differentiable once in them.
+    chosen int32 [T, W] is that of `tree_attention`. A query that chose more than `most`, or none,
+    gets NaN.
     """
     with as_given(q):
         out: torch.Tensor = _Gathered.apply(q, latents, w, chosen, (mask, most, scale, kernels))
@@ -129,8 +117,8 @@ class _Gathered(torch.autograd.Function):
         out = q.new_empty(*q.shape[:2], w.shape[2] - nope)
         lse = q.new_empty(q.shape[:2], dtype=sums_of(q))
         for rows, chunk in _chunks(q, latents, w, chosen, call):
-            found, lse[rows] = kernels.forward(chunk)
-            out[rows] = torch.bmm(found, w[..., nope:].transpose(0, 1)).transpose(0, 1)
+            latent_out, lse[rows] = kernels.forward(chunk)
+            out[rows] = torch.bmm(latent_out, w[..., nope:].transpose(0, 1)).transpose(0, 1)
         ctx.save_for_backward(q, latents, w, chosen, out, lse)
         ctx.call = call
         return out
@@ -146,7 +134,7 @@ class _Gathered(torch.autograd.Function):
 def _gradients(
     ctx: Any, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of q, latents and w."""
+    """Computes the gradients of q, latents and w."""
     q, latents, w, chosen, out, lse = ctx.saved_tensors
     kernels = ctx.call[3]
     nope = q.shape[2] - (latents.shape[1] - w.shape[0])
@@ -167,7 +155,7 @@ def _gradients(
         )
         dq[rows, :, :nope] = torch.bmm(dabsorbed, of_keys).transpose(0, 1)
         if dw is not None:
-            # where no projection is trained, the outputs of latents need not be there again
+            # only a trained projection needs the outputs of latents again
             found, _ = kernels.forward(chunk)
             without_rope = q[rows, :, :nope].transpose(0, 1)
             dw[..., :nope] += torch.bmm(dabsorbed.transpose(1, 2), without_rope)

@@ -1,8 +1,8 @@
-"""Device code of attention to gathered latents (`latents.gathered`), for Hopper.
+"""The kernels of attention to gathered latents (`latents.gathered`), for Hopper.
 
-A program has a query and 64 of its heads, which are the rows of its products, and goes through the
-query's chosen keys. Two warpgroups share a tile: each has half of the columns of what is summed
-over all keys, as none has registers for more.
+A program has a query and 64 of its heads, the rows of its products, and goes through the query's
+chosen keys. Two warpgroups share a tile. Each has half of the columns of the sums over all keys,
+because neither has registers for more.
 
 Legend: T packed tokens, n queries of a chunk, H heads, R and P columns of a latent and of its key
 with positions, k keys a query may choose.
@@ -45,7 +45,7 @@ def index_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """INDEX [n, most] and COUNT [n] of the queries from `first` to before `end`."""
+    """Writes INDEX [n, most] and COUNT [n] of the queries from `first` to before `end`."""
     tile = first_tile + tl.program_id(0)
     start = tl.load(Q_TILES + 3 * tile)
     token = tl.arange(0, TOKENS)
@@ -75,7 +75,7 @@ def index_kernel(
 
 @triton.jit
 def _rows_of_program(n, HEADS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
-    """-> query, head and whether there is one, row of [H, n, R], row of [n, H]. # [], 4 x [ROWS]"""
+    """Finds a query, heads, whether each exists, rows of [H, n, R] and [n, H]. # [], 4 x [ROWS]"""
     BLOCKS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     query = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -105,7 +105,7 @@ def forward_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """OUT [H, n, R], LSE [n, H]."""
+    """Writes OUT [H, n, R] and LSE [n, H]."""
     query, head, alive, at, at_lse = _rows_of_program(n, HEADS, ROWS, R)
     at_rope = query * rope_token + head * rope_head
     q = load_rows(Q, at, alive, R, R_PADDED)
@@ -121,7 +121,7 @@ def forward_kernel(
     following = tl.load(INDEX + lane, mask=lane < length, other=0)
     for first in tl.range(0, length, KEYS, num_stages=STAGES):
         live = lane < length - first
-        # behind the last key stands some token, whose scores are masked
+        # after the last key comes some token, whose scores are masked
         key = following.to(tl.int64) * (R + P)
         # a step ahead, or latents would be copied a stage later
         ahead = first + KEYS + lane
@@ -129,10 +129,10 @@ def forward_kernel(
         k = load_rows(LATENTS, key, key >= 0, R, R_PADDED)
         k_rope = load_rows(LATENTS + R, key, key >= 0, P, P_PADDED)
         k_rope = tl.trans(k_rope)
-        # Where Triton sees that a product leads to another, each warpgroup computes all of it, 64
-        # rows being those of one; and it copies the next keys behind the last product, not beside.
-        # Behind branches it sees none. These are always taken; their conditions differ, so that
-        # they stay apart.
+        # if Triton sees that a product feeds another, each warpgroup computes all of it (64 rows
+        # are those of one), and the next keys are copied after the last product, not during it.
+        # Branches hide that. These are always taken; their conditions differ, so that they stay
+        # apart
         scores = tl.zeros([ROWS, KEYS], tl.float32)
         if count > -1:
             scores = product(q_rope, k_rope)
@@ -146,7 +146,7 @@ def forward_kernel(
             top = new_top
             p = p.to(k.dtype)
         else:
-            # anything that takes no shared memory while the loop runs
+            # any values that take no shared memory while the loop runs
             decay = top
             p = tl.load(Q + at[:, None] + tl.arange(0, KEYS)[None, :])
         if count > -2:
@@ -159,7 +159,7 @@ def forward_kernel(
 
 @triton.jit
 def _pieces(X, at, alive, R: tl.constexpr, R_PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows in pieces of columns: a tuple of # [rows, WIDTH]"""
+    """Loads rows in pieces of columns: a tuple of [rows, WIDTH]."""
     pieces = ()
     for first in tl.static_range(0, R_PADDED, WIDTH):
         pieces += (load_rows(X + first, at, alive, R - first, WIDTH),)
@@ -195,7 +195,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """DQ [H, n, R] and DQ_ROPE [n, H, P]; DLATENTS [T, R + P] float32 is added to."""
+    """Writes DQ [H, n, R] and DQ_ROPE [n, H, P], and adds to DLATENTS [T, R + P] float32."""
     query, head, alive, at, at_lse = _rows_of_program(n, HEADS, ROWS, R)
     at_rope = query * rope_token + head * rope_head
     # q above dout: both are multiplied with keys, and give the latents' gradient, in one product
@@ -203,7 +203,7 @@ def backward_kernel(
     both = tl.arange(0, 2 * ROWS)
     of_both = tl.program_id(0) % ((HEADS + ROWS - 1) // ROWS) * ROWS + both % ROWS
     at_both = (of_both.to(tl.int64) * n + query) * R
-    # one load, not a sum of two: what is loaded lies in shared memory once
+    # one load, not a sum of two: a loaded tensor is in shared memory once
     base = tl.where(both < ROWS, Q + at_both, DOUT + at_both)[:, None]
     rows = ()
     for first in tl.static_range(0, R_PADDED, WIDTH):

@@ -21,12 +21,13 @@ from prefixtree.kernels.latents.kernels import (
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.host_mask import HostMask
 
-# queries and keys of a tile of the lists of keys: few steps of long paths, whose memory it awaits
+# queries and keys of a tile of the lists of keys: few steps along long paths, each waiting for
+# memory
 LISTED = TileShape(2, 1024)
 # heads of a program, and its warps
 ROWS, WARPS = 64, 8
-# keys of a step and stages, forward and backward; columns of a latent that the backward has at a
-# time. Of 227 KiB of shared memory the forward takes 224 and the backward 184, compiled for sm_90.
+# keys of a step and stages, forward and backward; columns of a latent that the backward has at
+# once. Of 227 KiB of shared memory the forward takes 224 and the backward 184, compiled for sm_90.
 # The backward has no room for a second tile of keys
 FORWARD, BACKWARD, WIDTH = (64, 2), (32, 1), 128
 
@@ -34,7 +35,7 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 
 def padded(columns: int) -> int:
-    """The power of two that holds so many; 16 is the least a matrix product takes."""
+    """The power of two that holds so many columns; a matrix product takes at least 16."""
     return max(16, triton.next_power_of_2(columns))
 
 
@@ -46,7 +47,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
-    """As `protocol.Kernels` says."""
+    """Says whether the kernels serve a call: `Kernels.serves`."""
     dtypes = (torch.float16, torch.bfloat16) + ((torch.float32,) if INTERPRETED else ())
     return q.dtype in dtypes and 1 <= rank <= 512 and 1 <= rope <= 64
 
@@ -54,9 +55,9 @@ def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
 def indices(
     chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `protocol.Kernels` says."""
+    """Computes `Kernels.indices`."""
     device, n = chosen.device, rows.stop - rows.start
-    # a view that numpy would copy to search
+    # searched without numpy, which would copy this view
     starts = mask.tables(LISTED, 0, torch.device("cpu")).q_tiles[:, 1].numpy()
     tile = bisect_right(range(len(starts)), rows.start, key=starts.__getitem__) - 1
     end = bisect_left(range(len(starts)), rows.stop, key=starts.__getitem__)
@@ -114,7 +115,7 @@ def _launch(kernel: Any, chunk: Chunk, tensors: Any, strides: Any, size: Any, **
 
 
 def forward(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `protocol.Kernels` says."""
+    """Computes `Kernels.forward`."""
     chunk = chunk._replace(absorbed=chunk.absorbed.contiguous())
     heads, n, _ = chunk.absorbed.shape
     out = torch.empty_like(chunk.absorbed)
@@ -131,7 +132,7 @@ def backward(
     drope: torch.Tensor,
     dlatents: torch.Tensor,
 ) -> torch.Tensor:
-    """As `protocol.Kernels` says."""
+    """Computes `Kernels.backward`."""
     chunk = chunk._replace(absorbed=chunk.absorbed.contiguous())
     dabsorbed = torch.empty_like(chunk.absorbed)
     tensors = (dout.contiguous(), lse, delta.contiguous(), dabsorbed, drope, dlatents)

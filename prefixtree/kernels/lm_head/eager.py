@@ -1,11 +1,8 @@
-"""From an lm_head's output to log-probabilities, entropies and statistics, and back, by torch's
-operations; also where its rows are spread over ranks.
+"""The way from an lm_head's output to log-probabilities, entropies and statistics, by torch.
 
-Statistics are for logs and weights: no gradients. They are computed from a chunk's logits before
-these are scored. A call that asks for none pays nothing.
-
-Where rows are spread over ranks, no rank sees a whole row of logits. The ranks tell each other, per
-row, the largest logit, the sum of exponentials, and the target's logit, which one of them has.
+Statistics are for logs and weights and have no gradients. They are computed from a chunk's logits
+before these are scored. A call that asks for none pays nothing. If rows are spread over ranks, the
+ranks tell each other, per row, the largest logit, the sum of exponentials and the target's logit.
 
 Legend: R rows, V vocabulary, W vocabulary entries of this rank, d hidden size, C columns of the
 result: log p, or log p and the entropy; K statistics.
@@ -23,25 +20,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-#: Below it a log-probability is that of 0 in float64 too: a logit of -inf, put here, has no part in
-#: an entropy and its gradient, where 0 times -inf would be NaN.
+#: Below it a log-probability is that of 0 in float64 too. A logit of -inf is clamped to it, and so
+#: has no part in an entropy and its gradient, where 0 times -inf would be NaN.
 LEAST = -1e4
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """From the lm_head's output x to logits: softcap tanh(scale x / softcap); 0 for no softcap."""
+    """The rule that turns the lm_head's output x into logits: softcap tanh(scale x / softcap)."""
 
     scale: float = 1.0
     softcap: float = 0.0
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits, out of place."""
+        """Computes the logits, out of place."""
         x = x * self.scale if self.scale != 1.0 else x
         return self.softcap * torch.tanh(x / self.softcap) if self.softcap else x
 
     def grad(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """d logits / d x, from the logits."""
+        """Computes d logits / d x from the logits."""
         if not self.softcap:
             return self.scale
         return self.scale * (1 - (logits / self.softcap) ** 2)
@@ -54,12 +51,7 @@ def score(
     rule: LogitRule,
     out: torch.Tensor,
 ) -> None:
-    """Writes out [R, C], in whose dtype it computes: log softmax(rule(x) / temperature) at the
-    targets; the entropy.
-
-    Args:
-        x [R, V], overwritten. target: int64 [R]. temperature: float32 [R].
-    """
+    """Writes log softmax(rule(x) / temperature) at targets, and entropy, out [R, C]; x is lost."""
     z = rule.apply(x.to(out.dtype))
     z /= temperature[:, None]
     # not z - logsumexp(z): between large logits that cancels
@@ -78,8 +70,7 @@ def gradient(
     grad: torch.Tensor,
     into: torch.Tensor,
 ) -> None:
-    """Writes the gradient of x into [R, V], which may be x; grad [R, C], in out's dtype, is
-    out's."""
+    """Writes the gradient of x into [R, V], which may be x; grad [R, C] is out's, in its dtype."""
     logits = rule.apply(x.to(out.dtype))
     log_p = torch.log_softmax(logits / temperature[:, None], -1)
     hit = grad[:, :1]
@@ -97,18 +88,10 @@ def gradient_of_logprobs(
     grad: torch.Tensor,
     into: torch.Tensor,
 ) -> None:
-    """`gradient` once the log-probabilities of all columns are known.
+    """Writes `gradient`, given the log-probabilities of all columns, which are overwritten.
 
-    Args:
-        logits: [R, V], before the temperature, in out's dtype as all but `into`.
-        log_p: [R, V], overwritten.
-        column: int64 [R, 1], where `hit` goes.
-        hit: [R, 1], the gradient of log p at the target; 0 where another rank has it.
-        temperature: float32 [R].
-        rule: the family's change to the logits.
-        out: float32 or float64 [R, C].
-        grad: [R, C], out's.
-        into: [R, V].
+    logits [R, V] are before the temperature, in out's dtype as all but `into`. hit [R, 1] is the
+    gradient of log p at the target, which goes to `column`; 0 if another rank has it.
     """
     p = torch.exp(log_p)
     # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
@@ -120,7 +103,7 @@ def gradient_of_logprobs(
     into.copy_(dz)
 
 
-# float32 logits held at once beside the chunk's
+# float32 logits held at once in addition to the chunk's
 _BLOCK = 1 << 25
 
 #: Name -> the statistic [R] of logits / temperature, float32 [R, V], and targets, int64 [R, 1].
@@ -134,16 +117,12 @@ _STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def check_statistics(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a tuple.
-
-    Raises:
-        ValueError: a name that is not a statistic, or one string in place of several.
-    """
+    """Checks names of statistics and returns them as a tuple; ValueError for others."""
     if isinstance(names, str) or (unknown := [n for n in names if n not in _STATISTICS]):
-        given = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
+        came = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
         raise ValueError(
             f"return_statistics takes a sequence of names among {', '.join(_STATISTICS)}; "
-            f"got {given}"
+            f"got {came}"
         )
     return tuple(names)
 
@@ -157,16 +136,7 @@ def write_statistics(
     names: Sequence[str],
     out: torch.Tensor,
 ) -> None:
-    """Writes out, float32 [R, K], of rule(x) / temperature.
-
-    Args:
-        x: [R, V], not changed.
-        target: int64 [R], the tokens that are scored.
-        temperature: float32 [R].
-        rule: the family's change to the logits.
-        names: K names of statistics.
-        out: float32 [R, K].
-    """
+    """Writes K statistics of rule(x) / temperature at targets, out float32 [R, K]; keeps x."""
     if not names:
         return
     rows = max(1, _BLOCK // x.shape[1])
@@ -179,15 +149,11 @@ def write_statistics(
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The part of the vocabulary that this rank scores.
+    """The part of the vocabulary that this rank scores; its `score` and `gradient` replace ours.
 
-    Every method is a collective: all ranks of the group call it with the same rows. Its functions
-    `score` and `gradient` stand for those of `kernels.lm_head.eager`.
-
-    Attributes:
-        group: the ranks that together have the whole vocabulary.
-        first: the token id of this rank's first row of the weight.
-        widest: the number of rows of the largest slice; every rank has at least one.
+    Every method is a collective: all ranks of the group call it with the same rows. `first` is the
+    token id of this rank's first row of the weight, `widest` the rows of the largest slice; every
+    rank has at least one.
     """
 
     group: ProcessGroup
@@ -202,16 +168,7 @@ class VocabularySlice:
         rule: LogitRule,
         out: torch.Tensor,
     ) -> None:
-        """Writes out [R, C], in whose dtype it computes: log softmax(rule(x) / temperature) at the
-        targets; the entropy.
-
-        Args:
-            x: [R, W], this rank's columns, overwritten.
-            target: int64 [R], ids of the whole vocabulary.
-            temperature: float32 [R].
-            rule: the family's change to the logits.
-            out: float32 or float64, the same on every rank.
-        """
+        """Writes `score` for x [R, W], this rank's columns; target and out are of all ranks."""
         z = self._shifted(rule.apply(x.to(out.dtype)) / temperature[:, None])
         column, is_mine = self._columns(target, z.shape[1])
         p = z.exp()
@@ -234,17 +191,7 @@ class VocabularySlice:
         grad: torch.Tensor,
         into: torch.Tensor,
     ) -> None:
-        """Writes the gradient of x into [R, W], which may be x.
-
-        Args:
-            x: [R, W], this rank's columns.
-            target: int64 [R], ids of the whole vocabulary.
-            temperature: float32 [R].
-            rule: the family's change to the logits.
-            out: [R, C], what `score` wrote.
-            grad: [R, C], the gradient of `out`, the same on every rank.
-            into: [R, W].
-        """
+        """Writes `gradient` into [R, W], given what `score` wrote; grad is alike on all ranks."""
         logits = rule.apply(x.to(out.dtype))
         z = self._shifted(logits / temperature[:, None])
         z -= self.summed(z.exp().sum(-1, keepdim=True)).log()
@@ -253,14 +200,14 @@ class VocabularySlice:
         gradient_of_logprobs(logits, z, column, hit, temperature, rule, out, grad, into)
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
+        """Sums over the ranks, in place."""
         from torch.distributed import ReduceOp, all_reduce
 
         all_reduce(partial, ReduceOp.SUM, group=self.group)
         return partial
 
     def _shifted(self, z: torch.Tensor) -> torch.Tensor:
-        """z [R, W] less the largest of its row over all ranks, in place."""
+        """Subtracts from z [R, W] the largest of its row over all ranks, in place."""
         from torch.distributed import ReduceOp, all_reduce
 
         largest = z.amax(-1, keepdim=True)
@@ -268,7 +215,6 @@ class VocabularySlice:
         return z.sub_(largest)
 
     def _columns(self, target: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The column of each target, int64 [R, 1], and whether it is this rank's, bool [R, 1]; some
-        column where it is not."""
+        """Finds each target's column, int64 [R, 1], and whether it is this rank's, bool [R, 1]."""
         column = target[:, None] - self.first
         return column.clamp(0, width - 1), (column >= 0) & (column < width)

@@ -1,8 +1,8 @@
-"""log p, entropy and the divergence to a teacher, and their gradient, in one launch each per chunk.
+"""The kernels of log p, entropy and the divergence to a teacher: one launch each way per chunk.
 
-torch's operations (`lm_head.eager`) make a dozen passes over float32 copies. Here the logits,
-a teacher's too, stay in the lm_head's dtype and are read one to three times, mostly from the cache;
-what is made of them is float32, in registers.
+torch's operations (`lm_head.eager`) make a dozen passes over float32 copies. Here the logits, a
+teacher's too, stay in the lm_head's dtype and are read one to three times, mostly from the cache.
+Everything computed of them is float32, in registers.
 
 Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
 """
@@ -23,13 +23,13 @@ from prefixtree.kernels.triton_primitives import squash
 # columns per step: 16 per thread
 BLOCK, WARPS = 4096, 8
 _KEPT = tl.constexpr(NUM_KEPT)
-# slices of arrays, that begin anywhere: another chunk must not compile anything
+# slices of arrays, which begin anywhere: another chunk must not compile anything
 _OF_ROWS = ("TARGET", "TEMPERATURE", "OUT", "GRAD", "VALUE", "VALUE_GRAD")
 
 
 @triton.jit
 def load_scaled(X, column, vocabulary, scale):
-    """-> (scale x, -inf beyond the vocabulary; alive) of columns of a row."""
+    """Loads columns of a row: scale x, -inf beyond the vocabulary, and whether they are alive."""
     alive = column < vocabulary
     x = tl.load(X + column, mask=alive, other=0.0).to(tl.float32)
     return tl.where(alive, scale * x, float("-inf")), alive
@@ -37,30 +37,28 @@ def load_scaled(X, column, vocabulary, scale):
 
 @triton.jit
 def logits_of(y, alive, temperature, softcap, SOFTCAP: tl.constexpr):
-    """-> (logits / temperature of y = scale x, -inf where dead; tanh(y / softcap), or y).
-
-    Both increase in y.
-    """
+    """Computes logits / temperature of y = scale x, -inf if dead, and tanh(y / softcap), or y."""
+    # both increase in y
     z = y
     squashed = y
     if SOFTCAP:
         squashed = squash(y, 1.0 / softcap, SOFTCAP)
         z = tl.where(alive, softcap * squashed, float("-inf"))
     if temperature != 1.0:
-        # rounded as torch does: where a logit is far above the rest, log p is a difference of two
+        # rounded as torch does: if a logit is far above the rest, log p is a difference of two
         z = tl.div_rn(z, tl.zeros_like(z) + temperature)
     return z, squashed
 
 
 @triton.jit
 def largest(X, vocabulary, temperature, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of a row."""
+    """Finds the largest logit of a row."""
     lane = tl.arange(0, BLOCK)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
     for at in range(0, vocabulary, BLOCK):
         y, _ = load_scaled(X, at + lane, vocabulary, scale)
-        most = tl.maximum(most, y)
-    z, _ = logits_of(most, lane < vocabulary, temperature, softcap, SOFTCAP)
+        top = tl.maximum(top, y)
+    z, _ = logits_of(top, lane < vocabulary, temperature, softcap, SOFTCAP)
     return tl.max(z, 0)
 
 
@@ -68,7 +66,7 @@ def largest(X, vocabulary, temperature, scale, softcap, SOFTCAP: tl.constexpr, B
 def normaliser(
     X, vocabulary, temperature, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """-> (the largest logit of a row, log of the sum of exponentials of logits less it)."""
+    """Finds a row's largest logit, and log of the sum of exponentials of logits less it."""
     top = largest(X, vocabulary, temperature, scale, softcap, SOFTCAP, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for at in range(0, vocabulary, BLOCK):
@@ -80,8 +78,10 @@ def normaliser(
 
 @triton.jit
 def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
-    """-> (what columns add to the divergence, own) of the logs of p, the model's, and q, the
-    teacher's; the gradient of p's logits is own - p sum(own). A probability of 0 adds nothing.
+    """Computes the columns' shares of the divergence, and `own`, from the logs of p and q.
+
+    p is the model's, q the teacher's. The gradient of p's logits is own - p sum(own). A probability
+    of 0 adds nothing.
     """
     p = tl.exp(log_p)
     q = tl.exp(log_q)
@@ -93,7 +93,7 @@ def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
         own = tl.where(p == 0.0, 0.0, -p * apart)
         each = own
     else:
-        # log of the mixture over the larger of both: nothing cancels where they are near each other
+        # log of the mixture over the larger of both: nothing cancels if they are near each other
         is_q = apart > 0.0
         nearer = tl.exp(-tl.abs(apart))
         mixture = tl.log(tl.where(is_q, beta + (1.0 - beta) * nearer, 1.0 - beta + beta * nearer))
@@ -123,9 +123,9 @@ def score_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OUT [R, C] of X [R, V]; NaN where a target is no token of the vocabulary.
+    """Writes OUT [R, C] of X [R, V]; NaN if a target is no token of the vocabulary.
 
-    DIVERGENCE: VALUE [R] too, to the teacher's Y [R, V], and KEPT [R, 5].
+    With DIVERGENCE also VALUE [R], the divergence to the teacher's Y [R, V], and KEPT [R, 5].
     """
     row = tl.program_id(0).to(tl.int64)
     X += row * vocabulary
@@ -144,7 +144,7 @@ def score_kernel(
         total += p
         chosen += tl.where(column == target, below, 0.0)
         if ENTROPY:
-            # a logit of -inf has no part, and not NaN
+            # a logit of -inf adds 0, and not NaN
             weighted += tl.where(p == 0.0, 0.0, p * below)
     sums = tl.sum(total, 0)
     log_sum = tl.log(sums)
@@ -174,7 +174,7 @@ def score_kernel(
             value += each
             owns += own
         tl.store(VALUE + row, tl.sum(value, 0))
-        # of probabilities: exact, so that equal distributions have no gradient
+        # exact for probabilities, so that equal distributions have no gradient
         tl.store(KEPT, -1.0 if DIVERGENCE == "forward" else tl.sum(owns, 0))
         tl.store(KEPT + 1, top)
         tl.store(KEPT + 2, log_sum)
@@ -206,13 +206,13 @@ def gradient_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """INTO [R, V], which may be X: its gradient, GRAD [R, C] being that of OUT.
+    """Writes the gradient of X into INTO [R, V], which may be X; GRAD [R, C] is that of OUT.
 
     d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy).
 
-    DIVERGENCE: VALUE_GRAD [R] is that of the divergences, which VALUE gets again. Their gradient is
-    p - q where beta is 0, p (log p - log q - KL(p || q)) where it is 1, and between them, with the
-    mixture m, (1 - beta) p (log p - log m - KL(p || m)).
+    With DIVERGENCE, VALUE_GRAD [R] is the gradient of the divergences, which VALUE gets again.
+    Their gradient is p - q if beta is 0 and p (log p - log q - KL(p || q)) if it is 1. Between
+    them, with the mixture m, it is (1 - beta) p (log p - log m - KL(p || m)).
     """
     row = tl.program_id(0).to(tl.int64)
     X += row * vocabulary
@@ -265,7 +265,7 @@ def score(
     out: torch.Tensor,
     teacher: TeacherRows | None = None,
 ) -> None:
-    """As `kernels.lm_head.eager.score`, and the divergence to a teacher; all contiguous."""
+    """Does as `eager.score`, with the divergence to a teacher; all contiguous."""
     _launch(score_kernel, rule, (logits, target, temperature, out), teacher)
 
 
@@ -279,7 +279,7 @@ def gradient(
     into: torch.Tensor,
     teacher: TeacherRows | None = None,
 ) -> None:
-    """As `kernels.lm_head.eager.gradient`, with the divergence's; all contiguous."""
+    """Does as `eager.gradient`, with the divergence's; all contiguous."""
     arrays = logits, target, temperature, out
     _launch(
         gradient_kernel,
@@ -299,7 +299,7 @@ def _launch(
     teacher: TeacherRows | None,
     *of_gradients: torch.Tensor | None,
 ) -> None:
-    """One program per row."""
+    """Launches one program per row."""
     logits, *_, out = arrays
     rows, vocabulary = logits.shape
     of_teacher: tuple[Any, ...] = (None,) * 3

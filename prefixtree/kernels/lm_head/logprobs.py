@@ -1,5 +1,4 @@
-"""Log-probabilities and entropies of a linear lm_head, chunk by chunk of rows x vocabulary;
-`ScoreOptions`: how these rows are scored.
+"""Log-probabilities and entropies of a linear lm_head, chunk by chunk of rows x vocabulary.
 
 Legend: E rows to score, V vocabulary, d hidden size.
 """
@@ -33,21 +32,12 @@ from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredE
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How rows of logits are scored: the columns are log p, the entropy, the statistics and
-    those of a measure.
+    """The way in which rows of logits are scored, and the columns of the result.
 
-    Attributes:
-        with_entropy: whether the entropy is computed too.
-        statistics: names of `lm_head.eager`, which have no gradients.
-        chunk_size: rows whose logits are in memory at once. Default: with the Triton kernels, as
-            many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26 (2^22
-            on a CPU).
-        rule: the family's change to the logits.
-        measure: a function of the logits. Default: none.
-
-    Raises:
-        TypeError: a measure that is no function.
-        ValueError: a statistic that is not known; a chunk_size that is no integer >= 1.
+    Columns are log p, the entropy, the statistics and those of a measure. Statistics have no
+    gradients. chunk_size are rows whose logits are in memory at once. Default: with the Triton
+    kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26
+    (2^22 on a CPU).
     """
 
     with_entropy: bool = False
@@ -78,13 +68,13 @@ class ScoreOptions:
         return self.with_gradients + len(self.statistics)
 
 
-# The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
-# 16 MiB, which malloc reuses. Larger blocks come fresh from the operating system for every
-# operation, measured 4x slower
+# logits held at once, in addition to float32 copies of them. On a CPU these are blocks of 16 MiB,
+# which malloc reuses. Larger blocks come fresh from the operating system for every operation,
+# measured 4x slower
 _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
-# bytes of logits at once where nothing is held beside them: each chunk's part of the weight's
-# gradient, [V, d], is added to a float32 sum, which takes as long as a product of 400 rows
-# (1.2 ms on an H200 with V 151,936 and d 4,096)
+# bytes of logits at once if no copies of them are held: each chunk's part of the weight's gradient,
+# [V, d], is added to a float32 sum, which takes as long as a product of 400 rows (1.2 ms on an H200
+# with V 151,936 and d 4,096)
 _FUSED_BYTES = 1 << 29
 
 #: int64 [E] twice, `MeasuredEdges.edge` and `.scored_edge`; and `.source`.
@@ -102,33 +92,25 @@ def linear_logprobs(
     accumulate: torch.dtype = torch.float32,
     numbers: EdgeNumbers | None = None,
 ) -> torch.Tensor:
-    """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
+    """Computes log softmax(rule(hidden weight^T + bias) / temperature) at targets, and the entropy.
 
-    The logits are computed in hidden's dtype (autocast's dtype where it is on), as an eager lm_head
-    does; everything after them is computed in `accumulate`. The backward computes the logits again,
-    chunk by chunk, and sums the weight's gradient in `accumulate`.
+    The logits are computed in hidden's dtype (under autocast in its dtype), as an eager lm_head
+    does. Everything after them is computed in `accumulate`, float32 or float64. The backward
+    computes the logits again, chunk by chunk, and sums the weight's gradient in `accumulate`.
 
     Args:
         hidden: [E, d].
-        weight: [V, d].
-        bias: [V] or None.
+        weight, bias: [V, d]; [V] or None.
         target: int64 [E], the token whose log-probability each row gives.
         temperature: float32 [E], the divisor of the logits.
-        options: what is computed of each row of logits.
-        vocabulary: which part of the vocabulary the weight and the bias are, where ranks share it.
+        vocabulary: the part of the vocabulary that the weight and the bias are, if ranks share it.
             All ranks then give the same hidden states, targets, temperatures and chunk, and get the
             same scores. The gradient of hidden is whole on every rank, that of the weight is the
-            rank's own. Takes no statistics and no measure. Default: the weight is whole.
-        accumulate: float32 or float64. Default: float32.
-        numbers: of the edges, for a measure.
+            rank's own. It takes no statistics and no measure.
 
     Returns:
-        [E, 1] in `accumulate`, or [E, 2] with the entropy of the whole distribution, in nats; and
-        one more column per statistic, and those of a measure.
-
-    Raises:
-        ValueError: statistics of a part of the vocabulary; a measure whose result is not [r, C].
-        UnsupportedError: a measure of a part of the vocabulary, or one that `BoundMeasure` refuses.
+        [E, 1] in `accumulate`, or [E, 2] with the entropy, in nats; and one more column per
+        statistic, and those of a measure.
     """
     if vocabulary is not None and options.measure is not None:
         raise UnsupportedError(
@@ -167,8 +149,8 @@ def _bound(
 ) -> BoundMeasure | None:
     if options.measure is None:
         return None
-    every = torch.arange(len(target), device=target.device)
-    edge, scored_edge, source = (every, every, None) if numbers is None else numbers
+    all_edges = torch.arange(len(target), device=target.device)
+    edge, scored_edge, source = (all_edges, all_edges, None) if numbers is None else numbers
     edges = MeasuredEdges(
         edge.to(target.device), scored_edge.to(target.device), target, temperature, source
     )
@@ -176,7 +158,7 @@ def _bound(
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
-    """The number of rows per chunk where none is given."""
+    """The default number of rows per chunk."""
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
 
 
@@ -189,11 +171,7 @@ def lm_head_logprobs(
     options: ScoreOptions,
     numbers: EdgeNumbers | None = None,
 ) -> torch.Tensor:
-    """`linear_logprobs` for an lm_head that is more than a weight and a bias.
-
-    It may have an adapter, be quantised or be sharded. It is called chunk by chunk, and again in
-    the backward.
-    """
+    """Computes `linear_logprobs` for an lm_head with an adapter, quantised or sharded."""
 
     measure = _bound(options, target, temperature, numbers, torch.float32)
     if measure is not None:
@@ -255,13 +233,13 @@ class _LinearLogprobs(torch.autograd.Function):
                 part = slice(at, at + rows)
                 logits = F.linear(hidden[part].to(dtype), *weights)
                 rest = (target[part], temperature[part], options.rule)
-                # first: the logits are overwritten as they are scored
+                # statistics first: the logits are overwritten as they are scored
                 write_statistics(logits, *rest, options.statistics, others[part])
                 if measure is None:
                     kernels.score(logits, *rest, out[part])
                 else:
                     measure.score(kernels, logits, at, (*rest, out[part]), measured[part])
-                # not beside the next chunk's
+                # freed before the next chunk's are made
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
         ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = options.rule, rows, dtype, vocabulary
@@ -289,7 +267,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 h = hidden[part].to(ctx.dtype)
                 dx = F.linear(h, *weights)
                 rest = (target[part], temperature[part], ctx.rule, out[part], grad[part])
-                # logits until here, and in their place their gradient
+                # dx holds the logits until here, and then their gradient
                 if ctx.measure is None:
                     kernels.gradient(dx, *rest, dx)
                 else:
@@ -299,12 +277,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 if dhidden is not None and vocabulary is None:
                     dhidden[part] = dx @ weights[0]
                 elif dhidden is not None:
-                    mine = torch.zeros_like(h, dtype=out.dtype)
-                    _add_product(mine, dx, weights[0])
-                    dhidden[part] = vocabulary.summed(mine)
+                    dhidden_part = torch.zeros_like(h, dtype=out.dtype)
+                    _add_product(dhidden_part, dx, weights[0])
+                    dhidden[part] = vocabulary.summed(dhidden_part)
                 if dweight is not None:
                     _add_product(dweight, dx.t(), h)
-                # not beside the next chunk's
+                # freed before the next chunk's is made
                 del dx
         if ctx.measure is not None:
             ctx.measure.check_repeated()
@@ -317,12 +295,11 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b with total in float32 or in a's dtype; in one call, without rounding a b, where
-    torch can."""
+    """Adds a b to total (float32, or a's dtype), if torch can in one call without rounding a b."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
-        # most CPUs have no products of half precision that are faster
+        # on most CPUs products of half precision are not faster
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif not torch.compiler.is_compiling() and _adds_in_float32(total.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -344,18 +321,15 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def _scorer(
     hidden: torch.Tensor, vocabulary: VocabularySlice | None, accumulate: torch.dtype
 ) -> ModuleType | VocabularySlice:
-    """Whose `score` and `gradient` serve a call; the Triton kernels compute in float32 alone."""
+    """Chooses whose `score` and `gradient` serve a call; the kernels compute in float32 alone."""
     if vocabulary is not None:
         return vocabulary
     return _kernels_for(hidden) if accumulate == torch.float32 else eager
 
 
 def _kernels_for(hidden: torch.Tensor) -> ModuleType:
-    """The module that scores a chunk's logits: Triton kernels on a GPU, else torch's operations.
-
-    In compiled code and for tensor subclasses it is torch's operations: the compiler fuses them,
-    and a subclass knows them.
-    """
+    """Chooses the module that scores a chunk's logits: Triton kernels on a GPU, else torch."""
+    # the compiler fuses torch's operations, and a tensor subclass knows them
     if not hidden.is_cuda or type(hidden) is not torch.Tensor or torch.compiler.is_compiling():
         return eager
     return _compiled_for(hidden.device)
@@ -363,7 +337,7 @@ def _kernels_for(hidden: torch.Tensor) -> ModuleType:
 
 @cache
 def _compiled_for(device: torch.device) -> ModuleType:
-    """The Triton kernels if they compile here; warns if they should compile and do not."""
+    """Imports the Triton kernels if they compile here; warns if they should and do not."""
     is_served = torch.version.hip is None and runtime.capability(device) >= (8, 0)
     if not is_served or find_spec("triton") is None:
         return eager
@@ -372,7 +346,7 @@ def _compiled_for(device: torch.device) -> ModuleType:
 
         one, none = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         fused.score(one[None].half(), none, one, LogitRule(), one.clone()[None])
-    except Exception as problem:  # Triton, its compiler and the driver raise what they like
+    except Exception as problem:  # Triton, its compiler and the driver raise errors of any type
         warnings.warn(
             "prefixtree: Triton cannot compile here, so torch's operations score the logits: "
             f"slower, with the same results ({type(problem).__name__}: {problem})",

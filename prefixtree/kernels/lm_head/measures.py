@@ -1,8 +1,8 @@
-"""A caller's function of an edge's logits: divergences to a teacher, top-k, candidates.
+"""Measures: a caller's functions of an edge's logits, as divergences to a teacher or top-k.
 
-The forward keeps nothing of the vocabulary's size. The backward computes a chunk's logits again and
-calls the function again, under autograd. The divergence to a teacher is such a function too; the
-Triton kernels of log p make it and its gradient in their own passes over a chunk.
+The forward keeps no object of the vocabulary's size. The backward computes a chunk's logits again
+and calls the function again, under autograd. The divergence to a teacher is such a function too;
+the Triton kernels of log p compute it and its gradient in their own passes over a chunk.
 
 Legend: U scored edges, one per temperature, r of them in a block, R in a chunk, V vocabulary, C
 columns.
@@ -29,7 +29,7 @@ _BLOCK = 1 << 25
 _ALIGNED = 8
 # columns of `TeacherRows.kept`
 NUM_KEPT = 5
-# irrational steps: logits without two that are equal
+# irrational steps, so that no two logits are equal
 _STEPS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 
 
@@ -42,12 +42,12 @@ class MeasuredEdges:
 
     Attributes:
         edge: int64 [r], rows of `packed.edges(loss_mask)`.
-        scored_edge: int64 [r], rows of `SequenceScores.measured_edges`: the same as `edge` where
-            one temperature serves all.
+        scored_edge: int64 [r], rows of `SequenceScores.measured_edges`; equal to `edge` if one
+            temperature serves all.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
-        source: all edges of the call in their forest (`scoring.edges.ForestEdges`), by which
-            they are found in others. None of edges that were made by hand.
+        source: all edges of the call in their forest (`scoring.edges.ForestEdges`), by which they
+            are found in others. None for edges that were made by hand.
     """
 
     edge: torch.Tensor
@@ -58,12 +58,13 @@ class MeasuredEdges:
 
     @uncompiled
     def tokens_in(self, packed: Any) -> torch.Tensor:
-        """The packed tokens that these edges score, for what stands at the tokens of a forest:
-        `packed.pack_values(values)[edges.tokens_in(packed)]`.
+        """Finds the packed tokens that these edges score.
+
+        `packed.pack_values(values)[edges.tokens_in(packed)]` are the values of these tokens.
 
         Args:
-            packed: the packed forest that is scored, or another one that has its scored edges: of
-                the whole plan, say, where a micro-batch is scored.
+            packed: the packed forest that is scored, or another one with its scored edges: that of
+                a whole plan, say, while one micro-batch is scored.
 
         Returns:
             int64 [r], on the edges' device.
@@ -77,11 +78,7 @@ class MeasuredEdges:
 
 
 def source_of(edges: MeasuredEdges) -> Any:
-    """All edges of the call that these are of.
-
-    Raises:
-        ValueError: edges that were made by hand.
-    """
+    """Returns all edges of the call to which these belong; ValueError if made by hand."""
     if edges.source is None:
         raise ValueError(
             "these MeasuredEdges were made by hand and do not say of which forest they are: take "
@@ -96,7 +93,7 @@ Measure = Callable[[torch.Tensor, MeasuredEdges], torch.Tensor]
 
 
 def measure_bytes(rows: int, vocabulary: int) -> int:
-    """The bytes of sixteen tensors of a block's size, beside the chunk's logits."""
+    """The bytes of sixteen tensors of a block's size, which add to the chunk's logits."""
     return 16 * 4 * min(_BLOCK, rows * vocabulary)
 
 
@@ -107,23 +104,19 @@ def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """A teacher's part in a chunk, for the kernels.
+    """A teacher's part in a chunk, for the kernels."""
 
-    Attributes:
-        beta: as in `Divergence`.
-        output: [R, V], the output of the teacher's lm_head, contiguous.
-        rule: from it to logits.
-        kept: float32 [R, 5], what the forward finds and the backward needs: the row's sum in the
-            gradient; of the model's logits and of the teacher's, the largest and the log of the
-            sum of exponentials less it.
-        value: float32 [R, 1], where the divergences go, in the backward too.
-        grad: float32 [R, 1], that of the divergences; None in the forward.
-    """
-
+    # of the `Divergence`
     beta: float
+    # [R, V], of the teacher's lm_head, contiguous; and the rule from it to logits
     output: torch.Tensor
     rule: LogitRule
+    # float32 [R, 5], written by the forward for the backward: the row's sum in the gradient; of the
+    # model's and of the teacher's logits, the largest and the log of the sum of exponentials less
+    # it
     kept: torch.Tensor
+    # float32 [R, 1], written with the divergences, in the backward too; their gradient, None in the
+    # forward
     value: torch.Tensor
     grad: torch.Tensor | None = None
 
@@ -132,11 +125,10 @@ class TeacherRows:
 class Divergence:
     """The generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
 
-    Attributes:
-        beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them the divergences
-            to the mixture beta teacher + (1 - beta) model, weighed likewise.
-        output: the output of the teacher's lm_head for edges, [r, V], without gradients.
-        rule: from it to logits.
+    beta is 0 for KL(teacher || model) and 1 for KL(model || teacher). Between them are the
+    divergences to the mixture beta teacher + (1 - beta) model, weighed likewise. `output` gives the
+    output of the teacher's lm_head for edges, [r, V], without gradients, and `rule` turns it into
+    logits.
     """
 
     beta: float
@@ -150,7 +142,7 @@ class Divergence:
                 f"the teacher gives {t.shape[-1]} logits per token and the model {s.shape[-1]}: "
                 "they must have one vocabulary"
             )
-        # less what sums to 0, so that equal logits have a gradient of exactly 0
+        # less terms that sum to 0, so that equal logits have a gradient of exactly 0
         apart = s.exp() - t.exp()
         if self.beta == 0:
             each = _times(t.exp(), t - s) + apart
@@ -164,7 +156,7 @@ class Divergence:
         return each.sum(-1, keepdim=True)
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The teacher's, as `Teacher.log_p`."""
+        """Computes the teacher's log-probabilities, as `Teacher.log_p`."""
         with torch.no_grad():
             x = self.output(edges)
             x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -177,11 +169,7 @@ class Divergence:
         kept: torch.Tensor | None = None,
         grad: torch.Tensor | None = None,
     ) -> TeacherRows:
-        """For the kernels, beside the logits of a chunk's edges; see `TeacherRows`.
-
-        Args:
-            kept, grad: in the backward. Default: a forward that fills `kept`.
-        """
+        """Makes the `TeacherRows` of a chunk's edges; the backward gives `kept` and `grad`."""
         if kept is None:
             kept = value.new_empty(len(value), NUM_KEPT)
         output = self.output(edges).contiguous()
@@ -189,41 +177,30 @@ class Divergence:
 
 
 def _times(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """p x; 0 where p is 0, whatever x."""
+    """Computes p x; 0 where p is 0, whatever x."""
     return p * x.masked_fill(p == 0, 0)
 
 
 class BoundMeasure:
-    """A measure with the edges of one forward.
-
-    Args:
-        measure: the caller's function.
-        edges: all that the lm_head scores, [U].
-        rule: the family's change to the logits.
-        dtype: of the values, and of the logits that the measure gets.
-    """
+    """A measure with the edges of one forward, [U]; `dtype` is that of values and of its logits."""
 
     def __init__(
         self, measure: Measure, edges: MeasuredEdges, rule: LogitRule, dtype: torch.dtype
     ) -> None:
         self._measure, self._edges, self._rule, self._dtype = measure, edges, rule, dtype
-        # what the forward found, by the first edge of a block; and whether the backward does
+        # the forward's values, by the first edge of a block; whether the backward's differ
         self._found: dict[int, torch.Tensor] = {}
         self._differs: torch.Tensor | None = None
-        # what kernels that fuse the measure keep of a chunk, by its first edge
+        # `TeacherRows.kept` of a chunk, by its first edge
         self._kept: dict[int, torch.Tensor] = {}
 
     def score(
         self, kernels: Any, x: torch.Tensor, at: int, rest: tuple[Any, ...], out: torch.Tensor
     ) -> None:
-        """Writes log p of a chunk, by `kernels`, and its values.
+        """Writes log p of a chunk, by `kernels.score`, and the measure's values, out [R, C].
 
-        Args:
-            kernels: whose `score` makes log p.
-            x: [R, V], the lm_head's output, overwritten.
-            at: the chunk's first edge.
-            rest: the arguments of `score` behind x.
-            out: [R, C], of the values.
+        x [R, V] is the lm_head's output, overwritten; `at` the chunk's first edge; `rest` the
+        arguments of `score` after x.
         """
         if not isinstance(self._measure, Divergence) or kernels is eager:
             self.write(x, at, out)
@@ -237,14 +214,10 @@ class BoundMeasure:
     def gradients(
         self, kernels: Any, x: torch.Tensor, at: int, rest: tuple[Any, ...], grad: torch.Tensor
     ) -> None:
-        """Puts the gradient of log p, the entropy and the values in the place of x.
+        """Replaces x by the gradient of log p (by `kernels.gradient`), the entropy and the values.
 
-        Args:
-            kernels: whose `gradient` makes that of log p.
-            x: [R, V], the lm_head's output.
-            at: the chunk's first edge.
-            rest: the arguments of `gradient` between x and what it writes.
-            grad: [R, C], of the values.
+        x [R, V] is the lm_head's output; `at` the chunk's first edge; `rest` the arguments of
+        `gradient` between x and the tensor that it writes; grad [R, C] of the values.
         """
         grad = grad.to(self._dtype)
         if isinstance(self._measure, Divergence) and at in self._kept and kernels is not eager:
@@ -255,8 +228,8 @@ class BoundMeasure:
             self._compare(value, at, True)
             return
         if self._kept.pop(at, None) is not None:
-            # the forward ran through kernels that are not here now: values of a whole chunk are
-            # none of a block
+            # the forward ran through kernels that are not here now, and values of a whole chunk
+            # cannot be compared with those of a block
             self._found.pop(at)
         target, temperature, rule, out, of_out = rest
         for block in self.blocks(*x.shape):
@@ -268,12 +241,12 @@ class BoundMeasure:
 
     def blocks(self, rows: int, vocabulary: int) -> Iterator[slice]:
         """Cuts the rows of a chunk into those that a measure gets at once."""
-        most = max(1, _BLOCK // vocabulary)
-        most = max(_ALIGNED, most // _ALIGNED * _ALIGNED)
-        return (slice(at, min(at + most, rows)) for at in range(0, rows, most))
+        rows_at_once = max(1, _BLOCK // vocabulary)
+        rows_at_once = max(_ALIGNED, rows_at_once // _ALIGNED * _ALIGNED)
+        return (slice(at, min(at + rows_at_once, rows)) for at in range(0, rows, rows_at_once))
 
     def of(self, x: torch.Tensor, at: int) -> torch.Tensor:
-        """[r, C] of the lm_head's output x [r, V], for the edges from `at` on; differentiable.
+        """Computes the values [r, C] of x [r, V], for the edges from `at` on; differentiable.
 
         The second call for a block, in the backward, is compared with the first.
         """
@@ -290,13 +263,15 @@ class BoundMeasure:
         return _some(self._edges, slice(at, at + rows))
 
     def _compare(self, values: torch.Tensor, at: int, is_again: bool) -> None:
-        """Holds the values of a block's second call against those of the first."""
-        found = self._found.get(at)
-        if found is None:
-            # values may be a view of the logits, which it would keep
+        """Compares the values of a block's second call with those of the first."""
+        first_values = self._found.get(at)
+        if first_values is None:
+            # values may be a view of the logits, which would then stay in memory
             self._found[at] = values.clone()
         elif is_again:
-            differs = ~torch.isclose(values, found, rtol=1e-3, atol=1e-4, equal_nan=True).all()
+            differs = ~torch.isclose(
+                values, first_values, rtol=1e-3, atol=1e-4, equal_nan=True
+            ).all()
             self._differs = differs if self._differs is None else self._differs | differs
 
     def write(self, x: torch.Tensor, at: int, out: torch.Tensor) -> None:
@@ -305,16 +280,9 @@ class BoundMeasure:
             out[block] = self.of(x[block], at + block.start)
 
     def gradient(self, x: torch.Tensor, at: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """The gradient [r, V] of x, the output of the lm_head for one block.
-
-        Args:
-            x: [r, V]. at: its first edge. grad: [r, C], that of the values.
-
-        Returns:
-            In the dtype of the values; None where they do not depend on the logits.
-        """
+        """Computes the gradient [r, V] of x for grad [r, C]; None if x changes no value."""
         with torch.enable_grad():
-            # rounded once, where it is added to others
+            # rounded once, when it is added to others
             leaf = x.detach().to(self._dtype, copy=True).requires_grad_()
             values = self.of(leaf, at)
         if not values.requires_grad:
@@ -322,11 +290,7 @@ class BoundMeasure:
         return torch.autograd.grad(values, leaf, grad)[0]
 
     def check_repeated(self) -> None:
-        """Behind a backward.
-
-        Raises:
-            RuntimeError: the function gave other values than in the forward.
-        """
+        """Raises a RuntimeError after a backward in which the function gave other values."""
         if self._differs is not None and bool(self._differs):
             raise RuntimeError(
                 "the measure gave other values in the backward than in the forward, so gradients "
@@ -335,34 +299,28 @@ class BoundMeasure:
             )
 
     def check(self, vocabulary: int) -> int:
-        """The number of columns C, found with made-up logits.
-
-        Raises:
-            ValueError: a result that is not [r, C].
-            UnsupportedError: a result that depends on other edges, or on tensors whose gradient
-                would be lost, or that is drawn.
-        """
+        """Finds C with made-up logits; refuses values that are drawn or depend on other tensors."""
         device = self._edges.edge.device
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
-        made = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4
-        z = made.to(device, self._dtype)
-        few = _some(self._edges, [0, -1]) if len(self._edges.edge) else self._edges
-        count = len(few.edge)
+        made_up = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4
+        z = made_up.to(device, self._dtype)
+        probes = _some(self._edges, [0, -1]) if len(self._edges.edge) else self._edges
+        count = len(probes.edge)
         if count == 0:
-            return self._probed(z[:0], few).shape[1]
+            return self._probed(z[:0], probes).shape[1]
         if isinstance(self._measure, Divergence):
-            # it treats rows alone: what is left to check is the vocabulary
-            return self._call(z[:2], few).shape[1]
+            # it treats rows alone, so only the vocabulary is left to check
+            return self._call(z[:2], probes).shape[1]
         generators = _generators(device)
-        values = self._probed(z[:2], few)
+        values = self._probed(z[:2], probes)
         if any(not torch.equal(a, b) for a, b in zip(generators, _generators(device), strict=True)):
             raise UnsupportedError(
                 "the measure draws random numbers, and the backward would draw others: draw them "
                 "before the call, and index them by edges.edge"
             )
         # as many rows, since products of another number of rows may round otherwise
-        beside_another = self._probed(z[::2], few)
-        alone = self._probed(z[1:2], _some(few, slice(1, 2)))
+        beside_another = self._probed(z[::2], probes)
+        alone = self._probed(z[1:2], _some(probes, slice(1, 2)))
         is_same = torch.allclose(values[0], beside_another[0], 1e-3, 1e-5, equal_nan=True)
         if not is_same or not torch.allclose(values[1], alone[0], 0.1, 0.05, equal_nan=True):
             raise UnsupportedError(
@@ -373,7 +331,7 @@ class BoundMeasure:
         return values.shape[1]
 
     def _probed(self, z: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-        """The values at these logits, checked for anything but the values."""
+        """Computes the values at these logits, and refuses other tensors that need a gradient."""
         if not torch.is_grad_enabled():
             return self._call(z, edges)
         leaf = z.clone().requires_grad_()
@@ -405,7 +363,7 @@ class BoundMeasure:
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a draw would move."""
+    """Reads the states of the generators that a draw would move."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -413,14 +371,14 @@ def _generators(device: torch.device) -> list[torch.Tensor]:
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:
-    """The tensors that a graph adds gradients to."""
-    seen, stack, found = set[Any](), [node], list[torch.Tensor]()
+    """Lists the tensors to which a graph adds gradients."""
+    seen, stack, leaves = set[Any](), [node], list[torch.Tensor]()
     while stack:
         at = stack.pop()
         if at is None or at in seen:
             continue
         seen.add(at)
         if hasattr(at, "variable"):
-            found.append(at.variable)
+            leaves.append(at.variable)
         stack += [parent for parent, _ in at.next_functions]
-    return found
+    return leaves

@@ -31,18 +31,19 @@ def tree_conv(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Depthwise causal convolution of every packed token over its path: itself and W - 1 ancestors.
+    """Computes a causal depthwise convolution over each token's path: itself and W - 1 ancestors.
 
-    Before a root stand zeros. Computed in float32 (float64 for float64 x), differentiable once.
+    There are zeros before a root. It is computed in float32 (float64 for float64 x), and
+    differentiable once.
 
     Args:
         x: [T, D], floating point.
         weight: [D, W]; tap W - 1 is the token's own, tap 0 the farthest ancestor's.
         bias: [D], or None.
         mask: the packed forest's TreeMask, on the device of x.
-        activation: None, "silu" or "swish", which are the same.
-        backend: "triton" (GPUs), "chunked" (torch's operations, any device), "reference" (token
-            by token), or "auto". Default: "auto". `explain_recurrence` says what it takes.
+        activation: None, "silu" or "swish", which is the same as "silu".
+        backend: "triton" (GPUs), "chunked" (torch's operations, any device), "reference" (token by
+            token), or "auto". Default: "auto". `explain_recurrence` says what it takes.
 
     Returns:
         [T, D] in x's dtype.
@@ -112,12 +113,12 @@ def tree_delta_rule(
     backend: str | None = None,
     initial: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule along every path of the forest.
+    """Computes the gated delta rule along every path of the forest.
 
-    The state of a token is made of its predecessor's, S' = exp(g) S (zeros before a root):
-    S = S' + key (beta (value - key S')), and out = scale query S. States and sums are float32
-    (float64 for float64 inputs); the gradient of a branch's state is the sum over its children, in
-    a fixed order. Differentiable once.
+    With S the predecessor's state (zeros before a root) and S' = exp(g) S, a token's state is
+    S_t = S' + key (beta (value - key S')), and out = scale query S_t. States and sums are float32
+    (float64 for float64 inputs). The gradient of a branch's state is the sum over its children, in
+    a fixed order. It is differentiable once.
 
     Args:
         query: [T, Hk, K].
@@ -126,16 +127,16 @@ def tree_delta_rule(
         g: [T, Hv] floating point, log of the decay, at most 0 (gated delta rule); or [T, Hv, K],
             one per channel of the key (Kimi delta attention).
         beta: [T, Hv] floating point.
-        mask: the packed forest's TreeMask, on the device of the others; or the StateBorders of one,
-            where states enter from elsewhere or leave.
+        mask: the packed forest's TreeMask, on the device of the others; or its StateBorders, if
+            states enter from elsewhere or leave.
         scale: factor on the query. Default: K ** -0.5.
-        qk_l2norm: divide query and key by sqrt(sum of squares + 1e-6) first.
+        qk_l2norm: whether query and key are first divided by sqrt(sum of squares + 1e-6).
         backend: "flash_qla" (Hopper, with the packages fla-core and flash-qla; one gate per head,
             head dims of 128), "fla" (GPUs, with fla-core), "chunked" (torch's operations, any
             device), "reference" (token by token), or "auto". Default: "auto".
             `explain_recurrence` says what it takes.
-        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter. Without
-            borders, or where none enters: None.
+        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter. None
+            without borders, or if no state enters.
 
     Returns:
         [T, Hv, V] in value's dtype. With borders also the states that leave, [F, Hv, K, V] in the
@@ -224,25 +225,25 @@ def tree_ssd(
     backend: str | None = None,
     initial: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-2's recurrence (SSD) along every path of the forest.
+    """Computes Mamba-2's recurrence (SSD) along every path of the forest.
 
-    With dt as below, the state of a token is made of its predecessor's S (zeros before a root):
-    S = exp(dt A) S + B (dt x), and out = C S + D x. States and sums are float32 (float64 for
-    float64 x); the gradient of a branch's state is the sum over its children, in a fixed order.
-    Differentiable once.
+    With S the predecessor's state (zeros before a root) and dt as below, a token's state is
+    S_t = exp(dt A) S + B (dt x), and out = C S_t + D x. States and sums are float32 (float64 for
+    float64 x). The gradient of a branch's state is the sum over its children, in a fixed order. It
+    is differentiable once.
 
     Args:
         x: [T, H, P].
-        dt: [T, H] floating point: clamp(softplus(dt + dt_bias), *dt_limit), made in float32.
+        dt: [T, H] floating point; used as clamp(softplus(dt + dt_bias), *dt_limit), in float32.
         A: [H], below 0.
         B: [T, G, N], H a multiple of G: head h reads group h // (H / G).
         C: as B.
         mask: as for `tree_delta_rule`.
         D: [H] or [H, P], a factor of x that is added; or None.
         dt_bias: [H], or None.
-        dt_softplus: apply softplus to dt.
+        dt_softplus: whether softplus is applied to dt.
         dt_limit: (least, greatest) dt.
-        backend: as for `tree_delta_rule`, but for "flash_qla".
+        backend: as for `tree_delta_rule`, without "flash_qla".
         initial: [I, H, N, P], as for `tree_delta_rule`.
 
     Returns:
@@ -293,7 +294,7 @@ def step_sizes(
     dt_limit: tuple[float, float],
     wide: torch.dtype,
 ) -> torch.Tensor:
-    """Mamba-2's step sizes in `wide`: bias, softplus and limits applied to dt [.., H]."""
+    """Computes Mamba-2's step sizes in `wide`: bias, softplus and limits applied to dt [.., H]."""
     low, high = dt_limit
     sizes = dt.to(wide)
     if dt_bias is not None:
@@ -325,7 +326,7 @@ def _check_states(
     state: tuple[int, int, int],
     like: torch.Tensor,
 ) -> tuple[torch.Tensor, int | None]:
-    """The handle of a call's mask with its borders, and how many states leave; None without."""
+    """Gives the handle of a call's mask with borders, and how many states leave; None without."""
     if borders is None:
         if initial is not None:
             raise ValueError(
@@ -361,7 +362,7 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
 def _check_common(
     name: str, mask: TreeMask, backend: str | None, **tensors: torch.Tensor | None
 ) -> str:
-    """Checks mask, backend, devices and dtypes for all three operators; -> the backend's name."""
+    """Checks mask, backend, devices and dtypes for all three operators; returns the backend."""
     check_mask(mask)
     if mask.query_tokens is not None:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""The backends as objects, which of them runs a call, and why (`explain_recurrence`). Each imports
-its code when first asked.
+"""The backends as objects, and the choice of one for a call, with the reason.
 
-Order of preference of "auto": a GPU's kernels, else torch's operations in chunks.
+Each backend imports its code when first asked. "auto" prefers a GPU's kernels, else torch's
+operations in chunks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _reference() -> Kernels:
 
 
 CHUNKED, REFERENCE = Backend("chunked", _chunked), Backend("reference", _reference)
-# those for GPUs alone, which "auto" prefers there
+# backends for GPUs alone, which "auto" prefers there
 ON_GPU: tuple[Backend[Kernels], ...] = (
     Backend("triton", _triton, package="triton"),
     Backend("flash_qla", _flash_qla, package="triton"),
@@ -61,7 +61,7 @@ NAMES = ("auto", *_NAMED)
 
 
 def check_name(name: str) -> None:
-    """Raises UnsupportedError if no backend has this name."""
+    """Raises an UnsupportedError if no backend has this name."""
     if name not in NAMES:
         raise UnsupportedError(
             f"backend {name!r} does not exist for recurrent layers in this version; use one of "
@@ -70,12 +70,10 @@ def check_name(name: str) -> None:
 
 
 def choose(name: str, call: Call) -> Backend[Kernels]:
-    """The backend for a call; the same for a backward as for its forward.
+    """Chooses the backend of a call, which is also that of its backward; refuses with the reason.
 
-    Looks at devices, dtypes and shapes alone, so that compiled code chooses what will run.
-
-    Raises:
-        UnsupportedError: `name` does not exist or cannot serve the call, with the reason.
+    It looks at devices, dtypes and shapes alone, so that compiled code chooses the backend that
+    runs.
     """
     if name != "auto":
         check_name(name)
@@ -90,9 +88,8 @@ def choose(name: str, call: Call) -> Backend[Kernels]:
 
 
 def why_slow(call: Call) -> str:
-    """Why no kernel of a GPU serves a call that "auto" gives to torch's operations."""
-    # the convolution is triton's alone, and nothing else is; flash_qla serves a part of what fla
-    # serves
+    """Says why no GPU kernel serves a call that "auto" gives to torch's operations."""
+    # triton serves the convolution alone; flash_qla serves a part of the calls of fla
     others = ("fla", "flash_qla") if isinstance(call, ConvCall) else ("triton", "flash_qla")
     asked = [backend for backend in ON_GPU if backend.name not in others]
     reasons = [f"backend {backend.name!r}: {backend.refuses(call)}" for backend in asked]
@@ -100,7 +97,7 @@ def why_slow(call: Call) -> str:
 
 
 def warn_if_slow(call: Call, backend: Backend[Kernels]) -> None:
-    """Says once per reason that a GPU runs torch's operations where kernels would serve it."""
+    """Warns once per reason if a GPU runs torch's operations instead of kernels."""
     if backend is CHUNKED and call[0].is_cuda:
         _warn(why_slow(call))
 
@@ -129,8 +126,8 @@ def explain_recurrence(
 ) -> str:
     """Says which backend a recurrent layer would run for these sizes, and why.
 
-    The choice depends on the operator, the device, the dtype and these sizes, and on the packages
-    that are installed.
+    The choice depends on the operator, the device, the dtype and these sizes, and on the installed
+    packages.
 
     Args:
         mask: the packed forest's TreeMask; its device is that of the tensors.
@@ -144,8 +141,8 @@ def explain_recurrence(
         backend: as in the operator. Default: "auto".
 
     Returns:
-        One sentence. It starts with the operator's name and "would refuse" and gives the reason
-        where the operator would raise an UnsupportedError.
+        One sentence. If the operator would raise an UnsupportedError, it starts with the operator's
+        name and "would refuse", and gives the reason.
 
     Raises:
         TypeError: a mask that is no TreeMask.
@@ -161,7 +158,7 @@ def explain_recurrence(
     if dtype is None:
         dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float32
     tokens = mask.num_tokens
-    # one number, seen as all of them
+    # one number, expanded to every shape
     number = torch.empty((), dtype=dtype, device=mask.device)
     key, value = number.expand(tokens, 1, key_dim), number.expand(tokens, 1, value_dim)
     gate = number.expand(tokens, 1)
@@ -178,9 +175,9 @@ def explain_recurrence(
 
 
 def explanation(operator: str, call: Call, backend: str) -> str:
-    """The sentence about a call."""
+    """Writes the sentence about a call."""
     try:
-        chosen = choose(backend, call)
+        choice = choose(backend, call)
     except UnsupportedError as error:
         return f"{operator} would refuse: {error}."
     if backend != "auto":
@@ -188,5 +185,5 @@ def explanation(operator: str, call: Call, backend: str) -> str:
     elif not call[0].is_cuda:
         reason = f"the mask is on {call[0].device}, and the other backends need a GPU"
     else:
-        reason = why_slow(call) if chosen is CHUNKED else "it serves this call"
-    return f"{operator} would run {chosen.name!r}: {reason}."
+        reason = why_slow(call) if choice is CHUNKED else "it serves this call"
+    return f"{operator} would run {choice.name!r}: {reason}."

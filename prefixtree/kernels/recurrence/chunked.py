@@ -1,11 +1,10 @@
-"""The recurrent layers by torch's operations on any device: chunks of tokens, level by level; the
-convolution by channels.
+"""The recurrent layers by torch's operations on any device: chunks of tokens, level by level.
 
-Chunks of one length run together, so nothing is padded. A piece of a level's segments runs at a
-time: its states are gathered for it alone, and only the states that segments with children end in
-are kept from a level to the next. The backward makes these again, and those before every chunk of
-its piece; a chunk's gradients come from autograd. Where one segment alone has too many of those,
-the heads are taken in parts.
+Chunks of one length run together, so nothing is padded. One piece of a level's segments runs at a
+time. Its states are gathered for it alone, and only the final states of segments with children are
+kept from a level to the next. The backward computes these again, and those before every chunk of
+its piece; a chunk's gradients come from autograd. If one segment alone has too many of those, the
+heads are taken in parts. The convolution goes by slabs of channels.
 
 Legend: T packed tokens, B segments with children, n segments (chunks of c tokens) of a piece, Hk
 key heads, H value heads, K and V head dims (N and P of Mamba-2), D channels, W taps, M entries of
@@ -26,12 +25,12 @@ from prefixtree.packing.copies import move
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.segments import Segments, Taps, segments_of, tables_of
 
-# (state [n, H, K, V], inputs [n, c, ...]..) -> out [n, c, H, V], state behind the chunk
+# (state [n, H, K, V], inputs [n, c, ...]..) -> out [n, c, H, V], state after the chunk
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def delta_rule(scale: float, qk_l2norm: bool) -> Rule:
-    """The gated delta rule; inputs query, key, value, g, beta as in `DeltaCall`."""
+    """Makes the gated delta rule; inputs query, key, value, g, beta as in `DeltaCall`."""
 
     def rule(
         state: torch.Tensor,
@@ -50,12 +49,12 @@ def delta_rule(scale: float, qk_l2norm: bool) -> Rule:
         query, key = (_by_head(x, value.shape[2]) for x in (query * scale, key))
         value, beta = value.to(wide).transpose(1, 2), beta.to(wide).transpose(1, 2)[..., None]
         decays = _Decays(g.to(wide).transpose(1, 2))
-        # every token's change of the state is what its key does not find there yet; the changes of
-        # a chunk depend on one another through a unit triangular system
+        # a token changes the state by what its key does not find there yet; the changes of a chunk
+        # depend on one another through a unit triangular system
         system = decays.products(key * beta, key).tril(-1)
-        found = (key * decays.from_start) @ state
+        present = (key * decays.from_start) @ state
         change = torch.linalg.solve_triangular(
-            system, beta * (value - found), upper=False, unitriangular=True
+            system, beta * (value - present), upper=False, unitriangular=True
         )
         return _outputs(state, query, key, change, decays)
 
@@ -70,7 +69,7 @@ def ssd(
     B: torch.Tensor,
     C: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-2; inputs as in `SsdCall`, with log_decay [n, c, H] = dt A in place of A."""
+    """Computes Mamba-2; inputs as in `SsdCall`, with log_decay [n, c, H] = dt A in place of A."""
     wide = state.dtype
     key, query = (_by_head(part.to(wide), x.shape[2]) for part in (B, C))
     change = (x.to(wide) * dt[..., None].to(wide)).transpose(1, 2)
@@ -78,28 +77,23 @@ def ssd(
 
 
 class _Decays:
-    """The decays within chunks.
+    """The decays within chunks, given g, the log of each token's: [n, H, c] or [n, H, c, K].
 
-    Args:
-        g: [n, H, c] log of the decay of each token, or [n, H, c, K], one per channel.
-
-    Attributes:
-        from_start: [n, H, c, 1 or K], of the state before the chunk until each token, its own
-            decay included.
-        to_end: [n, H, c, 1 or K], from behind each token until the chunk's end.
-        whole: [n, H, 1 or K, 1], of the state before the chunk over all of it.
+    from_start and to_end [n, H, c, 1 or K] are those of the state before the chunk until each
+    token, its own included, and from after each token until the chunk's end. whole [n, H, 1 or K,
+    1] is over all of the chunk.
     """
 
     def __init__(self, g: torch.Tensor) -> None:
         self._per_channel = g.ndim == 4
         tokens = g.shape[2]
-        # summed from j + 1 to i for every pair: a difference of running sums loses digits where a
-        # decay is strong, and is not a number where one is 0
-        behind = torch.ones(tokens, tokens, dtype=torch.bool, device=g.device).tril(-1)
+        # summed from j + 1 to i for every pair: a difference of running sums loses digits if a
+        # decay is strong, and is not a number if one is 0
+        after = torch.ones(tokens, tokens, dtype=torch.bool, device=g.device).tril(-1)
         if self._per_channel:
-            behind = behind[..., None]
-        between = g.unsqueeze(3).masked_fill(~behind, 0).cumsum(2)
-        later = behind.transpose(0, 1)
+            after = after[..., None]
+        between = g.unsqueeze(3).masked_fill(~after, 0).cumsum(2)
+        later = after.transpose(0, 1)
         self._between = between.masked_fill(later, -torch.inf).exp()
         from_start, to_end = g.cumsum(2).exp(), self._between[:, :, -1]
         if not self._per_channel:
@@ -108,7 +102,7 @@ class _Decays:
         self.whole = from_start[:, :, -1:].transpose(2, 3)
 
     def products(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """[n, H, c, c]: rows_i . columns_j with the decay from behind j until i; 0 for j > i."""
+        """Computes rows_i . columns_j with the decay after j until i, [n, H, c, c]; 0 for j > i."""
         if self._per_channel:
             return torch.einsum("nhik,nhjk,nhijk->nhij", rows, columns, self._between)
         return (rows @ columns.transpose(2, 3)) * self._between
@@ -121,23 +115,23 @@ def _outputs(
     change: torch.Tensor,
     decays: _Decays,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of the chunk's queries, and the state behind the chunk."""
+    """Computes the output of the chunk's queries, and the state after the chunk."""
     out = (query * decays.from_start) @ state + decays.products(query, key) @ change
-    behind = decays.whole * state + (key * decays.to_end).transpose(2, 3) @ change
-    return out.transpose(1, 2), behind
+    next_state = decays.whole * state + (key * decays.to_end).transpose(2, 3) @ change
+    return out.transpose(1, 2), next_state
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[n, c, Hk, K] -> [n, H, c, K], a key head for each value head."""
+    """Brings [n, c, Hk, K] to [n, H, c, K], a key head for each value head."""
     return x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2)
 
 
-# a slab of channels has at most so many numbers in an intermediate
+# an intermediate of a slab of channels has at most this many numbers
 _SLAB_NUMBERS = 1 << 24
 
 
 def conv_forward(call: ConvCall) -> torch.Tensor:
-    """-> out [T, D] in x's dtype."""
+    """Computes out [T, D] in x's dtype."""
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     for channels in _slabs(call):
         total = _sums(call, channels)
@@ -146,7 +140,7 @@ def conv_forward(call: ConvCall) -> torch.Tensor:
 
 
 def conv_backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
-    """-> gradients of x, weight and, if there is one, bias."""
+    """Computes the gradients of x, weight and, if there is one, bias."""
     taps, width = _taps(call), call.weight.shape[1]
     wide = torch.promote_types(call.x.dtype, torch.float32)
     dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -160,7 +154,7 @@ def conv_backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
             dtotal = _silu_backward(dtotal, _sums(call, channels))
         weight = call.weight[channels].to(wide)
         x = call.x[:, channels].to(wide)
-        # the taps of the token itself; then those of tokens next in packed order
+        # the taps of the token itself; then those of the next tokens in packed order
         dpart = dtotal * weight[:, width - 1]
         dweight[channels, width - 1] = (dtotal * x).sum(0)
         for j in range(1, width):
@@ -171,7 +165,7 @@ def conv_backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
                 near = taps.ancestors[j, j:] == torch.arange(len(dpart) - j, device=dpart.device)
                 dpart[:-j] += dtotal[j:] * weight[:, width - 1 - j] * near[:, None]
         if len(rows):
-            # those over a branch: one after another, never atomics
+            # tokens over a branch: one after another, never atomics
             terms = dtotal.index_select(0, taps.token)
             terms *= weight.t().index_select(0, width - 1 - taps.tap)
             dpart[rows] += torch.segment_reduce(
@@ -190,14 +184,14 @@ def _taps(call: ConvCall) -> Taps[torch.Tensor]:
 
 
 def _slabs(call: ConvCall) -> list[slice]:
-    """Channels that are done together."""
+    """Cuts the channels into slabs that are computed together."""
     rows, channels = max(len(call.x), len(_taps(call).token), 1), call.x.shape[1]
     step = max(1, _SLAB_NUMBERS // rows)
     return [slice(first, min(first + step, channels)) for first in range(0, channels, step)]
 
 
 def _sums(call: ConvCall, channels: slice) -> torch.Tensor:
-    """[T, channels], before the activation."""
+    """Computes the sums before the activation, [T, channels]."""
     taps, width = _taps(call), call.weight.shape[1]
     wide = torch.promote_types(call.x.dtype, torch.float32)
     x, weight = call.x[:, channels].to(wide), call.weight[channels].to(wide)
@@ -220,42 +214,35 @@ def _silu_backward(dout: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 _CHUNK = 64
 _CHUNK_PER_CHANNEL = 16
 # the states before every chunk of a piece, and all products of the pairs of its chunks' tokens,
-# have at most so many numbers, unless the piece is one segment and one key head
+# have at most this many numbers, unless the piece is one segment and one key head
 _PIECE_NUMBERS = 1 << 25
 
 
 class _Scan(NamedTuple):
-    """A recurrence over all tokens.
-
-    Attributes:
-        rule: the algebra of a chunk.
-        inputs: [T, ...] each, what the rule takes of its tokens.
-        state_shape: (H, K, V).
-        mask: the mask's host side.
-        chunk: tokens of a chunk at most.
-        pairs: numbers that a head holds per pair of a chunk's tokens.
-        initial: [I, H, K, V] the states that enter, or None.
-    """
+    """A recurrence over all tokens: the rule of a chunk over inputs, [T, ...] each."""
 
     rule: Rule
     inputs: tuple[torch.Tensor, ...]
+    # (H, K, V)
     state_shape: tuple[int, int, int]
     mask: HostMask
+    # tokens of a chunk, at most, and numbers that a head holds per pair of them
     chunk: int
     pairs: int
+    # [I, H, K, V], the states that enter
     initial: torch.Tensor | None
 
     @property
     def chunks_of_piece(self) -> int:
-        """How many chunks the segments of a piece have at most, if they are more than one."""
+        """The most chunks that the segments of a piece have, if they are more than one."""
         heads, k, v = self.state_shape
         numbers = heads * max(k * v, self.chunk**2 * self.pairs)
         return max(1, _PIECE_NUMBERS // max(1, numbers))
 
     def head_parts(self) -> int:
-        """In how many equal parts the heads are taken, so that the longest segment is a piece."""
-        found = segments_of(self.mask)
-        longest = -(-int(np.diff(found.start).max(initial=0)) // self.chunk)
+        """Counts the parts in which heads are taken, so that the longest segment is a piece."""
+        segments = segments_of(self.mask)
+        longest = -(-int(np.diff(segments.start).max(initial=0)) // self.chunk)
         # all inputs have heads in their second dimension, the key heads are the fewest
         key_heads = min(x.shape[1] for x in self.inputs)
         for parts in range(1, key_heads):
@@ -264,7 +251,7 @@ class _Scan(NamedTuple):
         return max(1, key_heads)
 
     def part(self, number: int, parts: int) -> _Scan:
-        """The scan of some of the heads."""
+        """Makes the scan of some of the heads."""
         heads, k, v = self.state_shape
         inputs = tuple(_part(x, number, parts) for x in self.inputs)
         initial = None if self.initial is None else _part(self.initial, number, parts)
@@ -277,18 +264,17 @@ class _Scan(NamedTuple):
 
 
 def refusal(call: Call) -> str | None:
-    """None: it serves every call."""
+    """Returns None: this backend serves every call."""
     return None
 
 
 def saves(call: Call) -> list[torch.Tensor]:
-    """Nothing: the backward computes the forward again."""
+    """Returns nothing: the backward computes the forward again."""
     return []
 
 
 def forward(call: Call) -> Computed:
-    """-> out, contiguous, in the dtype of x or value, and the states that leave; nothing is
-    saved."""
+    """Computes out, contiguous, in the dtype of x or value, and the states that leave."""
     if isinstance(call, ConvCall):
         return Computed(conv_forward(call), [])
     scan = _scan(call)
@@ -299,17 +285,17 @@ def forward(call: Call) -> Computed:
         final = like.new_empty(call.num_final, *scan.state_shape, dtype=scan.dtype)
     parts = scan.head_parts()
     for number in range(parts):
-        of_part = scan.part(number, parts)
-        states = _run(of_part, _part(out, number, parts))
+        scan_part = scan.part(number, parts)
+        states = _run(scan_part, _part(out, number, parts))
         if final is not None:
-            _part(final, number, parts).copy_(states[_leaving(of_part)])
+            _part(final, number, parts).copy_(states[_leaving(scan_part)])
     return Computed(out, [], final)
 
 
 def backward(
     call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """-> a gradient for each tensor of the call, contiguous."""
+    """Computes a gradient for each tensor of the call, contiguous."""
     if isinstance(call, ConvCall):
         return conv_backward(call, dout)
     scan = _scan(call)
@@ -345,35 +331,32 @@ def _scan(call: DeltaCall | SsdCall) -> _Scan:
 
 
 def _part(x: torch.Tensor, number: int, parts: int) -> torch.Tensor:
-    """One of equal parts of the heads, the second dimension."""
+    """Takes one of equal parts of the heads, the second dimension."""
     heads = x.shape[1] // parts
     return x[:, number * heads : (number + 1) * heads]
 
 
 class _Piece(NamedTuple):
-    """Segments of one level, neighbours in its order.
-
-    Attributes:
-        segments: [n] their numbers.
-        steps: (rows [m], tokens [m, c]) of the chunks that run together, in the order of time:
-            rows are places in `segments`, none twice in a step.
-    """
+    """Segments [n] of one level, neighbours in its order."""
 
     segments: np.ndarray
+    # (rows [m], tokens [m, c]) of the chunks that run together, in the order of time: rows are
+    # places in `segments`, none twice in a step
     steps: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _pieces(scan: _Scan, inner: bool, backwards: bool = False) -> Iterator[_Piece]:
-    """All segments (with `inner` those with children alone), parents before their children; the
-    other way round with `backwards`."""
-    found = segments_of(scan.mask)
+    """Yields all segments, or the `inner` with children, parents first; reversed if `backwards`."""
+    all_segments = segments_of(scan.mask)
     limit = scan.chunks_of_piece
     device = scan.inputs[0].device
-    for level in range(found.num_levels)[:: -1 if backwards else 1]:
-        segments = found.order[found.level_start[level] : found.level_start[level + 1]]
+    for level in range(all_segments.num_levels)[:: -1 if backwards else 1]:
+        segments = all_segments.order[
+            all_segments.level_start[level] : all_segments.level_start[level + 1]
+        ]
         if inner:
-            segments = segments[found.has_children[segments]]
-        lengths = found.start[segments + 1] - found.start[segments]
+            segments = segments[all_segments.has_children[segments]]
+        lengths = all_segments.start[segments + 1] - all_segments.start[segments]
         chunks = -(-lengths // scan.chunk)
         cuts = [0]
         total = 0
@@ -385,7 +368,7 @@ def _pieces(scan: _Scan, inner: bool, backwards: bool = False) -> Iterator[_Piec
         parts = list(zip(cuts, [*cuts[1:], len(segments)], strict=True)) if len(segments) else []
         for first, last in parts[:: -1 if backwards else 1]:
             of_piece = segments[first:last]
-            yield _Piece(of_piece, _steps(found, of_piece, scan.chunk, device))
+            yield _Piece(of_piece, _steps(all_segments, of_piece, scan.chunk, device))
 
 
 def _steps(
@@ -406,9 +389,9 @@ def _steps(
 
 
 def _before(scan: _Scan, piece: _Piece, states: torch.Tensor) -> torch.Tensor:
-    """[n, H, K, V]: the states that the piece's segments start from."""
-    found = segments_of(scan.mask)
-    parents = found.parent[piece.segments]
+    """Gives the states from which the piece's segments start, [n, H, K, V]."""
+    segments = segments_of(scan.mask)
+    parents = segments.parent[piece.segments]
     if len(parents) == 0 or parents[0] < 0:
         # roots are the whole first level
         before = states.new_zeros((len(parents), *scan.state_shape))
@@ -416,11 +399,11 @@ def _before(scan: _Scan, piece: _Piece, states: torch.Tensor) -> torch.Tensor:
             entered, rows = _entered(scan, piece)
             before[entered] = scan.initial.index_select(0, rows)
         return before
-    return states.index_select(0, _rows(found.state_row[parents], states.device))
+    return states.index_select(0, _rows(segments.state_row[parents], states.device))
 
 
 def _entered(scan: _Scan, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places in a piece of roots that states enter, and the rows of these."""
+    """Finds the places in a piece of roots that states enter, and the rows of these states."""
     rows = segments_of(scan.mask).entry[piece.segments]
     places = np.flatnonzero(rows >= 0)
     device = scan.inputs[0].device
@@ -428,9 +411,9 @@ def _entered(scan: _Scan, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _leaving(scan: _Scan) -> torch.Tensor:
-    """The rows of the states that leave among those behind segments."""
-    found = segments_of(scan.mask)
-    return _rows(found.state_row[found.exits], scan.inputs[0].device)
+    """Finds the rows of the states that leave among those after segments."""
+    segments = segments_of(scan.mask)
+    return _rows(segments.state_row[segments.exits], scan.inputs[0].device)
 
 
 def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -439,20 +422,17 @@ def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(scan: _Scan, out: torch.Tensor | None) -> torch.Tensor:
-    """Writes out [T, H, V], if there is one; -> states [B, H, K, V] behind segments with children.
-
-    Without out, segments without children are left out.
-    """
-    found = segments_of(scan.mask)
-    states = scan.inputs[0].new_empty((found.num_states, *scan.state_shape), dtype=scan.dtype)
+    """Writes out [T, H, V], if given; returns states [B, H, K, V] after segments with children."""
+    segments = segments_of(scan.mask)
+    states = scan.inputs[0].new_empty((segments.num_states, *scan.state_shape), dtype=scan.dtype)
     for piece in _pieces(scan, inner=out is None):
         state = _before(scan, piece, states)
         for rows, tokens in piece.steps:
             part, state[rows] = scan.rule(state[rows], *(x[tokens] for x in scan.inputs))
             if out is not None:
                 out[tokens] = part.to(out.dtype)
-        inner = np.flatnonzero(found.has_children[piece.segments])
-        into = _rows(found.state_row[piece.segments[inner]], states.device)
+        inner = np.flatnonzero(segments.has_children[piece.segments])
+        into = _rows(segments.state_row[piece.segments[inner]], states.device)
         states[into] = state[_rows(inner, states.device)]
     return states
 
@@ -466,7 +446,7 @@ def _run_back(
     dinitial: torch.Tensor | None,
 ) -> None:
     """Writes the gradients of the inputs, and adds those of the states that enter."""
-    found = segments_of(scan.mask)
+    segments = segments_of(scan.mask)
     states = _run(scan, None)
     dstates = torch.zeros_like(states)
     if dfinal is not None:
@@ -478,22 +458,22 @@ def _run_back(
             before.append(state[rows])
             _, state[rows] = scan.rule(before[-1], *(x[tokens] for x in scan.inputs))
         dstate = torch.zeros_like(state)
-        inner = np.flatnonzero(found.has_children[piece.segments])
-        behind = _rows(found.state_row[piece.segments[inner]], states.device)
+        inner = np.flatnonzero(segments.has_children[piece.segments])
+        behind = _rows(segments.state_row[piece.segments[inner]], states.device)
         dstate[_rows(inner, states.device)] = dstates[behind]
         for rows, tokens in reversed(piece.steps):
             leaves = [before.pop(), *(x[tokens] for x in scan.inputs)]
             with torch.enable_grad():
                 leaves = [x.requires_grad_() for x in leaves]
                 part, end = scan.rule(*leaves)
-            given = (dout[tokens].to(part.dtype), dstate[rows])
-            dbefore, *of_inputs = torch.autograd.grad((part, end), leaves, given)
+            output_grads = (dout[tokens].to(part.dtype), dstate[rows])
+            dbefore, *of_inputs = torch.autograd.grad((part, end), leaves, output_grads)
             dstate[rows] = dbefore
             for grad, of_tokens in zip(grads, of_inputs, strict=True):
                 grad[tokens] = of_tokens
         if dinitial is not None:
             _add_to_entries(scan, piece, dstate, dinitial)
-        _add_to_parents(found, piece.segments, dstate, dstates)
+        _add_to_parents(segments, piece.segments, dstate, dstates)
 
 
 def _add_to_entries(
@@ -508,8 +488,7 @@ def _add_to_entries(
 def _add_to_parents(
     found: Segments, segments: np.ndarray, dstate: torch.Tensor, dstates: torch.Tensor
 ) -> None:
-    """Adds [n, H, K, V] into [B, H, K, V]: the children of a parent one after another, no atomics,
-    so that the sum is the same every time."""
+    """Adds [n, H, K, V] into [B, H, K, V], children one after another, without atomics."""
     parents = found.parent[segments]
     if len(parents) == 0 or parents[0] < 0:
         return

@@ -1,11 +1,11 @@
 """Triton kernels of the causal convolution along paths, for at most four taps.
 
 Packed tokens come in runs, in which each token's predecessor is the token before it. A program
-walks a run with the last three rows in registers, so that a forward reads x once and writes once,
-and a backward reads x and dout once and writes dx once. Only a run's first token asks who its
-ancestors are. At a branch, a token's gradient also sums over the first tokens of the segments
-below, which `Taps` lists. Those tokens have a kernel of their own, because a thousand children are
-a thousand terms. Every sum has a fixed order.
+walks a run with the last three rows in registers. So a forward reads x once and writes once, and a
+backward reads x and dout once and writes dx once. Only a run's first token looks up its ancestors.
+At a branch, a token's gradient also sums over the first tokens of the segments below, which `Taps`
+lists. Those tokens have a kernel of their own, because a thousand children are a thousand terms.
+Every sum has a fixed order.
 
 Legend: T packed tokens, D channels, W taps, M entries of `Taps`.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _total(x, weight, bias, ancestors, token, live, T, D, channel, in_d, W: tl.constexpr):
-    """fp32 [rows, channels], before the activation, of the tokens of `token` that are live."""
+    """Sums the taps of the live tokens before the activation, fp32 [rows, channels]."""
     total = tl.zeros([token.shape[0], channel.shape[0]], dtype=tl.float32)
     for j in tl.static_range(W):
         source = tl.load(ancestors + j * T + token, mask=live, other=-1)
@@ -45,7 +45,7 @@ def _dtotal(
     W: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Gradient of `_total` at these tokens; 0 where they are not live."""
+    """Computes the gradient of `_total` at these tokens; 0 where they are not live."""
     at = dout + token.to(tl.int64)[:, None] * D + channel[None, :]
     grad = tl.load(at, mask=live[:, None] & in_d[None, :], other=0.0).to(tl.float32)
     if SILU:
@@ -57,7 +57,7 @@ def _dtotal(
 
 @triton.jit
 def _tap(weight, channel, in_d, j: tl.constexpr, W: tl.constexpr):
-    """fp32 weight of the ancestor j tokens back; 0 beyond the taps that there are."""
+    """Loads the fp32 weight of the ancestor j tokens back; 0 beyond the last tap."""
     return tl.load(weight + channel * W + (W - 1 - j), mask=in_d & (j < W), other=0.0).to(
         tl.float32
     )
@@ -65,7 +65,7 @@ def _tap(weight, channel, in_d, j: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _ancestor(x, ancestors, token, T, D, channel, in_d, j: tl.constexpr, W: tl.constexpr):
-    """fp32 row of x of the ancestor j tokens back; 0 where there is none."""
+    """Loads the fp32 row of x of the ancestor j tokens back; 0 if there is none."""
     row = tl.load(ancestors + j * T + token, mask=j < W, other=-1)
     values = tl.load(x + row.to(tl.int64) * D + channel, mask=in_d & (row >= 0), other=0.0)
     return values.to(tl.float32)
@@ -73,7 +73,7 @@ def _ancestor(x, ancestors, token, T, D, channel, in_d, j: tl.constexpr, W: tl.c
 
 @triton.jit
 def _four(x, row, D, in_d, token, end):
-    """The rows of four tokens from `token` on, 0 from `end` on."""
+    """Loads the rows of four tokens from `token` on, 0 from `end` on."""
     x0 = tl.load(x + row, mask=in_d & (token < end), other=0.0)
     x1 = tl.load(x + row + D, mask=in_d & (token + 1 < end), other=0.0)
     x2 = tl.load(x + row + 2 * D, mask=in_d & (token + 2 < end), other=0.0)
@@ -97,7 +97,7 @@ def conv_forward(
     SILU: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out [T, D] in x's dtype. A program walks runs of tokens, the last three rows in registers."""
+    """Writes out [T, D] in x's dtype; walks runs of tokens, the last three rows in registers."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = channel < D
     w0 = _tap(weight, channel, in_d, 0, W)
@@ -151,11 +151,11 @@ def conv_backward(
     SILU: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dx of all tokens but those with entries in `Taps`, and each program's part of the sums over
-    tokens: dweight fp32 [programs, W, D] and dbias fp32 [programs, D].
+    """Writes dx of all tokens but those with entries in `Taps`, and parts of sums over tokens.
 
-    dx of a token is complete three tokens later: a program runs on into the next run's first three
-    as far as they follow on the same path.
+    Each program's parts are dweight fp32 [programs, W, D] and dbias fp32 [programs, D]. dx of a
+    token is complete three tokens later. So a program runs on into the next run's first three
+    tokens, as far as they follow on the same path.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = channel < D
@@ -177,7 +177,7 @@ def conv_backward(
         x1 = _ancestor(x, ancestors, start, T, D, channel, in_d, 1, W)
         x2 = _ancestor(x, ancestors, start, T, D, channel, in_d, 2, W)
         x3 = _ancestor(x, ancestors, start, T, D, channel, in_d, 3, W)
-        # what reached dx of the last three tokens so far
+        # dx of the last three tokens so far
         g1 = tl.zeros([COLUMNS], dtype=tl.float32)
         g2 = tl.zeros([COLUMNS], dtype=tl.float32)
         g3 = tl.zeros([COLUMNS], dtype=tl.float32)
@@ -251,13 +251,13 @@ def conv_backward_branches(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dx of the tokens that segments below read, in place of what `conv_backward` wrote."""
+    """Writes dx of the tokens that segments below read, over that of `conv_backward`."""
     own = tl.load(branch_tokens + tl.program_id(0))
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = channel < D
     row = tl.arange(0, ROWS)
 
-    # the tokens right behind it, as far as they read it
+    # the tokens right after it, as far as they read it
     reader = own + row
     reads = (row < W) & (reader < T)
     reads &= tl.load(ancestors + row * T + reader, mask=reads, other=-1) == own

@@ -1,4 +1,4 @@
-"""Launches of the convolution's Triton kernels.
+"""The launches of the convolution's Triton kernels.
 
 Legend: T packed tokens, D channels, W taps.
 """
@@ -32,7 +32,7 @@ class Config:
     warps: int
 
 
-# of seven measured on an H200 with 8,192 channels (benchmarks/notebook.md)
+# the best of seven measured on an H200 with 8,192 channels (benchmarks/notebook.md)
 FORWARD = Config(columns=256, warps=2)
 BACKWARD = Config(columns=256, warps=2)
 # entries of a branch token that are summed at once, and channels of a program
@@ -42,7 +42,7 @@ _MOST_PARTS = 2048
 
 
 def refusal(call: Call) -> str | None:
-    """Why this backend cannot serve a call; None where it can."""
+    """Says why this backend cannot serve a call; None if it can."""
     if not isinstance(call, ConvCall):
         return "it has the convolution alone; use backend='fla'"
     x = call.x
@@ -60,12 +60,12 @@ def refusal(call: Call) -> str | None:
 
 
 def saves(call: Call) -> list[torch.Tensor]:
-    """Nothing: the backward computes the forward again."""
+    """Returns nothing: the backward computes the forward again."""
     return []
 
 
 def forward(call: Call) -> Computed:
-    """-> out [T, D] in x's dtype; and nothing that is saved."""
+    """Computes out [T, D] in x's dtype, and saves nothing."""
     assert isinstance(call, ConvCall)
     x, weight, bias, taps = _inputs(call)
     out = torch.empty_like(x)
@@ -86,7 +86,7 @@ def forward(call: Call) -> Computed:
 def backward(
     call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """-> gradients of x, weight and, if there is one, bias."""
+    """Computes the gradients of x, weight and, if there is one, bias."""
     assert isinstance(call, ConvCall)
     x, weight, bias, taps = _inputs(call)
     dout, dx = dout.contiguous(), torch.empty_like(x)
@@ -119,7 +119,7 @@ def backward(
 
 
 def _shares(taps: Taps[torch.Tensor]) -> tuple[int, int, int]:
-    """Runs, runs per program, and programs."""
+    """Counts runs, runs per program, and programs."""
     runs = len(taps.run_start) - 1
     per_program = triton.cdiv(runs, _MOST_PARTS)
     return runs, per_program, triton.cdiv(runs, per_program)
@@ -128,7 +128,7 @@ def _shares(taps: Taps[torch.Tensor]) -> tuple[int, int, int]:
 def _inputs(
     call: ConvCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Taps[torch.Tensor]]:
-    """x, weight and bias contiguous, and the tables."""
+    """Gives x, weight and bias contiguous, and the tables."""
     assert call.mask is not None
     width = call.weight.shape[1]
     bias = None if call.bias is None else call.bias.contiguous()

@@ -1,11 +1,10 @@
-"""One token more for every row of a batch: convolution, delta rule and Mamba-2 from kept states.
+"""One more token for every row of a batch: convolution, delta rule and Mamba-2 from kept states.
 
-A row reads its state at slot `source[row]` of a pool and writes the state behind its token at slot
-`target[row]`. So rows that branched read one slot and each writes its own. No two live rows write
-one slot, and no row reads a slot that another one writes. A row that is not live writes nothing,
-and its output is 0.
-
-On GPUs with Triton, one kernel does each. Elsewhere torch's operations do.
+A row reads its state at slot `source[row]` of a pool and writes the state after its token at slot
+`target[row]`. So rows that branched read one slot, and each writes its own. No two live rows write
+one slot, and no row reads a slot that another row writes. A row that is not live writes nothing,
+and its output is 0. On GPUs with Triton, one kernel does each step; elsewhere torch's operations
+do.
 
 Legend: B rows, D channels, W taps, Hk key heads, H heads, K and V head dims (N and P of Mamba-2), S
 slots.
@@ -31,7 +30,7 @@ def conv_step(
     rows: RowSlots,
     silu: bool,
 ) -> torch.Tensor:
-    """As `tree_conv` for the token behind each row's tail: [B, D] in x's dtype."""
+    """Computes `tree_conv` for the token after each row's tail: [B, D] in x's dtype."""
     call = ConvStep(x, weight, bias, tails, rows, silu)
     if in_one_kernel(call.x):
         from prefixtree.kernels.recurrence import decode_kernels
@@ -52,7 +51,7 @@ def delta_rule_step(
     scale: float | None = None,
     qk_l2norm: bool = False,
 ) -> torch.Tensor:
-    """As `tree_delta_rule` for the token behind each row's state: [B, H, V] in value's dtype."""
+    """Computes `tree_delta_rule` for the token after each row's state: [B, H, V], value's dtype."""
     scale = query.shape[2] ** -0.5 if scale is None else scale
     return _rule_step(
         StateStep(query, key, value, g, beta, states, rows, scale, qk_l2norm, delta=True)
@@ -73,7 +72,7 @@ def ssd_step(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
-    """As `tree_ssd` for the token behind each row's state: [B, H, P] in x's dtype."""
+    """Computes `tree_ssd` for the token after each row's state: [B, H, P] in x's dtype."""
     sizes = step_sizes(dt, dt_bias, dt_softplus, dt_limit, states.dtype)
     decay = sizes * A.to(states.dtype)
     out = _rule_step(StateStep(C, B, x, decay, sizes, states, rows, 1.0, False, delta=False))
@@ -81,8 +80,8 @@ def ssd_step(
 
 
 def in_one_kernel(x: torch.Tensor) -> bool:
-    """Whether Triton kernels compute a step of these tensors; in torch it is some 20 kernels, and
-    states are read and written several times."""
+    """Whether Triton kernels compute a step of these tensors."""
+    # in torch a step is some 20 kernels, and states are read and written several times
     return x.is_cuda and x.dtype != torch.float64 and installed("triton")
 
 
@@ -98,7 +97,7 @@ def _rule_step(call: StateStep) -> torch.Tensor:
 
 
 def conv_eager(call: ConvStep) -> torch.Tensor:
-    """`conv_step` by torch's operations; in float32, in float64 for float64 x."""
+    """Computes `conv_step` by torch's operations; in float32, in float64 for float64 x."""
     x, weight, bias, tails, rows, silu = call
     wide = torch.promote_types(x.dtype, torch.float32)
     # [B, W, D]
@@ -111,7 +110,7 @@ def conv_eager(call: ConvStep) -> torch.Tensor:
 
 
 def rule_eager(call: StateStep) -> torch.Tensor:
-    """`delta_rule_step` and `ssd_step` by torch's operations, in the dtype of the states."""
+    """Computes `delta_rule_step` and `ssd_step` by torch's operations, in the states' dtype."""
     wide, group = call.states.dtype, call.value.shape[1] // call.key.shape[1]
     query, key, value, g, beta = (x.to(wide) for x in call[:5])
     if call.qk_l2norm:
@@ -128,7 +127,7 @@ def rule_eager(call: StateStep) -> torch.Tensor:
 
 
 def _write(pool: torch.Tensor, rows: RowSlots, new: torch.Tensor) -> None:
-    """Writes what live rows have; those that are not live write what is there."""
+    """Writes the new entries of live rows; other rows write what is there."""
     live = rows.live.view(-1, *[1] * (new.ndim - 1))
     pool.index_copy_(0, rows.target, torch.where(live, new, pool[rows.target]))
 

@@ -1,7 +1,7 @@
 """Triton kernels of a decode step of recurrent layers, and their launches.
 
-A program has a row and a block of what its state holds. It reads and writes that block alone, so a
-row may write the slot that it reads. All sums are in float32.
+A program has a row and a block of its state. It reads and writes that block alone, so a row may
+write the slot that it reads. All sums are in float32.
 
 Legend: B rows, D channels, W taps, Hk key heads, H heads, K and V head dims.
 """
@@ -22,13 +22,13 @@ STATE_NUMBERS, COLUMNS = 4096, 256
 INTERPRETED: bool
 
 
-# one compilation for all numbers of rows
+# one compilation serves all numbers of rows
 @triton.jit
 def conv_step_kernel(
     X, WEIGHT, BIAS, TAILS, SOURCE, TARGET, LIVE, OUT, x_stride, D,
     W: tl.constexpr, SILU: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A row's block of channels."""
+    """Computes a row's block of channels."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < D
@@ -65,7 +65,7 @@ def rule_step_kernel(
     K_PADDED: tl.constexpr, BLOCK_V: tl.constexpr,
     PER_CHANNEL: tl.constexpr, DELTA: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """A row's head, and a block of its values' columns; as `StateStep` says it."""
+    """Computes `StateStep` for a row's head and a block of its values' columns."""
     row = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
     k = tl.arange(0, K_PADDED)
@@ -105,7 +105,7 @@ INTERPRETED = not isinstance(rule_step_kernel, triton.JITFunction)
 
 
 def conv(call: ConvStep) -> torch.Tensor:
-    """-> [B, D] in x's dtype."""
+    """Computes [B, D] in x's dtype."""
     x = _inner_contiguous(call.x)
     out = x.new_empty(x.shape)
     with runtime.current(x.device):
@@ -121,7 +121,7 @@ def conv(call: ConvStep) -> torch.Tensor:
 
 
 def rule(call: StateStep) -> torch.Tensor:
-    """-> [B, H, V] in value's dtype."""
+    """Computes [B, H, V] in value's dtype."""
     tensors = [_inner_contiguous(x) for x in call[:5]]
     (rows, heads, d_v), (_, key_heads, d_k) = call.value.shape, call.key.shape
     out = call.value.new_empty(call.value.shape)
@@ -141,7 +141,7 @@ def rule(call: StateStep) -> torch.Tensor:
 
 
 def rule_sizes(d_k: int, d_v: int) -> dict[str, int]:
-    """How `rule_step_kernel` cuts a state of these head dims."""
+    """Names the sizes by which `rule_step_kernel` cuts a state of these head dims."""
     padded = triton.next_power_of_2(d_k)
     block = min(triton.next_power_of_2(d_v), max(1, STATE_NUMBERS // padded))
     return {"K": d_k, "V": d_v, "K_PADDED": padded, "BLOCK_V": block, "num_warps": 4}
@@ -152,5 +152,5 @@ def _slots(call: ConvStep | StateStep) -> tuple[Any, ...]:
 
 
 def _inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """The numbers of a row lie side by side; rows may be a part of longer ones."""
+    """Makes the numbers of a row contiguous; rows may be a part of longer rows."""
     return x if x[0].is_contiguous() else x.contiguous()

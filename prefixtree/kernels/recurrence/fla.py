@@ -1,7 +1,7 @@
-"""The backend "fla": which calls it serves, and what it makes of them for `fla_rules`.
+"""The backend "fla": which calls it serves, and how it brings them to `fla_rules`.
 
-fla-core norms queries and keys too, but tries 25 configurations anew for every 65,536 rows more
-(2,048 tokens of 32 heads): a trainer whose micro-batches differ in length would compile for half a
+fla-core norms queries and keys too, but tries 25 configurations anew for every 65,536 more rows
+(2,048 tokens of 32 heads). A trainer whose micro-batches differ in length would compile for half a
 minute in many of its first steps. So these norms have Triton kernels here.
 
 Legend: T packed tokens, Hk key heads, Hv value heads, K and V head dims, H heads, P head dim; of
@@ -36,7 +36,7 @@ def _l2norm_forward(
     at = row[:, None] * D + column[None, :]
     inside = (row < R)[:, None] & (column < D)[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    # as fla and transformers have it
+    # the same as in fla and transformers
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
     tl.store(y_ptr + at, x * factor[:, None], mask=inside)
     tl.store(factor_ptr + row, factor, mask=row < R)
@@ -58,7 +58,7 @@ def _l2norm_backward(
 
 
 def l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [.., D] -> x / sqrt(sum of squares + 1e-6) in its dtype, and the factors, fp32 [..]."""
+    """Computes x / sqrt(sum of squares + 1e-6), x [.., D], in its dtype, and factors, fp32 [..]."""
     x = x.contiguous()
     y, factors = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     _launch(_l2norm_forward, x, y, factors)
@@ -66,14 +66,14 @@ def l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def through_l2norm(y: torch.Tensor, factors: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of what `normed` was given, in the dtype of y: y, dy [.., D]; factors [..]."""
+    """Computes the gradient of `l2norm`'s input in the dtype of y; y, dy [.., D], factors [..]."""
     dx = torch.empty_like(y)
     _launch(_l2norm_backward, y, factors, dy.contiguous(), dx)
     return dx
 
 
 def _launch(kernel: Any, x: torch.Tensor, *others: torch.Tensor) -> None:
-    """Over the rows of x [.., D]."""
+    """Launches a kernel over the rows of x [.., D]."""
     dim = x.shape[-1]
     rows, columns = x.numel() // dim, triton.next_power_of_2(dim)
     size = max(1, _SIZE // columns)
@@ -85,7 +85,7 @@ VERSIONS = ("0.6.0",)
 
 
 def refusal(call: Call) -> str | None:
-    """Why this backend cannot serve a call; None where it can."""
+    """Says why this backend cannot serve a call; None if it can."""
     if isinstance(call, ConvCall):
         return "it has no convolution; use backend='triton'"
     x = call[0]
@@ -112,18 +112,18 @@ def refusal(call: Call) -> str | None:
 @cache
 def _package_refusal() -> str | None:
     try:
-        found = version("fla-core")
+        installed = version("fla-core")
     except PackageNotFoundError:
         needed = " or ".join(VERSIONS)
         return f"fla-core ({needed}) is not installed: pip install 'prefixtree-attention[fla]'"
-    if found not in VERSIONS:
-        return f"it works with fla-core {' or '.join(VERSIONS)}, and {found} is installed"
+    if installed not in VERSIONS:
+        return f"it works with fla-core {' or '.join(VERSIONS)}, and {installed} is installed"
     return None
 
 
 @cache
 def _gate_refusal() -> str | None:
-    """fla refuses its gated backward on Hopper with the releases of Triton that miscompile it."""
+    """Says if fla refuses its gated backward, which some Tritons miscompile on Hopper."""
     from fla.ops.common.backends import CommonTileLangBackend
     from fla.ops.common.chunk_o import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
@@ -138,7 +138,7 @@ def _gate_refusal() -> str | None:
 
 
 def saves(call: Call) -> list[torch.Tensor]:
-    """Tensors like those `forward` saves: gates summed along chunks; triangles of each chunk."""
+    """Makes tensors like `forward` saves: gates summed along chunks; triangles of each chunk."""
     if isinstance(call, SsdCall):
         return [call.dt.new_empty(call.dt.shape, dtype=torch.float32)]
     assert isinstance(call, DeltaCall)
@@ -149,7 +149,7 @@ def saves(call: Call) -> list[torch.Tensor]:
 
 
 def forward(call: Call) -> Computed:
-    """-> out [T, Hv, V] or [T, H, P], and what the backward reads besides the call."""
+    """Computes out [T, Hv, V] or [T, H, P], and saves what the backward needs in addition."""
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule = _schedule(call)
@@ -172,7 +172,7 @@ def forward(call: Call) -> Computed:
 def backward(
     call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """-> a gradient for each tensor of the call, in their order and dtypes."""
+    """Computes a gradient for each tensor of the call, in their order and dtypes."""
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule, dout = _schedule(call), dout.contiguous()
@@ -207,10 +207,8 @@ def _schedule(call: Call) -> StateSchedule:
 
 
 def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
-    """query and key; if they are to be normed, those normed, and the factors they were normed by.
-
-    The backward norms them again: two passes over them are cheaper than keeping both.
-    """
+    """Gives query and key and, if they are to be normed, both normed and the factors."""
+    # the backward norms them again: two passes over them cost less than keeping both
     if not call.qk_l2norm:
         return call.query.contiguous(), call.key.contiguous()
     (query, of_query), (key, of_key) = l2norm(call.query), l2norm(call.key)
@@ -220,19 +218,19 @@ def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
 def through_norms(
     grads: list[torch.Tensor], query: torch.Tensor, key: torch.Tensor, *norms: torch.Tensor
 ) -> None:
-    """Makes the first two gradients those of what `normed` was given; it returned the rest."""
+    """Replaces the first two gradients by those of the inputs of `normed`."""
     if norms:
         grads[0] = through_l2norm(query, norms[0], grads[0])
         grads[1] = through_l2norm(key, norms[1], grads[1])
 
 
 def in_dtypes(call: Call, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients in the dtypes of a call's tensors, contiguous."""
+    """Casts gradients to the dtypes of a call's tensors, contiguous."""
     tensors = [x for x in call if isinstance(x, torch.Tensor)]
     return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, tensors, strict=True)]
 
 
 def _ssd_inputs(call: SsdCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-2 as gated linear attention: the value dt x, and the log of the decay dt A."""
+    """Brings Mamba-2 to gated linear attention: the value dt x, the log of the decay dt A."""
     value = (call.x * call.dt[..., None]).to(call.x.dtype)
     return value.contiguous(), call.dt.float() * call.A.float()

@@ -1,13 +1,11 @@
 """Three rules of recurrence: fla-core's kernels inside chunks, ours between them.
 
 Segments of a forest are contiguous in packed order. So fla's kernels inside chunks run once for all
-segments, as for a batch of independent sequences. Of fla's steps, two walk from chunk to chunk.
-Those two are `states.carry_states` and `states.carry_gradients` here, which follow the tree.
+segments, as for a batch of independent sequences. Two of fla's steps walk from chunk to chunk. In
+their place `states.carry_states` and `states.carry_gradients` follow the tree. The functions of fla
+used here are not its public interface; `fla.VERSIONS` names the releases that have them.
 
-The functions of fla used here are not its public interface: `fla.VERSIONS` names the releases that
-have them as they are called here.
-
-Triton's autotuner compiles a configuration where it first times it, one after another: 50 of them
+Triton's autotuner compiles a configuration when it first times it, one after another: 50 of them
 before the gated delta rule's first gradient. Here all configurations of a kernel compile in threads
 when its tuning begins. Then Triton times them as ever. If that fails, they compile one by one.
 
@@ -46,35 +44,35 @@ _log = logging.getLogger("prefixtree")
 
 
 def compile_side_by_side(rules: ModuleType) -> None:
-    """The kernels that a module's functions launch compile their configurations in threads."""
+    """Lets the kernels of a module's functions compile their configurations in threads."""
     for tuner in () if INTERPRETED else tuners(rules):
         tuner._bench = partial(_timed, tuner)
 
 
 def tuners(rules: ModuleType) -> Iterator[Any]:
-    """The autotuned kernels that the functions a module has can reach by global names."""
+    """Yields the autotuned kernels that a module's functions can reach by global names."""
     rest, seen = list(vars(rules).values()), set[int]()
     while rest:
-        one = rest.pop()
-        while isinstance(one, Heuristics):
-            one = one.fn
-        if id(one) in seen:
+        candidate = rest.pop()
+        while isinstance(candidate, Heuristics):
+            candidate = candidate.fn
+        if id(candidate) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, Autotuner):
-            yield one
-        elif inspect.isfunction(one):
-            function = inspect.unwrap(one)
+        seen.add(id(candidate))
+        if isinstance(candidate, Autotuner):
+            yield candidate
+        elif inspect.isfunction(candidate):
+            function = inspect.unwrap(candidate)
             names = function.__code__.co_names
             rest += [function.__globals__[x] for x in names if x in function.__globals__]
 
 
 def _timed(tuner: Any, *arguments: Any, config: Any, **options: Any) -> list[float]:
-    """The autotuner's time of a configuration; before the first of a tuning, all are compiled."""
+    """Times a configuration for the autotuner; the first of a tuning compiles all first."""
     try:
         configs = tuner.prune_configs(options)
         if config == configs[0]:
-            # the mode is a context's, and would stay if its end failed
+            # the mode belongs to a context, and would stay if its end failed
             copy_context().run(_compile, tuner, configs, arguments, options)
     except Exception as error:
         # the autotuner's own call says what is wrong, or does not need it
@@ -85,16 +83,16 @@ def _timed(tuner: Any, *arguments: Any, config: Any, **options: Any) -> list[flo
 def _compile(
     tuner: Any, configs: list[Any], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Afterwards Triton has them."""
+    """Compiles configurations in threads; afterwards Triton has them."""
     from triton.runtime._async_compile import AsyncCompileMode
 
     with (
         ThreadPoolExecutor(min(len(configs), len(os.sched_getaffinity(0)))) as pool,
-        # one that cannot be compiled says so where it is timed
+        # a configuration that cannot be compiled says so when it is timed
         AsyncCompileMode(pool, ignore_errors=True),
     ):
         for config in configs:
-            # a hook could change what is compiled
+            # a hook could change the compiled kernel
             if config.pre_hook is None:
                 tuner.fn.run(*arguments, **{**options, **config.all_kwargs(), "warmup": True})
 
@@ -109,10 +107,11 @@ def delta_rule_forward(
     scale: float,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """The gated delta rule: q, k [T, H, K], v [T, HV, V], g and beta [T, HV] -> out [T, HV, V].
+    """Computes the gated delta rule, out [T, HV, V].
 
-    The second result is what `delta_rule_backward` needs besides the inputs: the gates summed along
-    chunks, and the solved triangles. States enter and leave as in `carry_states`.
+    q, k [T, H, K], v [T, HV, V], g and beta [T, HV]. The second result is for
+    `delta_rule_backward`: the gates summed along chunks, and the solved triangles. States enter and
+    leave as in `carry_states`.
     """
     where = _segments(schedule)
     q, k, v, beta = q[None], k[None], v[None], beta[None]
@@ -135,8 +134,7 @@ def delta_rule_backward(
     initial: torch.Tensor | None,
     dfinal: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, g, beta and initial, given dout [T, HV, V], what the forward kept, and
-    dfinal as in `carry_gradients`."""
+    """Computes gradients of q, k, v, g, beta and initial; dfinal as in `carry_gradients`."""
     where = _segments(schedule)
     g, solved = kept
     q, k, v, beta, g, solved, dout = (x[None] for x in (q, k, v, beta, g, solved, dout))
@@ -165,7 +163,7 @@ def channel_delta_rule_forward(
     scale: float,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """As `delta_rule_forward` with a gate per channel of the key (Kimi): g [T, HV, K]."""
+    """Does as `delta_rule_forward` with a gate per channel of the key (Kimi): g [T, HV, K]."""
     where = _segments(schedule)
     q, k, v, beta = q[None], k[None], v[None], beta[None]
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)
@@ -191,7 +189,7 @@ def channel_delta_rule_backward(
     initial: torch.Tensor | None,
     dfinal: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, g, beta and initial of `channel_delta_rule_forward`."""
+    """Computes the gradients of q, k, v, g, beta and initial, with gates per channel."""
     where = {**_segments(schedule), "chunk_size": CHUNK}
     g, solved, scores = kept
     q, k, v, beta, g, solved, scores, dout = (
@@ -249,8 +247,11 @@ def linear_attention_forward(
     scale: float,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Gated linear attention with a gate per head, which Mamba-2 is: q = C, k = B, v = x dt,
-    g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] -> out [T, HV, V], what is kept, final."""
+    """Computes gated linear attention with a gate per head.
+
+    Mamba-2 is such: q = C, k = B, v = x dt, g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] ->
+    out [T, HV, V], what is kept, final.
+    """
     where = _segments(schedule)
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)
     h, _, final = carry_states(schedule, k, v, g=g[0], initial=initial)
@@ -269,7 +270,7 @@ def linear_attention_backward(
     initial: torch.Tensor | None,
     dfinal: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, g and initial of `linear_attention_forward`."""
+    """Computes the gradients of q, k, v, g and initial of gated linear attention."""
     where = _segments(schedule)
     (g,) = kept
     h, _, _ = carry_states(schedule, k, v, g=g, initial=initial)
@@ -283,7 +284,7 @@ def linear_attention_backward(
 
 
 def _segments(schedule: StateSchedule) -> dict[str, Any]:
-    """Arguments of fla's kernels: int32 [N + 1], and int32 [NC, 2] (segment, chunk in it)."""
+    """Names arguments of fla's kernels: int32 [N + 1], and int32 [NC, 2] (segment, chunk in it)."""
     return {"cu_seqlens": schedule.start, "chunk_indices": schedule.chunk_indices}
 
 

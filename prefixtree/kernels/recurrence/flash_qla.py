@@ -1,16 +1,15 @@
 """The backend "flash_qla": the gated delta rule by FlashQLA's fused kernels, on Hopper.
 
-FlashQLA walks sequences from given start states to given gradients of their ends, and can tell what
-a sequence makes of its start. Segments of a forest are such sequences. So its kernels run once for
-all segments, and what a segment hands to its children is one product per segment with children
-(`states.starts_of`). Without branches its own functions serve the forest, which cut long sequences
-as well. Forests of short segments run through the backend "fla", which saves tensors of the same
-shapes.
+FlashQLA walks sequences from given start states to given gradients of their ends, and can compute
+how a sequence maps its start to its end. Segments of a forest are such sequences. So its kernels
+run once for all segments, and a segment hands its children one product (`states.starts_of`).
+Without branches its own functions serve the forest, which also cut long sequences. Forests of short
+segments run through the backend "fla", which saves tensors of the same shapes.
 
-FlashQLA compiles each kernel where it first calls it, up to nine, one after another. Here they are
-compiled side by side: what a call will ask for is found by running `flash_qla_rules` over tensors
-without memory while calls of TileLang are noted instead of made. TileLang then compiles in threads,
-as its `par_compile` does. If anything of this fails, FlashQLA compiles as it does without it.
+FlashQLA compiles each kernel when it first calls it, up to nine, one after another. Here they
+compile side by side. `flash_qla_rules` runs over tensors without memory, and calls of TileLang are
+noted instead of made: these are the kernels that a call needs. TileLang then compiles in threads,
+as its `par_compile` does. If any of this fails, FlashQLA compiles as it does without it.
 
 Legend: T packed tokens, N segments, H key heads, HV value heads, K and V head dims.
 """
@@ -51,13 +50,9 @@ class _Asked(NamedTuple):
 
 
 def compile_ahead(call: DeltaCall, branches: bool, backward: bool) -> None:
-    """Compiles what the first call of a kind needs; later ones cost a look-up.
+    """Compiles the kernels of the first call of a kind; later calls cost a look-up.
 
-    Args:
-        call: of a backward, or of a forward. With a forward whose inputs require gradients, the
-            kernels of its backward are compiled too.
-        branches: whether states are handed on.
-        backward: which it is.
+    If the inputs of a forward require gradients, the kernels of its backward are compiled too.
     """
     kind = (*call.key.shape[1:], *call.value.shape[1:], call.value.dtype, call.beta.dtype, branches)
     inputs = (call.query, call.key, call.value, call.g, call.beta, call.initial)
@@ -81,7 +76,7 @@ def compile_ahead(call: DeltaCall, branches: bool, backward: bool) -> None:
 
 
 def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]:
-    """The calls that `flash_qla` makes of TileLang, in its order, each once."""
+    """Lists the calls that `flash_qla` makes of TileLang, in its order, each once."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
     assert call.mask is not None
@@ -94,56 +89,55 @@ def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]
     solved = value.new_empty(*value.shape[:2], CHUNK)
     starts = g.new_empty(tables.host.num_segments, *call.state_shape)
     inputs = (query, key, value, g, beta)
-    rest = (tables, call.scale)
+    tables_and_scale = (tables, call.scale)
     with _noted() as asked:
         if "forward" in needs and branches:
             rules.solve(key, g, beta, tables)
             rules.ends(key, value, g, beta, solved, tables)
-            rules.outputs(*inputs, solved, starts, *rest)
+            rules.outputs(*inputs, solved, starts, *tables_and_scale)
         elif "forward" in needs:
-            rules.sequences_forward(*inputs, *rest)
+            rules.sequences_forward(*inputs, *tables_and_scale)
         if "backward" in needs and branches:
             rules.ends(key, value, g, beta, solved, tables)
-            rules.gradients_of_starts(query, key, g, beta, solved, value, *rest)
+            rules.gradients_of_starts(query, key, g, beta, solved, value, *tables_and_scale)
             before = rules.states(key, value, g, beta, solved, starts, tables)
-            rules.gradients(*inputs, solved, value, before, starts, *rest)
+            rules.gradients(*inputs, solved, value, before, starts, *tables_and_scale)
         elif "backward" in needs:
-            rules.sequences_gradients(*inputs, solved, value, *rest)
+            rules.sequences_gradients(*inputs, solved, value, *tables_and_scale)
     return asked
 
 
 @contextmanager
 def _noted() -> Iterator[list[_Asked]]:
-    """This thread's calls of TileLang's factories are noted, and their kernels do nothing. Those of
-    other threads are made."""
+    """Notes this thread's calls of TileLang's factories, whose kernels then do nothing."""
     from tilelang.jit import JITImpl
 
     asked: list[_Asked] = []
-    made: Callable[..., Any] = JITImpl.__call__
+    original: Callable[..., Any] = JITImpl.__call__
     thread = threading.get_ident()
 
     def note(factory: Any, *arguments: Any, **options: Any) -> Any:
         if threading.get_ident() != thread:
-            return made(factory, *arguments, **options)
-        one = _Asked(factory, arguments, options)
-        if one not in asked:
-            asked.append(one)
+            return original(factory, *arguments, **options)
+        asked_call = _Asked(factory, arguments, options)
+        if asked_call not in asked:
+            asked.append(asked_call)
         return lambda *_: None
 
     JITImpl.__call__ = note
     try:
         yield asked
     finally:
-        JITImpl.__call__ = made
+        JITImpl.__call__ = original
 
 
 def _compile(asked: list[_Asked]) -> None:
-    """Afterwards TileLang has them."""
+    """Compiles the kernels of these calls; afterwards TileLang has them."""
     # Python traces a kernel, which threads cannot share; a factory keeps what it traced
     for factory, arguments, options in asked:
         factory.get_tir(*arguments, **options)
-    # Not `factory(...)`: its memory of the last call is written without a lock, and could hand one
-    # thread the kernel of another.
+    # not `factory(...)`: its memory of the last call is written without a lock, and could hand one
+    # thread the kernel of another
     with ThreadPoolExecutor(min(len(asked), len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(lambda one: one.factory.compile(*one.arguments, **one.options), asked))
     # TileLang's hint that there is a decorator, once per kernel
@@ -163,16 +157,16 @@ def _no_hints(record: logging.LogRecord) -> bool:
 # releases whose inner functions are those that `flash_qla_rules` calls
 VERSIONS = ("0.1.3",)
 HEAD_DIM = 128
-# Tokens per segment from which FlashQLA's kernels are the faster ones. On an H200 they took 36.3 ms
-# beside fla's 28.7 with 126 tokens per segment, and 35.5 beside 58.4 with 256
-# (benchmarks/results.md): each kernel reads and writes a float32 state per segment and head.
+# tokens per segment from which on FlashQLA's kernels are faster. On an H200 they took 36.3 ms and
+# fla's 28.7 with 126 tokens per segment, and 35.5 and 58.4 with 256 (benchmarks/results.md): each
+# kernel reads and writes a float32 state per segment and head
 LEAST_TOKENS = 192
 # fla's own switch of this package
 SWITCH = "FLA_FLASH_QLA"
 
 
 def refusal(call: Call) -> str | None:
-    """Why this backend cannot serve a call; None where it can."""
+    """Says why this backend cannot serve a call; None if it can."""
     if not isinstance(call, DeltaCall) or call.g.ndim == 3:
         return "it serves the gated delta rule with one gate per head"
     if (reason := fla.refusal(call)) is not None:
@@ -189,16 +183,16 @@ def refusal(call: Call) -> str | None:
 @cache
 def _package_refusal() -> str | None:
     try:
-        found = version("flash-qla")
+        installed = version("flash-qla")
     except PackageNotFoundError:
         return f"flash-qla ({' or '.join(VERSIONS)}) is not installed"
-    if found not in VERSIONS:
-        return f"it works with flash-qla {' or '.join(VERSIONS)}, and {found} is installed"
+    if installed not in VERSIONS:
+        return f"it works with flash-qla {' or '.join(VERSIONS)}, and {installed} is installed"
     return None
 
 
 def saves(call: Call) -> list[torch.Tensor]:
-    """Tensors like those `forward` saves: gates summed along chunks, the triangle of each chunk."""
+    """Makes tensors like `forward` saves: gates summed along chunks, the triangle of each chunk."""
     assert isinstance(call, DeltaCall)
     tokens, heads, _ = call.value.shape
     return [
@@ -208,7 +202,7 @@ def saves(call: Call) -> list[torch.Tensor]:
 
 
 def forward(call: Call) -> Computed:
-    """-> out [T, HV, V], and what the backward reads besides the call."""
+    """Computes out [T, HV, V], and saves what the backward needs in addition."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
     assert isinstance(call, DeltaCall)
@@ -220,11 +214,11 @@ def forward(call: Call) -> Computed:
         query, key = fla.normed(call)[:2]
         value, beta = call.value.contiguous(), call.beta.contiguous()
         g = call.g.float().contiguous()
-        # states that enter or leave are among them
+        # states that enter or leave count as branch points
         if not schedule.num_states:
             out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
-            none = None if call.num_final is None else g.new_empty(0, *call.state_shape)
-            return Computed(out, kept, none)
+            no_final = None if call.num_final is None else g.new_empty(0, *call.state_shape)
+            return Computed(out, kept, no_final)
         g, solved = rules.solve(key, g, beta, tables)
         ends, transitions = rules.ends(key, value, g, beta, solved, tables)
         starts, final = starts_of(schedule, ends, transitions, call.initial)
@@ -235,7 +229,7 @@ def forward(call: Call) -> Computed:
 def backward(
     call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """-> gradients of query, key, value, g and beta, in their dtypes."""
+    """Computes the gradients of query, key, value, g and beta, in their dtypes."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
     assert isinstance(call, DeltaCall)
@@ -251,7 +245,7 @@ def backward(
         if not schedule.num_states:
             grads = rules.sequences_gradients(*inputs, tables, call.scale)
         else:
-            # made again: kept, they would take a state per segment and head
+            # computed again: kept, they would take a state per segment and head
             ends, transitions = rules.ends(key, value, g, beta, solved, tables)
             starts, _ = starts_of(schedule, ends, transitions, call.initial)
             del ends
@@ -276,6 +270,6 @@ def _tables(call: DeltaCall) -> tuple[SegmentTables, StateSchedule]:
 
 
 def _is_short(tables: SegmentTables) -> bool:
-    """Whether fla's kernels are the faster ones; the same for a backward as for its forward."""
+    """Whether fla's kernels are faster; the same for a backward as for its forward."""
     segments = tables.host
     return len(segments.predictor) < LEAST_TOKENS * segments.num_segments

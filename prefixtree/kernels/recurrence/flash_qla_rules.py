@@ -1,12 +1,12 @@
 """The steps of the gated delta rule by FlashQLA's kernels, for all segments of a forest at once.
 
-The functions of flash-qla used here are not its public interface: `flash_qla.VERSIONS` names the
-releases that have them as they are called here.
+The functions of flash-qla used here are not its public interface; `flash_qla.VERSIONS` names the
+releases that have them.
 
 Legend: T packed tokens, N segments, H key heads, HV value heads, K and V head dims (128), C = 64
 tokens of a chunk. query, key [T, H, K], value [T, HV, V], beta [T, HV]; g fp32 [T, HV], the log of
-the decay; summed: g summed along each chunk, fp32 [T, HV]; solved: the triangle of each chunk,
-[T, HV, C].
+the decay; summed: g summed along each chunk, fp32 [T, HV]; solved: the triangle of each chunk, [T,
+HV, C].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sequences_forward(
     tables: SegmentTables,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A forest without branches: out [T, HV, V], summed, solved."""
+    """Computes a forest without branches: out [T, HV, V], summed, solved."""
     summed, solved, out, *_ = chunk_gated_delta_rule_fwd(
         *(x[None] for x in (query, key, value, g, beta)),
         scale=scale,
@@ -53,7 +53,7 @@ def sequences_forward(
 def solve(
     key: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, tables: SegmentTables
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """summed, solved."""
+    """Computes summed and solved."""
     where = _segments(tables)
     summed = chunk_local_cumsum(g[None], cu_seqlens=where, chunk_size=CHUNK)
     solved = kkt_solve(k=key[None], b=beta[None], cu_seqlens=where, chunk_size=CHUNK)
@@ -68,20 +68,17 @@ def ends(
     solved: torch.Tensor,
     tables: SegmentTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The end state of segments whose end is read, by their start S: transition @ S + end.
+    """Computes the end states that are read, by their segments' start S: transition @ S + end.
 
-    `fused_gdr_h` rounds both to the dtype of the key; its kernel is made here to keep them in
-    float32.
-
-    Returns:
-        ends fp32 [N, HV, K, V], transitions fp32 [N, HV, K, K]; of segments whose end nothing
-        reads nothing is computed.
+    Returns ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K], undefined for other
+    segments.
     """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
     segments = tables.host.num_segments
     states = value.new_empty(segments, value_heads, key_dim, value_dim, dtype=torch.float32)
     transitions = value.new_empty(segments, value_heads, key_dim, key_dim, dtype=torch.float32)
+    # `fused_gdr_h` rounds both to the dtype of the key; this kernel keeps them in float32
     kernel = tilelang_prepare_h(
         value_heads,
         heads,
@@ -127,7 +124,7 @@ def outputs(
     tables: SegmentTables,
     scale: float,
 ) -> torch.Tensor:
-    """out [T, HV, V], given the state each segment starts from, fp32 [N, HV, K, V]."""
+    """Computes out [T, HV, V] from the segments' start states, fp32 [N, HV, K, V]."""
     out, *_ = fused_gdr_fwd(
         *(x[None] for x in (query, key, value, solved, summed, beta)),
         scale=scale,
@@ -148,8 +145,7 @@ def gradients_of_starts(
     tables: SegmentTables,
     scale: float,
 ) -> torch.Tensor:
-    """The gradient of each segment's start from its own outputs, fp32 [N, HV, K, V]; 0 where it
-    starts from zeros."""
+    """Computes the gradient of starts from their own outputs, fp32 [N, HV, K, V], 0 for zeros."""
     starts_from = tables.schedule(CHUNK).parent_state
     _, dstarts = fused_gdr_dh_ws(
         *(x[None] for x in (query, key, solved, summed, beta, dout)),
@@ -157,7 +153,7 @@ def gradients_of_starts(
         output_dh=False,
         scale=scale,
         cu_seqlens=_segments(tables),
-        # who starts from zeros hands nothing up
+        # segments that start from zeros hand nothing up
         num_warmup_chunks=_chunks_where(tables, starts_from >= 0, dout.shape[1]),
     )
     return dstarts
@@ -172,16 +168,15 @@ def states(
     starts: torch.Tensor,
     tables: SegmentTables,
 ) -> torch.Tensor:
-    """The state before each chunk, [1, chunks, HV, K, V] in the dtype of key, given those that
-    segments start from, fp32 [N, HV, K, V]."""
-    found, _, _ = fused_gdr_h(
+    """Computes the state before each chunk, [1, chunks, HV, K, V], of starts fp32 [N, HV, K, V]."""
+    chunk_states, _, _ = fused_gdr_h(
         *(x[None] for x in (key, value, solved, summed, beta)),
         initial_state=starts,
         output_final_state=False,
         output_h=True,
         cu_seqlens=_segments(tables),
     )
-    return found
+    return chunk_states
 
 
 def sequences_gradients(
@@ -195,7 +190,7 @@ def sequences_gradients(
     tables: SegmentTables,
     scale: float,
 ) -> list[torch.Tensor]:
-    """A forest without branches: gradients of query, key, value, g and beta."""
+    """Computes gradients of query, key, value, g and beta in a forest without branches."""
     inputs = [x[None] for x in (query, key, value, summed, beta, solved, dout)]
     dq, dk, dv, dbeta, dg, _ = chunk_gated_delta_rule_bwd(
         *inputs, scale=scale, cu_seqlens=_segments(tables)
@@ -216,11 +211,10 @@ def gradients(
     tables: SegmentTables,
     scale: float,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key, value, g and beta.
+    """Computes the gradients of query, key, value, g and beta.
 
-    Args:
-        states: as the function `states` returns them.
-        dends: fp32 [N, HV, K, V], the gradient of the state each segment ends in; overwritten.
+    `states` is the result of the function of this name. dends fp32 [N, HV, K, V], the gradient of
+    each segment's end state, is overwritten.
     """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
@@ -256,8 +250,8 @@ def gradients(
         dv,
         dg,
         dbeta,
-        # The kernel also writes gradients of starts. Nobody needs them: the program of a segment
-        # and head reads its dends first and writes here last, so no state more is allocated.
+        # the kernel also writes gradients of starts, which nobody needs: the program of a segment
+        # and head reads its dends first and writes here last, so no more states are allocated
         dends,
     )
     if heads < value_heads:
@@ -269,8 +263,7 @@ def gradients(
 
 
 def _segments(tables: SegmentTables) -> torch.Tensor:
-    """The segments' `cu_seqlens`, with the tables that flash-qla would wait for the device to
-    make."""
+    """Gives the segments' `cu_seqlens`, prepared so that flash-qla does not wait for the device."""
     start = tables.start
     if not hasattr(start, "_flash_qla_prepared_varlen"):
         prepare_varlen_metadata(start, torch.from_numpy(tables.host.start))
@@ -278,6 +271,6 @@ def _segments(tables: SegmentTables) -> torch.Tensor:
 
 
 def _chunks_where(tables: SegmentTables, which: torch.Tensor, heads: int) -> torch.Tensor:
-    """int32 [N, HV]: the chunks of a segment where `which` [N] holds, else 0."""
+    """Counts the chunks of a segment where `which` [N] holds, else 0: int32 [N, HV]."""
     counts = tables.chunks(CHUNK).cu_chunks.diff() * which
     return counts[:, None].expand(-1, heads).contiguous()

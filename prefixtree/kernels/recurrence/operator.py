@@ -1,6 +1,6 @@
 """The registered torch operators of the recurrent layers: kernels, fakes and autograd.
 
-As in `kernels.attention.operator`: the mask goes in as its handle, so that one graph serves every
+The mask goes in as its handle, as in `kernels.attention.operator`, so one graph serves every
 forest.
 """
 
@@ -49,7 +49,7 @@ class _Operator(NamedTuple):
     has_states: bool
 
     def num_finals(self, arguments: Sequence[Any]) -> int:
-        """The tensors between out and the saved ones, 0 or 1."""
+        """Counts the tensors between out and the saved ones, 0 or 1."""
         return int(self.has_states and arguments[-2] is not None)
 
 
@@ -103,7 +103,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         return [x.new_empty(x.shape) for x in arguments[:num_tensors] if x is not None]
 
     arguments = f"{tensors}, Tensor handle, {options}str backend"
-    found = _Operator(
+    operator = _Operator(
         register(
             _library, name, f"({arguments}) -> (Tensor, Tensor[], Tensor[])", forward, fake_forward
         ),
@@ -122,18 +122,18 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
     def differentiable(*arguments: Any) -> _Results:
         tensors = arguments[:num_tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            out, *rest = _Recurrence.apply(found, *arguments)
-            finals = found.num_finals(arguments)
+            out, *rest = _Recurrence.apply(operator, *arguments)
+            finals = operator.num_finals(arguments)
             return out, rest[:finals], rest[finals:]
         with torch._C._AutoDispatchBelowAutograd():
-            return found.forward(*arguments)
+            return operator.forward(*arguments)
 
     _library.impl(name, differentiable, "Autograd")
-    return found
+    return operator
 
 
 def _first(of: str, backend: Backend[Kernels], call: Call) -> AbstractContextManager[Any]:
-    """Around what may compile: on a CPU nothing does."""
+    """Makes a context around a call that may compile; on a CPU nothing does."""
     first: torch.Tensor = call[0]
     if not first.is_cuda:
         return nullcontext()
@@ -151,7 +151,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.save_for_backward(*handle_and_tensors, *saved)
         ctx.operator, ctx.options = operator, arguments[operator.num_tensors + 1 :]
         ctx.mark_non_differentiable(*saved)
-        # no zeros in the place of the gradients of what is saved
+        # no zeros for the gradients of saved tensors
         ctx.set_materialize_grads(False)
         return (out, *final, *saved)
 
@@ -171,7 +171,7 @@ class _Recurrence(torch.autograd.Function):
             assert dfinal is not None
             shape, dtype = ctx.out
             dout = dfinal.new_zeros(shape, dtype=dtype)
-        # with create_graph, what follows must not be taken for a constant
+        # with create_graph, the gradients must not be taken for constants
         if torch.is_grad_enabled():
             gradients = _Once.apply(
                 ctx.operator, len(saved), dout, *saved, dfinal, *arguments, *ctx.options

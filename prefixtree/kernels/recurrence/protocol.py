@@ -1,5 +1,4 @@
-"""Passed between the operators and a backend: the three calls, and steps of rows. And the protocol
-`Backend`.
+"""The calls that operators hand to a backend, steps of rows, and the protocol of a backend.
 
 Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
 heads, G groups, P head dim, N state dim, I states that enter, F states that leave; R rows of a
@@ -16,83 +15,64 @@ from prefixtree.packing.host_mask import HostMask
 
 
 class ConvCall(NamedTuple):
-    """The inputs of one call of `tree_conv`, all of which fit together.
+    """The inputs of one call of `tree_conv`, all of which fit together."""
 
-    Attributes:
-        x: [T, D].
-        weight: [D, W]; the last tap is the token's own.
-        bias: [D], or None.
-        mask: the mask's host side, of which kernels read `packing.segments.tables_of`. None where
-            only shapes are asked for.
-        silu: whether silu is applied to the sum.
-    """
-
+    # [T, D], [D, W], [D]; the last tap is the token's own
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    # kernels read `packing.segments.tables_of` it; None if only shapes are asked for
     mask: HostMask | None
     silu: bool
 
 
 class DeltaCall(NamedTuple):
-    """The inputs of one call of `tree_delta_rule`, all of which fit together.
+    """The inputs of one call of `tree_delta_rule`, all of which fit together."""
 
-    Attributes:
-        query, key: [T, Hk, K]; value head h reads key head h // (Hv / Hk).
-        value: [T, Hv, V], in the dtype of query and key.
-        g: [T, Hv] log of the decay, or [T, Hv, K], one per channel; a dtype of its own.
-        beta: [T, Hv]; a dtype of its own.
-        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter:
-            `segments_of(mask).entry` says where. None where all roots start from zeros.
-        mask: as in `ConvCall`.
-        scale: factor on the query.
-        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
-        num_final: F, the states that leave: those behind `segments_of(mask).exits`. None where
-            there is nobody to take them.
-    """
-
+    # [T, Hk, K] twice, [T, Hv, V], of one dtype; value head h reads key head h // (Hv / Hk)
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    # [T, Hv] log of the decay, or [T, Hv, K], one per channel; [T, Hv]; each with a dtype of its
+    # own
     g: torch.Tensor
     beta: torch.Tensor
+    # [I, Hv, K, V] float32 (float64 for float64 value), the states that enter, at
+    # `segments_of(mask).entry`; None if all roots start from zeros
     initial: torch.Tensor | None
     mask: HostMask | None
     scale: float
+    # whether query and key are first divided by sqrt(sum of squares + 1e-6)
     qk_l2norm: bool
+    # F, the states that leave after `segments_of(mask).exits`; None without borders
     num_final: int | None = None
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(Hv, K, V)."""
+        """The shape of a state, (Hv, K, V)."""
         return self.value.shape[1], self.key.shape[2], self.value.shape[2]
 
 
 class SsdCall(NamedTuple):
-    """The inputs of one call of `tree_ssd`, behind the treatment of dt and before D.
+    """The inputs of one call of `tree_ssd`, after the treatment of dt and before D."""
 
-    Attributes:
-        x: [T, H, P].
-        dt: [T, H] step sizes, float32 (float64 for float64 x), bias, softplus and limits applied.
-        A: [H]; exp(dt A) is the decay.
-        B, C: [T, G, N], in the dtype of x; head h reads group h // (H / G).
-        initial: [I, H, N, P], as in `DeltaCall`.
-        mask: as in `ConvCall`.
-        num_final: as in `DeltaCall`.
-    """
-
+    # [T, H, P]
     x: torch.Tensor
+    # [T, H] step sizes, float32 (float64 for float64 x), bias, softplus and limits applied
     dt: torch.Tensor
+    # [H]; exp(dt A) is the decay
     A: torch.Tensor
+    # [T, G, N] twice, in the dtype of x; head h reads group h // (H / G)
     B: torch.Tensor
     C: torch.Tensor
+    # [I, H, N, P]; all three as in `DeltaCall`
     initial: torch.Tensor | None
     mask: HostMask | None
     num_final: int | None = None
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(H, N, P)."""
+        """The shape of a state, (H, N, P)."""
         return self.x.shape[1], self.B.shape[2], self.x.shape[2]
 
 
@@ -100,12 +80,7 @@ Call = ConvCall | DeltaCall | SsdCall
 
 
 class RowSlots(NamedTuple):
-    """Which slots of a pool the rows of a decode step read and write.
-
-    Attributes:
-        source, target: int64 [R].
-        live: bool [R].
-    """
+    """The slots of a pool that a decode step's rows read and write, int64 [R]; live bool [R]."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -115,61 +90,46 @@ class RowSlots(NamedTuple):
 class StateStep(NamedTuple):
     """The inputs of one step of a rule, all of which fit together.
 
-    With S the state in front of the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or
-    beta value, the state behind it is S' + key u, and out = scale query (S' + key u).
-
-    Attributes:
-        query, key: [R, Hk, K]; head h reads key head h // (H / Hk).
-        value: [R, H, V].
-        g: [R, H], or [R, H, K], log of the decay.
-        beta: [R, H].
-        states: [S, H, K, V], float32 (float64 for float64 values), contiguous; written.
-        rows: as `RowSlots`.
-        scale: factor on the query.
-        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
-        delta: whether the rule takes off what the key finds.
+    With S the state before the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or beta
+    value, the state after it is S' + key u, and out = scale query (S' + key u).
     """
 
+    # [R, Hk, K] twice, [R, H, V]; head h reads key head h // (H / Hk)
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    # [R, H] or [R, H, K], log of the decay; [R, H]
     g: torch.Tensor
     beta: torch.Tensor
+    # [S, H, K, V], float32 (float64 for float64 values), contiguous; written
     states: torch.Tensor
     rows: RowSlots
     scale: float
+    # whether query and key are first divided by sqrt(sum of squares + 1e-6)
     qk_l2norm: bool
+    # whether the rule subtracts what the key finds
     delta: bool
 
 
 class ConvStep(NamedTuple):
-    """The inputs of one step of a convolution.
+    """The inputs of one step of a convolution."""
 
-    Attributes:
-        x: [R, D].
-        weight: [D, W]; the last tap is the token's own.
-        bias: [D], or None.
-        tails: [S, W - 1, D] in x's dtype, contiguous, the token before last; written.
-        rows: as `RowSlots`.
-        silu: whether silu is applied to the sum.
-    """
-
+    # [R, D], [D, W], [D]; the last tap is the token's own
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    # [S, W - 1, D] in x's dtype, contiguous, the token before last; written
     tails: torch.Tensor
     rows: RowSlots
     silu: bool
 
 
 class Computed(NamedTuple):
-    """The results of a forward.
+    """The results of a forward: out, contiguous, in the dtype of x or value.
 
-    Attributes:
-        out: contiguous, in the dtype of x or value.
-        saved: what the backward wants besides the call. No tensor of the call itself.
-        final: [F, ...] the states that leave, in the dtype of `initial`; None where the call has no
-            num_final.
+    `saved` is what the backward needs in addition to the call, and no tensor of the call. `final`
+    [F, ...] are the states that leave, in the dtype of `initial`; None if the call has no
+    num_final.
     """
 
     out: torch.Tensor
@@ -181,18 +141,18 @@ class Kernels(Protocol):
     """The functions that the module of a backend of the three operators has."""
 
     def refusal(self, call: Call) -> str | None:
-        """Why they cannot serve a call, in words that follow the backend's name; None if they can.
+        """Says why they cannot serve a call, to follow the backend's name; None if they can.
 
         Compiled code asks it with a mask of None: it may look at shapes, dtypes and devices only.
         """
         ...
 
     def saves(self, call: Call) -> list[torch.Tensor]:
-        """New tensors like those that `forward` saves, uninitialised; the mask is None."""
+        """Makes new tensors like those that `forward` saves, uninitialised; the mask is None."""
         ...
 
     def forward(self, call: Call) -> Computed:
-        """-> what the layer goes on with, and what the backward wants."""
+        """Computes the layer's result, and what the backward needs."""
         ...
 
     def backward(
@@ -202,7 +162,9 @@ class Kernels(Protocol):
         saved: list[torch.Tensor],
         dfinal: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """-> a gradient for each tensor of the call, in their order and dtypes, contiguous; a bias
-        or an initial of None has none. dfinal has the shape and dtype of final; None
-        stands for zeros."""
+        """Computes a gradient for each tensor of the call, in their order and dtypes, contiguous.
+
+        A bias or an initial of None has none. dfinal has the shape and dtype of final; None stands
+        for zeros.
+        """
         ...

@@ -16,17 +16,17 @@ from prefixtree.packing.segments import segments_of
 
 
 def refusal(call: Call) -> str | None:
-    """None: it serves every call."""
+    """Returns None: this backend serves every call."""
     return None
 
 
 def saves(call: Call) -> list[torch.Tensor]:
-    """Nothing: the backward computes the forward again."""
+    """Returns nothing: the backward computes the forward again."""
     return []
 
 
 def forward(call: Call) -> Computed:
-    """-> out and the states that leave, with autograd's history; nothing is saved."""
+    """Computes out and the states that leave, with autograd's history; saves nothing."""
     assert call.mask is not None
     before = call.mask.predictor.tolist()
     if isinstance(call, ConvCall):
@@ -42,7 +42,7 @@ def forward(call: Call) -> Computed:
 def backward(
     call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """-> a gradient for each tensor of the call. The forward is computed again."""
+    """Computes a gradient for each tensor of the call; computes the forward again."""
     with torch.enable_grad():
         inputs: dict[str, Any] = {
             name: x.detach().requires_grad_()
@@ -51,7 +51,7 @@ def backward(
         }
         out, _, final = forward(call._replace(**inputs))
     results = {out: dout} if dfinal is None or final is None else {out: dout, final: dfinal}
-    # without an exit or an entry some depend on nothing
+    # without an exit or an entry some results depend on nothing
     results = {x: grad for x, grad in results.items() if x.requires_grad}
     grads = torch.autograd.grad(
         list(results),
@@ -64,20 +64,20 @@ def backward(
 
 
 class _States:
-    """The states behind the tokens so far, of a delta rule or of Mamba-2."""
+    """The states after the tokens so far, of a delta rule or of Mamba-2."""
 
     def __init__(self, call: DeltaCall | SsdCall) -> None:
         assert call.mask is not None
-        self._found = found = segments_of(call.mask)
+        self._found = segments = segments_of(call.mask)
         like = call.value if isinstance(call, DeltaCall) else call.x
         self._wide = torch.promote_types(like.dtype, torch.float32)
         self._zeros = like.new_zeros(call.state_shape, dtype=self._wide)
         self._initial, self._leave = call.initial, call.num_final is not None
-        self._entry = dict(zip(found.start[:-1].tolist(), found.entry.tolist(), strict=True))
+        self._entry = dict(zip(segments.start[:-1].tolist(), segments.entry.tolist(), strict=True))
         self._behind: list[torch.Tensor] = []
 
     def before(self, token: int, above: int) -> torch.Tensor:
-        """[H, K, V]: the state that a token starts from; `above` is the token before it, or -1."""
+        """Gives the state from which a token starts, [H, K, V]; `above` is the token before it."""
         if above >= 0:
             return self._behind[above]
         row = self._entry[token]
@@ -87,11 +87,11 @@ class _States:
         return self._initial[row]
 
     def append(self, state: torch.Tensor) -> None:
-        """The state behind the next token."""
+        """Appends the state after the next token."""
         self._behind.append(state)
 
     def final(self) -> torch.Tensor | None:
-        """The states that leave."""
+        """Stacks the states that leave."""
         if not self._leave:
             return None
         last = (self._found.start[self._found.exits + 1] - 1).tolist()
@@ -102,7 +102,7 @@ class _States:
 def _conv(call: ConvCall, before: list[int]) -> torch.Tensor:
     wide = torch.promote_types(call.x.dtype, torch.float32)
     x, weight = call.x.to(wide), call.weight.to(wide)
-    # once, or autograd would sum the tokens' gradients in the dtype of the bias
+    # cast once, or autograd would sum the tokens' gradients in the dtype of the bias
     bias = x.new_zeros(x.shape[1]) if call.bias is None else call.bias.to(wide)
     rows = []
     for t in range(len(before)):

@@ -1,22 +1,21 @@
-"""Triton kernels for the states of a recurrence along a forest: between chunks, and from segment to
-segment where each segment's part is known.
+"""Triton kernels for the states of a recurrence along a forest.
 
 Inside a chunk a linear recurrence is local, and chunks need no order. Only the state that one chunk
 hands to the next follows the tree. One program walks the chunks of one segment, for one head and
-one block of value columns. It starts from the state that its parent segment ended in, and waits for
-that state on a flag. Programs take their work from a counter, in an order in which every segment
-comes after its parent (backward: after its children). So a program waits only for programs that
-already run, and one launch serves the whole forest without a deadlock.
+one block of value columns. It starts from the state in which its parent segment ended, and waits
+for that state on a flag. Programs take their work from a counter, in an order in which every
+segment comes after its parent (backward: after its children). So a program waits only for programs
+that already run, and one launch serves the whole forest without a deadlock.
 
 In the backward, the gradient of a segment's final state is the sum over its children. Each branch
-point has a few slots. The children of a slot add to it one after the other, in a fixed order and in
+point has a few slots. The children of a slot add to it one after another, in a fixed order and in
 fp32: the sum does not depend on timing, and its memory does not grow with the number of children.
 
-A segment of a linear recurrence turns the state it starts from into transition @ start + end, where
-`end` is the state it would end in from zeros. So once every segment's end and transition are known,
-the states follow from one product per branch point (`hand_down`). Backward it is the same with
-transposed transitions, and the gradient of a branch point's state is the sum over its children
-(`hand_up`). Work is dealt in the same way, with a flag per branch point, head and block of columns.
+A segment of a linear recurrence turns its start state into transition @ start + end, where `end` is
+the state in which it would end from zeros. Once every segment's end and transition are known, the
+states follow from one product per branch point (`hand_down`). Backward, transitions are transposed,
+and the gradient of a branch point's state is the sum over its children (`hand_up`). Work is dealt
+in the same way, with a flag per branch point, head and block of columns.
 
 Legend: T packed tokens, N segments, NC chunks of BT tokens, H key heads, HV value heads, K and V
 head dims, B branch points (segments with children; to hand states on: those whose final state is
@@ -70,11 +69,11 @@ def states_forward(
     USE_GK: tl.constexpr,
     USE_W: tl.constexpr,
 ):
-    """States at every chunk's start, and the values with what the state predicts taken off.
+    """Computes states at every chunk's start, and values less the state's predictions.
 
     k [T, H, K] (with gk: [T, HV, K], gates applied), w [T, HV, K], u [T, HV, V]; g fp32 [T, HV] or
-    gk fp32 [T, HV, K]: log2 of the decay, summed along each chunk.
-    -> v_new [T, HV, V], h [NC, HV, K, V], states fp32 [B, HV, K, V]: where branch points end.
+    gk fp32 [T, HV, K]: log2 of the decay, summed along each chunk. Writes v_new [T, HV, V], h [NC,
+    HV, K, V], states fp32 [B, HV, K, V]: where branch points end.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")
@@ -166,11 +165,11 @@ def states_backward(
     USE_GK: tl.constexpr,
     USE_W: tl.constexpr,
 ):
-    """Gradients of the states at every chunk's end; `dv` grows by what reaches it through them.
+    """Computes gradients of the states at every chunk's end.
 
     q, k, w, g, gk as forward, do [T, HV, V], dv [T, HV, V]: the gradient of v_new inside its chunk,
-    changed in place -> dh [NC, HV, K, V]. dstates fp32 [S, HV, K, V] is scratch: the sums of the
-    children's gradients at branch points.
+    to which the gradient through the states is added in place. Writes dh [NC, HV, K, V]. dstates
+    fp32 [S, HV, K, V] is scratch: the sums of the children's gradients at branch points.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")
@@ -267,10 +266,10 @@ def hand_down(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """The state each segment starts from.
+    """Computes the state from which each segment starts.
 
-    ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K], read at branch points alone
-    -> starts fp32 [N, HV, K, V], and states fp32 [B, HV, K, V]: where branch points end.
+    ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K] are read at branch points alone.
+    Writes starts fp32 [N, HV, K, V], and states fp32 [B, HV, K, V]: where branch points end.
     """
     NV: tl.constexpr = V // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")
@@ -321,12 +320,12 @@ def hand_up(
     BV: tl.constexpr,
     HAS_FINAL: tl.constexpr,
 ):
-    """The gradient of the state each segment ends in: the sum over its children, and dfinal
-    [F, HV, K, V] at row exit_of [N] where that is not -1; 0 without any.
+    """Computes the gradient of each segment's end state: the sum over its children, and dfinal.
 
-    dstarts fp32 [N, HV, K, V]: the gradient of the start from a segment's own outputs; grows in
-    place, at branch points, by what comes through the segment's end. transitions fp32
-    [N, HV, K, K], read at branch points alone -> dends fp32 [N, HV, K, V].
+    dfinal [F, HV, K, V] is added from row exit_of [N] unless that is -1. dstarts fp32 [N, HV, K, V]
+    is the gradient of the start from a segment's own outputs. At branch points the gradient through
+    the segment's end is added to it, in place. transitions fp32 [N, HV, K, K] are read at branch
+    points alone. Writes dends fp32 [N, HV, K, V], 0 without any.
     """
     NV: tl.constexpr = V // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")

@@ -1,8 +1,7 @@
-"""Launches of the kernels that carry states over a forest, and of those that hand them from segment
-to segment.
+"""The launches of the kernels that carry states over a forest, or from segment to segment.
 
 A state that enters is written into the scratch of the branch points before the launch, and its flag
-is set; so is the gradient of a state that leaves. The kernels know nothing of either.
+is set; so is the gradient of a state that leaves. The kernels know neither.
 
 Legend: T packed tokens, N segments, NC chunks, H key heads, HV value heads, K and V head dims (to
 hand states on: powers of two, at least 16), I states that enter, F that leave.
@@ -29,14 +28,14 @@ INTERPRETED = not isinstance(states_forward, triton.JITFunction)
 
 @dataclass(frozen=True)
 class Config:
-    """Value columns of a program, its warps, and the stages its loads are pipelined over."""
+    """Value columns of a program, its warps, and the pipeline stages of its loads."""
 
     columns: int
     warps: int
     stages: int
 
 
-# Of 16 measured on an H200, 32 heads of 128 x 128 (benchmarks/notebook.md)
+# the best of 16 measured on an H200, 32 heads of 128 x 128 (benchmarks/notebook.md)
 FORWARD = Config(columns=64, warps=4, stages=2)
 BACKWARD = Config(columns=64, warps=8, stages=3)
 
@@ -52,17 +51,12 @@ def carry_states(
     initial: torch.Tensor | None = None,
     config: Config = FORWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The states every chunk starts from. A backward calls it again: nothing of it is kept.
+    """Computes the state from which every chunk starts; a backward calls it again.
 
-    Args:
-        schedule: on the device of k.
-        k: [T, H, K]; u: [T, HV, V]; w: [T, HV, K], without it nothing is taken off u.
-        g: fp32 [T, HV] or gk: fp32 [T, HV, K]: log2 of the decay, summed along each chunk.
-        initial: fp32 [I, HV, K, V], the states that enter; None where none does.
-
-    Returns:
-        h [NC, HV, K, V], v_new [T, HV, V] (u itself without w), and the states that leave, fp32
-        [F, HV, K, V].
+    k [T, H, K], u [T, HV, V], w [T, HV, K], without which nothing is subtracted from u. g fp32 [T,
+    HV] or gk fp32 [T, HV, K] is log2 of the decay, summed along each chunk. initial fp32 [I, HV, K,
+    V] are the states that enter. Returns h [NC, HV, K, V], v_new [T, HV, V] (u itself without w),
+    and the states that leave, fp32 [F, HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = u.shape[1:]
@@ -110,17 +104,12 @@ def carry_gradients(
     dfinal: torch.Tensor | None = None,
     config: Config = BACKWARD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the states at every chunk's end, and of those that enter.
+    """Computes gradients of the states at every chunk's end, and of those that enter.
 
-    Args:
-        schedule: on the device of q.
-        q, k: [T, H, K]; do: [T, HV, V]; w, g, gk as in `carry_states`.
-        dv: [T, HV, V] with w: the gradient of v_new inside each chunk; grows in place by what
-            reaches v_new through the states.
-        dfinal: fp32 [F, HV, K, V], the gradients of the states that leave; None for zeros.
-
-    Returns:
-        dh [NC, HV, K, V], and dinitial, fp32 [I, HV, K, V].
+    q, k [T, H, K], do [T, HV, V]; w, g, gk as in `carry_states`. dv [T, HV, V], with w, is the
+    gradient of v_new inside each chunk; that through the states is added in place. dfinal fp32 [F,
+    HV, K, V] is of the states that leave; None for zeros. Returns dh [NC, HV, K, V] and fp32 [I,
+    HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = do.shape[1:]
@@ -167,7 +156,7 @@ def enter(
     flags: torch.Tensor,
     initial: torch.Tensor | None,
 ) -> None:
-    """Writes the states that enter behind those of the branch points, and sets their flags."""
+    """Writes the states that enter after those of the branch points, and sets their flags."""
     if schedule.num_entries:
         assert initial is not None
         first = schedule.num_states - schedule.num_entries
@@ -176,12 +165,12 @@ def enter(
 
 
 def leaving(schedule: StateSchedule, states: torch.Tensor) -> torch.Tensor:
-    """Those of the branch points' states that leave."""
+    """Selects those of the branch points' states that leave."""
     return states.index_select(0, schedule.left)
 
 
 def _entered(schedule: StateSchedule, sums: torch.Tensor) -> torch.Tensor:
-    """The gradients of the states that enter: of each the sum of its slots, one after another."""
+    """Sums the slots of each state that enters, one after another: their gradients."""
     entries = schedule.num_entries
     if not entries:
         return sums[:0]
@@ -193,7 +182,7 @@ def _entered(schedule: StateSchedule, sums: torch.Tensor) -> torch.Tensor:
 
 
 def _sizes(k: torch.Tensor, value_heads: int, value_dim: int, config: Config) -> dict[str, int]:
-    """The sizes that both kernels are compiled for."""
+    """Names the sizes for which both kernels are compiled."""
     heads, key_dim = k.shape[1:]
     return {
         "H": heads,
@@ -209,16 +198,16 @@ def _sizes(k: torch.Tensor, value_heads: int, value_dim: int, config: Config) ->
 
 
 def _flags(count: int, device: torch.device) -> torch.Tensor:
-    """The counter that deals out work, and a flag per (state or slot, head, block of columns)."""
+    """Makes the counter that deals out work, and flags per (state or slot, head, columns)."""
     return torch.zeros(1 + count, dtype=torch.int32, device=device)
 
 
 def _padded(dim: int) -> int:
-    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
+    """The power of two that holds a head dim; a matrix product takes at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
-# columns of a state that one program carries, and rows of a product's step
+# columns of a state that a program carries, and rows of a product's step
 COLUMNS, ROWS, WARPS = 32, 32, 8
 
 
@@ -228,15 +217,11 @@ def starts_of(
     transitions: torch.Tensor,
     initial: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state each segment starts from, fp32 [N, HV, K, V], and the states that leave, fp32
-    [F, HV, K, V].
+    """Computes the start state of each segment, [N, HV, K, V], and the states that leave, [F, ...].
 
-    Args:
-        schedule: on the device of ends.
-        ends: fp32 [N, HV, K, V], the state each segment would end in from zeros.
-        transitions: fp32 [N, HV, K, K]; from start S a segment ends in transition @ S + end. Both
-            are read at branch points alone.
-        initial: fp32 [I, HV, K, V], the states that enter; None where all roots start from zeros.
+    ends [N, HV, K, V] are the states in which segments would end from zeros. From start S a segment
+    ends in transition @ S + end, of transitions [N, HV, K, K]. Both are read at branch points
+    alone. initial [I, HV, K, V] are the states that enter. All are fp32.
     """
     starts = torch.empty_like(ends)
     states = ends.new_empty(schedule.num_states, *ends.shape[1:])
@@ -264,15 +249,11 @@ def gradients_of_ends(
     transitions: torch.Tensor,
     dfinal: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the state each segment ends in, fp32 [N, HV, K, V], zeros where nothing reads
-    it; and of the states that enter, fp32 [I, HV, K, V].
+    """Computes gradients of segments' end states, [N, HV, K, V], and of states that enter.
 
-    Args:
-        tables, schedule: on the device of dstarts.
-        dstarts: fp32 [N, HV, K, V], the gradient of each segment's start from its own outputs;
-            changed in place: at branch points, what comes through the end is added.
-        transitions: as in `starts_of`.
-        dfinal: fp32 [F, HV, K, V], the gradients of the states that leave; None for zeros.
+    dstarts [N, HV, K, V] is the gradient of each start from its segment's own outputs; at branch
+    points the gradient through the end is added in place. dfinal [F, HV, K, V] is of the states
+    that leave; None for zeros. All are fp32, and ends that nothing reads have zeros.
     """
     dends = torch.empty_like(dstarts)
     sizes, programs = _hand_sizes(schedule, dstarts)
@@ -300,7 +281,7 @@ def gradients_of_ends(
 
 
 def _hand_sizes(schedule: StateSchedule, states: torch.Tensor) -> tuple[dict[str, int], int]:
-    """The sizes that the kernels are compiled for, and the number of programs."""
+    """Names the sizes for which the kernels are compiled, and counts the programs."""
     segments, heads, key_dim, value_dim = states.shape
     columns, rows = min(COLUMNS, value_dim), min(ROWS, key_dim)
     sizes = {"HV": heads, "K": key_dim, "V": value_dim, "BK": rows, "BV": columns}
@@ -308,7 +289,7 @@ def _hand_sizes(schedule: StateSchedule, states: torch.Tensor) -> tuple[dict[str
 
 
 def _hand_flags(schedule: StateSchedule, states: torch.Tensor) -> torch.Tensor:
-    """The counter that deals out work, and a flag per (branch point, head, block of columns)."""
+    """Makes the counter that deals out work, and flags per (branch point, head, columns)."""
     _, heads, _, value_dim = states.shape
     lanes = heads * triton.cdiv(value_dim, min(COLUMNS, value_dim))
     return torch.zeros(1 + schedule.num_states * lanes, dtype=torch.int32, device=states.device)

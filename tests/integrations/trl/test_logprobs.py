@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.core.batch import Batch
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows, micro_batches
 from tests.integrations.trl.runs import VOCABULARY, make, parameters, rollouts, save_model
 
@@ -165,7 +166,9 @@ def test_learned_positions_are_those_of_a_row_alone(
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_each_distinct_token_is_computed_once(folder: Path) -> None:
+def test_each_distinct_token_is_computed_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And rows are packed `batch_size` at a time, as TRL forwards them, each with what it shares or
     with trunks; only what predicts a token of a completion goes through the head."""
     ours, _ = made(folder)
@@ -185,10 +188,17 @@ def test_each_distinct_token_is_computed_once(folder: Path) -> None:
     def distinct(part: list[tuple[int, ...]]) -> int:
         return len({s[:n] for s in part for n in range(1, len(s) + 1)})
 
+    cut: list[tuple[int, int]] = []
+    real = Batch.rows
+    monkeypatch.setattr(
+        Batch, "rows", lambda self, *where: cut.append(where[:2]) or real(self, *where)
+    )
     with torch.no_grad():
         for batch_size in (None, 3):
             ours._trunks.keeps = False
             ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=batch_size)
+        # a micro-batch of all rows is not cut out of them
+        assert cut == [(0, 3), (3, 6), (6, 9)]
         several = len(rows)
         ours._trunks.keeps = True
         ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=3)

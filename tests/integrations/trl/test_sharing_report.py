@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.core.batch import Batch
 from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl.distillation import PrefixTreeDistillationTrainer
+from prefixtree.integrations.trl.kept_windows import KeptWindow
 from prefixtree.integrations.trl.micro_batches import sharing_advice
 from prefixtree.integrations.trl.sharing_report import SharingReport
+from tests.integrations.trl.distillation_runs import make_distillation
 from tests.integrations.trl.runs import SameOrder, make, rollouts, sharing_report, train
 from tests.integrations.trl.sample_runs import make_dpo
 
@@ -71,6 +77,40 @@ def test_the_start_says_that_packing_is_on(
             assert all(f"{name}={value!r}" in line for name, value in options.items())
     # the last run's
     logging.set_verbosity_warning()
+
+
+@pytest.mark.parametrize(
+    ("maker", "kind", "scores"),
+    [
+        (partial(make, options={"keep_trunks": False}), PrefixTreeGRPOTrainer, Batch),
+        # micro-batches of half a group
+        (partial(make, per_device_train_batch_size=2), PrefixTreeGRPOTrainer, KeptWindow),
+        (make_dpo, PrefixTreeDPOTrainer, Batch),
+        (make_distillation, PrefixTreeDistillationTrainer, Batch),
+    ],
+    ids=["GRPO, alone", "GRPO, trunks", "DPO", "distillation"],
+)
+def test_a_forward_is_launched_before_anything_is_counted(
+    folder: Path, maker: Any, kind: Any, scores: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def note(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            found = real(*args, **options)
+            order.extend([name] * torch.is_grad_enabled())
+            return found
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(scores, "score")
+    note(SharingReport, "saw")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*micro-batch")
+        maker(kind, folder, max_steps=1, gradient_accumulation_steps=2).train()
+    assert order == ["score", "saw"] * 2
 
 
 def test_another_forward(folder: Path) -> None:

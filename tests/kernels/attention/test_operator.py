@@ -62,6 +62,7 @@ def test_opcheck(sinks: bool, features: tuple[int, float], lse_used: bool, of_pa
         "sdpa",
         of_part,
         lse_used,
+        None,
     )
     torch.library.opcheck(operator.TREE_ATTENTION, arguments)
 
@@ -309,9 +310,9 @@ def test_nothing_kept_is_of_inference_mode() -> None:
 def test_lse_is_differentiable_only_where_it_is_used() -> None:
     mask = _mask(4)
     rest = (None, mask.handle, 0.3, 0, 0.0, False, "sdpa", False)
-    _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, False)
+    _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, False, None)
     assert not lse.requires_grad
-    _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, True)
+    _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, True, None)
     assert lse.requires_grad
 
 
@@ -326,14 +327,14 @@ def test_the_operator_runs_the_backend_of_the_name(
     monkeypatch.setattr(sdpa, "forward", lambda *_: pytest.fail("ran sdpa"))
 
     def attend(q, k, v, sinks, window=0, softcap=0.0):
-        rest = (8**-0.5, window, softcap, False, "reference", False, True)
+        rest = (8**-0.5, window, softcap, False, "reference", False, True, None)
         return operator.TREE_ATTENTION(q, k, v, sinks, mask.handle, *rest)
 
     for name, value in run(case, attend).items():
         torch.testing.assert_close(value, want[name])
     with pytest.raises(UnsupportedError, match="'dense' does not exist"):
         operator.TREE_ATTENTION(
-            *_inputs(mask), None, mask.handle, 0.3, 0, 0.0, False, "dense", False, False
+            *_inputs(mask), None, mask.handle, 0.3, 0, 0.0, False, "dense", False, False, None
         )
 
 

@@ -1,6 +1,5 @@
-"""The flash backend: flash-attn-4's kernels over block lists of the tiles to visit, or, where no
-tree branches, over sequences of variable lengths.
+"""The flash backend: flash-attn-4's kernels, over block lists of the tiles to visit.
 
-`block_lists` knows torch alone, `mask_mods` and `backwards` the CuTe DSL, `launch` what
-flash-attn-4 takes and refuses.
+If no tree branches, they run over sequences of variable lengths instead. `block_lists` imports
+torch alone, `mask_mods` and `backwards` the CuTe DSL. `launch` knows what flash-attn-4 takes.
 """

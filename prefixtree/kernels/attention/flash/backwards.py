@@ -1,21 +1,21 @@
-"""flash-attn-4's backward in three other ways: in dense tiles, with heads first, in float32.
+"""Three other ways to run flash-attn-4's backward: in dense tiles, with heads first, in float32.
 
-Nothing of flash-attn-4 is changed for them: each is a copy of its function, or of another copy,
-that names something of ours in the place of flash-attn-4's. Every name here that is flash-attn-4's
-is held by tests/kernels/attention/flash/fa4.
+Nothing of flash-attn-4 is changed. Each way is a copy of its function, or of another copy, in which
+a name of flash-attn-4's stands for an object of ours. tests/kernels/attention/flash/fa4 holds every
+such name.
 
 - **Dense tiles.** At head dim 256 the dense backward works in tiles of 64 queries x 48 keys, with
-  two stages of q and the products of dk and dv turned, but given block lists it falls back to
-  64 x 64 keys with one stage. The copy chooses tiles as if there were no lists. Its compiled
-  kernels are kept with those of the function that is copied, by a key that says their tiles.
-- **Heads first.** The grid takes all key tiles of a head before the next head, so that the last
-  head's longest lists are begun last; ours takes all heads of a key tile. A subclass of the kernel
-  turns the grid and reads it turned; its compiled kernels are its alone.
-- **In float32.** Where query heads share a kv head, the kernel adds dk and dv up in float32, in the
-  order in which its registers hold a tile, and a second kernel brings them into rows and rounds
-  them. What the ranks of a group return of imported rows must not be rounded before it is added up,
-  so the accumulators are brought into rows here. Their order is read off that second kernel itself:
-  it is given the places of a tile as numbers.
+  two stages of q and the products of dk and dv turned. Given block lists it falls back to 64 x 64
+  keys with one stage. The copy chooses tiles as if there were no lists. Its compiled kernels are
+  kept with those of the copied function, by a key that names their tiles.
+- **Heads first.** flash-attn-4's grid takes all key tiles of a head before the next head, so the
+  last head's longest lists begin last. Ours takes all heads of a key tile first. A subclass of the
+  kernel turns the grid and reads it turned; its compiled kernels are its alone.
+- **In float32.** If query heads share a kv head, the kernel adds dk and dv up in float32, in the
+  order in which its registers hold a tile. A second kernel brings them into rows and rounds them.
+  The gradients of imported rows, which ranks of a group return, must not be rounded before they are
+  added up, so the accumulators are brought into rows here. The second kernel itself tells their
+  order: it is given the places of a tile as numbers.
 
 Legend: K key rows, Hk kv heads, D head dim.
 """
@@ -36,18 +36,13 @@ from prefixtree.kernels.attention.flash.disk_cache import cache_of
 
 
 def copied(call: Any, compile_cache: Any, names: dict[str, Any]) -> Any:
-    """A copy of `_flash_attn_bwd`, or of another copy.
-
-    Args:
-        call: the function.
-        compile_cache: where the copy keeps compiled kernels; it looks for it at its own name.
-        names: what stands in the place of its module's names.
-    """
+    """Copies `_flash_attn_bwd`, or a copy of it, with its own cache and other global names."""
     scope = dict(call.__globals__)
-    made: Any = FunctionType(call.__code__, scope, call.__name__, call.__defaults__)
-    made.compile_cache = compile_cache
-    scope |= {call.__name__: made, **names}
-    return made
+    copy: Any = FunctionType(call.__code__, scope, call.__name__, call.__defaults__)
+    # it looks for its cache at its own name
+    copy.compile_cache = compile_cache
+    scope |= {call.__name__: copy, **names}
+    return copy
 
 
 def _tile_size_bwd_sm90(
@@ -62,12 +57,12 @@ def _tile_size_bwd_sm90(
 
 @cache
 def in_dense_tiles(call: Any) -> Any:
-    """A copy of `_flash_attn_bwd`, or of `heads_first`, with dense tiles."""
+    """Copies `_flash_attn_bwd`, or `heads_first`, with dense tiles."""
     return copied(call, call.compile_cache, {_tile_size_bwd_sm90.__name__: _tile_size_bwd_sm90})
 
 
 class HeadsFirst(SingleTileScheduler):
-    """The tile and head of a block in a grid of heads x tiles."""
+    """Finds the tile and head of a block in a grid of heads x tiles."""
 
     @staticmethod
     def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
@@ -76,7 +71,7 @@ class HeadsFirst(SingleTileScheduler):
 
 
 class TurnedLaunch:
-    """A kernel that is about to be launched over tiles x heads, and will be over heads x tiles."""
+    """Launches a kernel of a grid of tiles x heads over heads x tiles."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -87,7 +82,7 @@ class TurnedLaunch:
 
 
 class HeadsFirstBackward(FlashAttentionBackwardSm90):
-    """Order is a matter of scheduler and grid; where it takes another scheduler, both are left."""
+    """Changes the order by scheduler and grid, unless the kernel takes another scheduler."""
 
     def kernel(self, *given: Any) -> Any:
         if not any(x is SingleTileScheduler for x in given):
@@ -104,19 +99,16 @@ heads_first = copied(
 
 
 _CONVERT = "_bwd_postprocess_convert"
-# of a place in a tile, as two numbers that 8 bits of mantissa hold
+# a place in a tile is written as two digits, which 8 bits of mantissa hold
 _BASE = 128
 
 
 class _Conversion:
-    """Replaces flash-attn-4's conversion of dK and dV, for one backward at a time.
-
-    Attributes:
-        wide: float32 results by what flash-attn-4 takes for the tensor to write.
-    """
+    """Replaces flash-attn-4's conversion of dK and dV, for one backward at a time."""
 
     def __init__(self, convert: Any) -> None:
         self.convert = convert
+        # pairs of a tensor that flash-attn-4 is to write, and the float32 result
         self.wide: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._orders: dict[Any, torch.Tensor] = {}
 
@@ -132,13 +124,13 @@ class _Conversion:
         assert how[:2] == (None, None) and how[4] == dim, "flash-attn-4 takes other arguments"
         order = self._order(accumulated, out, *how, **more)
         tiles = accumulated.view(heads, -1, len(order))
-        found = tiles.index_select(2, order).view(heads, -1, dim)[:, :rows]
-        torch.mul(found.transpose(0, 1), scale, out=wide)
+        in_rows = tiles.index_select(2, order).view(heads, -1, dim)[:, :rows]
+        torch.mul(in_rows.transpose(0, 1), scale, out=wide)
 
     def _order(
         self, accumulated: torch.Tensor, out: torch.Tensor, *how: Any, **more: Any
     ) -> torch.Tensor:
-        """int64 [rows x D of a tile]: where in an accumulated tile each of its numbers stands."""
+        """Finds where each number of a tile is in an accumulated tile, int64 [rows x D]."""
         key = (accumulated.device, *how, *sorted(more.items()))
         if key not in self._orders:
             rows, dim = how[5], how[4]
@@ -156,7 +148,7 @@ class _Conversion:
 
 @cache
 def _converting(call: Any) -> tuple[Any, _Conversion]:
-    """`_flash_attn_bwd`, or a copy of it, as it would be with our conversion."""
+    """Copies `_flash_attn_bwd`, or a copy of it, with our conversion."""
     conversion = _Conversion(getattr(interface, _CONVERT))
     # the kernels are the same
     return copied(call, call.compile_cache, {_CONVERT: conversion}), conversion
@@ -165,21 +157,16 @@ def _converting(call: Any) -> tuple[Any, _Conversion]:
 def in_float32(
     call: Any, *tensors: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, **how: Any
 ) -> Any:
-    """A backward with query heads that share kv heads.
+    """Runs a backward whose query heads share kv heads, with float32 results.
 
-    Args:
-        call: `_flash_attn_bwd`, `heads_first`, or a copy in dense tiles.
-        tensors: its first arguments: q, k, v, out, dout and lse.
-        dk, dv: float32 [1, K, Hk, D]; written.
-        how: its other arguments by keyword, without sequences of variable lengths.
-
-    Returns:
-        What `call` returns; dk and dv in it hold nothing.
+    tensors are q, k, v, out, dout and lse; dk and dv float32 [1, K, Hk, D] are written. The results
+    of `call` are returned, in which dk and dv hold nothing. Sequences of variable lengths are not
+    served.
     """
     run, conversion = _converting(call)
-    taken = [torch.empty_like(x) for x in tensors[1:3]]
-    conversion.wide = list(zip(taken, (dk[0], dv[0]), strict=True))
+    written = [torch.empty_like(x) for x in tensors[1:3]]
+    conversion.wide = list(zip(written, (dk[0], dv[0]), strict=True))
     try:
-        return run(*tensors, dk=taken[0], dv=taken[1], **how)
+        return run(*tensors, dk=written[0], dv=written[1], **how)
     finally:
         conversion.wide = []

@@ -1,13 +1,13 @@
-"""A mask as kernels of flash-attn-4 read it: block lists of the tiles that they visit, from our
-`BlockTables`, or, where no tree branches, sequences of variable lengths.
+"""Block lists, by which flash-attn-4's kernels read a mask: the tiles to visit, from `BlockTables`.
 
 For every query tile (in the backward: every key tile) lists are two counts and two rows of tile
-numbers: tiles that need the mask, and tiles that do not. A row need only be as long as the longest
-list, so the index arrays are [rows, longest], quadratic only where the forest is. They are expanded
-from runs on the device that reads them: only the runs are built on the host and sent.
+numbers: tiles that need the mask, and tiles that do not. A row is as long as the longest list. So
+index arrays are [rows, longest], quadratic only if the forest is. The host builds and sends runs
+alone, and the device expands them.
 
-Tiles of variable-length kernels begin anew with each sequence. Those of block lists lie on one grid
-over all tokens, so that a tile may hold the end of one sequence and the beginning of the next.
+If no tree branches, the kernels read sequences of variable lengths. Their tiles begin anew with
+each sequence. Those of block lists lie on one grid over all tokens, so a tile may hold the end of
+one sequence and the beginning of the next.
 
 Legend: T packed tokens, R rows (tiles of one kind).
 """
@@ -27,18 +27,13 @@ from prefixtree.packing.block_tables import BlockTables, TileShape
 from prefixtree.packing.copies import lasting, move, move_all
 from prefixtree.packing.host_mask import HostMask
 
-# places in an index array are sent as int32
+# places in an index array are sent as int32 numbers
 MOST_ENTRIES = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles flash-attn-4 works in, which its block lists must match.
-
-    Attributes:
-        queries: query tokens of a tile.
-        forward_keys, backward_keys: keys of a tile.
-    """
+    """Query tokens and keys of flash-attn-4's tiles, which its block lists must match."""
 
     queries: int
     forward_keys: int
@@ -49,10 +44,8 @@ class Tiles:
 class Lists:
     """The lists of one direction, int32, in shapes that flash-attn-4 broadcasts over heads.
 
-    Attributes:
-        partial_count, full_count: [1, 1, R].
-        partial_index, full_index: [1, 1, R, longest list]; ascending. Entries behind a
-            row's count are never read. Rows may overlap in memory.
+    Counts are [1, 1, R], indices [1, 1, R, longest list], ascending. Entries after a row's count
+    are never read. Rows may overlap in memory.
     """
 
     partial_count: torch.Tensor
@@ -63,19 +56,19 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class ForestLists:
-    """The arrays that the kernels read besides q, k and v, for one forest on one device.
+    """The arrays that the kernels read in addition to q, k and v, for one forest on one device.
 
     Attributes:
         forward, backward: key tiles of each query tile; query tiles of each key tile.
-        spans: int32 [T + a tile]: subtree_end[k] - k, then zeros. Query q sees key k exactly when
-            q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
+        spans: int32 [T + a tile]: subtree_end[k] - k, then zeros for the lanes after the last key.
+            Query q sees key k exactly when q - k, as an unsigned number, is less.
         positions: int32 like `spans`, each token's on its path, then zeros; None without a window.
             With `query_tokens`, those of the rows of q.
         reach: int32 like `spans`, the first position from which a token's window hides it; or None.
         longest_list_share: the longest list's share of all query tiles in `backward`'s lists.
         mean_list: query tokens in the tiles of one of `backward`'s lists, on average.
-        query_tokens: int32 [rows of q + a tile], where query tiles are of the rows of q: the packed
-            token of each, then T, which sees no key. None where they are of all packed tokens.
+        query_tokens: int32 [rows of q + a tile], if query tiles are of the rows of q: the packed
+            token of each, then T, which sees no key. None if they are of all packed tokens.
     """
 
     forward: Lists
@@ -93,15 +86,11 @@ _made: weakref.WeakKeyDictionary[HostMask, dict[Any, ForestLists]] = weakref.Wea
 
 
 def lists_of(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
-    """The lists of a forest, built once per (tiles, window, device); nothing waits for the device.
-
-    Raises:
-        UnsupportedError: an index array would have more than `MOST_ENTRIES` entries.
-    """
-    made = _made.setdefault(mask, {})
-    if (key := (tiles, window, device)) not in made:
-        made[key] = _build(mask, tiles, window, device)
-    return made[key]
+    """Builds lists once per (tiles, window, device); refuses more than `MOST_ENTRIES` entries."""
+    kept = _made.setdefault(mask, {})
+    if (key := (tiles, window, device)) not in kept:
+        kept[key] = _build(mask, tiles, window, device)
+    return kept[key]
 
 
 @lasting
@@ -111,16 +100,16 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
     source = mask if on_grid else mask.whole
     tables = source.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
     back = source.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
-    # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
-    # numbers serves all key tiles, each from another place on, and stays linear in T. Not so where
-    # a window or a part takes tiles out of the middle, or tiles of q and k differ in length.
+    # after its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of numbers
+    # serves all key tiles, each from another place on, and stays linear in T. Not so if a window or
+    # a part takes tiles out of the middle, or tiles of q and k differ in length
     linear = window == 0 and tiles.queries == tiles.backward_keys and not mask.is_subset
     of_queries, of_keys = _forward_spans(tables), _backward_spans(back, linear)
     keys = len(back.k_tiles)
     if on_grid:
         asked = np.ones(len(tables.q_tiles), bool)
         unseen = np.setdiff1d(np.arange(keys), np.concatenate([row for row, *_ in of_keys]))
-        # of a key tile that no query sees, the first query tile, in which the mask hides all of it
+        # a key tile that no query sees gets the first query tile, in which the mask hides all of it
         of_keys = _with(of_keys[0], unseen, np.zeros_like(unseen)), of_keys[1]
     else:
         asked = mask.asked_tiles(tiles.queries)
@@ -171,7 +160,7 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
 class _Runs:
     """The lists of one kind as runs of neighbouring tiles.
 
-    A row of the index array is its column number plus a step function. The runs say where it steps:
+    A row of the index array is its column number plus a step function. Runs say where it steps:
     `jump` is added from flat place `place` (row x width + column) on, to the end of that row.
     """
 
@@ -182,20 +171,20 @@ class _Runs:
 
 
 def _runs(rows: int, row: np.ndarray, first: np.ndarray, end: np.ndarray) -> _Runs:
-    """Runs [first, end) of tiles that belong to a row each; rows ascend, empty runs may occur."""
+    """Makes runs of tiles [first, end), each of one row; rows ascend, runs may be empty."""
     kept = end > first
     row, first, length = row[kept], first[kept], (end - first)[kept].astype(np.int64)
-    behind = np.zeros(rows + 1, np.int64)
-    np.add.at(behind, row + 1, length)
-    count = behind[1:].copy()
-    np.cumsum(behind, out=behind)
+    tiles_before = np.zeros(rows + 1, np.int64)
+    np.add.at(tiles_before, row + 1, length)
+    count = tiles_before[1:].copy()
+    np.cumsum(tiles_before, out=tiles_before)
     width = max(1, int(count.max(initial=0)))
     if rows * width > MOST_ENTRIES:
         raise UnsupportedError(
             f"backend 'flash': its block lists would have {rows} x {width} entries, more than "
             "32 bits number; use backend='triton'"
         )
-    column = np.cumsum(length) - length - behind[row]
+    column = np.cumsum(length) - length - tiles_before[row]
     offset = first - column
     jump = np.where(column > 0, offset - np.concatenate([offset[:1], offset[:-1]]), offset)
     arrays = (count, row.astype(np.int64) * width + column, jump)
@@ -207,7 +196,7 @@ _Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _forward_spans(tables: BlockTables) -> tuple[_Spans, _Spans]:
-    """Partial and full key tiles of each query tile."""
+    """Lists the partial and the full key tiles of each query tile."""
     pointer, split, runs = (x.numpy() for x in (tables.q_ptr, tables.q_split, tables.q_runs))
     row = np.repeat(np.arange(len(split)), np.diff(pointer))
     partial = np.arange(len(runs)) >= split[row]
@@ -217,16 +206,15 @@ def _forward_spans(tables: BlockTables) -> tuple[_Spans, _Spans]:
 
 
 def _backward_spans(tables: BlockTables, linear: bool) -> tuple[_Spans, _Spans]:
-    """Partial and full query tiles of each key tile; `linear`: the tile on the diagonal is partial.
-
-    It could be full at the end of the tokens alone, where a tile of one key has one query.
-    """
+    """Lists each key tile's partial and full query tiles; `linear`: the diagonal one is partial."""
     pointer, runs = tables.k_ptr.numpy(), tables.k_runs.numpy().copy()
     row = np.repeat(np.arange(len(tables.k_tiles)), np.diff(pointer))
     if linear:
+        # a diagonal tile is full only at the end of the tokens, where a tile of one key has one
+        # query
         runs[:, 1] = np.maximum(runs[:, 1], row + 1)
         runs[:, 2] = np.maximum(runs[:, 2], runs[:, 1])
-    # a run is partial before its full part and behind it
+    # a run is partial before its full part and after it
     partial = np.repeat(row, 2), runs[:, [0, 2]].reshape(-1), runs[:, [1, 3]].reshape(-1)
     return partial, (row, runs[:, 1], runs[:, 2])
 
@@ -238,7 +226,7 @@ def _backward_spans(tables: BlockTables, linear: bool) -> tuple[_Spans, _Spans]:
 def _of_asked_rows(
     spans: tuple[_Spans, _Spans], asked: np.ndarray, tiles: Tiles
 ) -> tuple[_Spans, _Spans]:
-    """Of a query tile that nobody asks for, the tile on the diagonal alone, as a partial one."""
+    """Gives a query tile that nobody asks for the tile on the diagonal alone, as partial."""
     partial, full = ((row[keep := asked[row]], a[keep], b[keep]) for row, a, b in spans)
     others = np.flatnonzero(~asked)
     return _with(partial, others, others * tiles.queries // tiles.forward_keys), full
@@ -247,7 +235,7 @@ def _of_asked_rows(
 def _of_asked_columns(
     spans: tuple[_Spans, _Spans], asked: np.ndarray, tiles: Tiles, keys: int
 ) -> tuple[_Spans, _Spans]:
-    """Without the query tiles that nobody asks for; `keys`: the number of key tiles."""
+    """Leaves out query tiles that nobody asks for; `keys` is the number of key tiles."""
     edges = np.flatnonzero(np.diff(asked.astype(np.int8), prepend=0, append=0))
     begins, ends = edges[::2], edges[1::2]
     kept = []
@@ -257,17 +245,17 @@ def _of_asked_columns(
         low = np.searchsorted(ends, first, side="right")
         count = np.maximum(np.searchsorted(begins, end, side="left") - low, 0)
         count[end <= first] = 0
-        at = np.repeat(np.arange(len(row)), count)
-        stretch = low[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
-        cut = np.maximum(first[at], begins[stretch]), np.minimum(end[at], ends[stretch])
-        kept.append((row[at], *cut))
-        empty[row[at]] = False
+        source = np.repeat(np.arange(len(row)), count)
+        stretch = low[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+        cut = np.maximum(first[source], begins[stretch]), np.minimum(end[source], ends[stretch])
+        kept.append((row[source], *cut))
+        empty[row[source]] = False
     others = np.flatnonzero(empty)
     return _with(kept[0], others, others * tiles.backward_keys // tiles.queries), kept[1]
 
 
 def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:
-    """One tile more for each of these rows, which have none."""
+    """Adds one tile for each of these rows, which have none."""
     rows, first, end = map(np.concatenate, zip(spans, (row, tile, tile + 1), strict=True))
     order = np.argsort(rows, kind="stable")
     return rows[order], first[order], end[order]
@@ -277,7 +265,7 @@ def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:
 
 
 def _expanded(runs: _Runs, place: torch.Tensor, jump: torch.Tensor) -> torch.Tensor:
-    """int32 [1, 1, R, width]."""
+    """Expands runs to an index array, int32 [1, 1, R, width]."""
     rows = len(runs.count)
     index = torch.zeros(rows * runs.width, dtype=torch.int32, device=place.device)
     index.scatter_(0, place.long(), jump)
@@ -287,7 +275,7 @@ def _expanded(runs: _Runs, place: torch.Tensor, jump: torch.Tensor) -> torch.Ten
 
 
 def _following(runs: _Runs, device: torch.device) -> torch.Tensor:
-    """int32 [1, 1, R, width] of row + 1, row + 2, .. in R + width - 1 numbers."""
+    """Views row + 1, row + 2, .. as int32 [1, 1, R, width] in R + width - 1 numbers."""
     rows = len(runs.count)
     numbers = torch.arange(1, rows + runs.width, dtype=torch.int32, device=device)
     return numbers.as_strided((1, 1, rows, runs.width), (len(numbers), len(numbers), 1, 1))
@@ -295,29 +283,22 @@ def _following(runs: _Runs, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """The sequences of a forest without branches, on one device.
+    """The sequences of a forest without branches, on one device."""
 
-    Attributes:
-        starts: int32 [sequences + 1], where each begins, then the number of tokens (`cu_seqlens`).
-        longest: tokens of the longest sequence.
-    """
-
+    # int32 [sequences + 1], where each begins, then the number of tokens (`cu_seqlens`)
     starts: torch.Tensor
+    # tokens
     longest: int
 
     def arguments(self, window: int) -> dict[str, Any]:
-        """Arguments of flash-attn-4's forward and backward, by keyword.
-
-        Args:
-            window: the number of tokens a query sees, itself included; 0 for all.
-        """
+        """Names arguments of flash-attn-4's calls; `window` counts the query itself, 0 for none."""
         return {
             "cu_seqlens_q": self.starts,
             "cu_seqlens_k": self.starts,
             "max_seqlen_q": self.longest,
             "max_seqlen_k": self.longest,
             "causal": True,
-            # of flash-attn-4: the tokens before a query that it sees
+            # flash-attn-4 counts the tokens before a query that it sees
             "window_size_left": window - 1 if window else None,
         }
 
@@ -329,14 +310,13 @@ _chains: weakref.WeakKeyDictionary[HostMask, dict[torch.device, Chains]] = (
 
 
 def chains_of(mask: HostMask, device: torch.device) -> Chains | None:
-    """The sequences of a mask, made once per device; None if a tree branches. Nothing waits for the
-    device."""
+    """Finds a mask's sequences once per device, without waiting for it; None if a tree branches."""
     if mask.chain_starts is None:
         return None
-    made = _chains.setdefault(mask, {})
-    if device not in made:
-        made[device] = _chains_from(mask.chain_starts, device)
-    return made[device]
+    kept = _chains.setdefault(mask, {})
+    if device not in kept:
+        kept[device] = _chains_from(mask.chain_starts, device)
+    return kept[device]
 
 
 @lasting

@@ -32,16 +32,16 @@ from prefixtree.packing.host_mask import HostMask
 # which a registered operator cannot take apart. So one version; tests/kernels/attention/flash/fa4
 # holds what we rely on
 VERSION = "4.0.0b36"
-# The head dims (of q and k, of v) that tests/kernels/attention/flash/test_on_gpu.py holds to the
-# bounds on an H200. Gradients of others may be wrong, silently: its backward writes accumulators as
-# wide as the head dim rounded up to 16 and reads them as rounded up to 32, which differ for 16, 80,
-# 112 and others, with block lists and without (Dao-AILab/flash-attention, pull request 2896;
-# tests/kernels/attention/flash/fa4 says when that is mended).
+# head dims (of q and k, of v) that tests/kernels/attention/flash/test_on_gpu.py holds to the bounds
+# on an H200. Gradients of others may be wrong, silently: flash-attn-4's backward writes
+# accumulators as wide as the head dim rounded up to 16 and reads them as rounded up to 32, which
+# differ for 16, 80, 112 and others, with block lists and without (Dao-AILab/flash-attention, pull
+# request 2896; tests/kernels/attention/flash/fa4 says when that is mended)
 SERVED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-# From which tail on (`heads_first`) the backward takes the heads of a key tile beside one another.
-# Tails of the benchmarks' workloads, in thousandths, and what that order did to the backward's time
-# on an H200 (bf16, 32 / 8 heads, D 128; the forward gained 3 to 6 % on the prompts of short
-# responses and lost 1 to 5 % elsewhere, and keeps its order):
+# the tail (`heads_first`) from which on the backward takes the heads of a key tile first. Tails of
+# the benchmarks' workloads, in thousandths, and the change of the backward's time on an H200 (bf16,
+# 32 / 8 heads, D 128; the forward gained 3 to 6 % on the prompts of short responses and lost
+# 1 to 5 % elsewhere, and keeps its order):
 #   documents 32 x 4K            8   + 3 %    caterpillar 12             139
 #   prompt 32K x 16 x 2K        21            caterpillar 24             163   - 1 %
 #   8 x (2K, 8 x 512, ..)       27            prompt 512 x 64 x 1K       488   -19 %
@@ -49,12 +49,12 @@ SERVED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 #   4K then 4-2-2-1 x 1K        83     0 %
 #   airline per turn           120   + 3 %
 HEADS_FIRST_FROM = 0.28
-# From how many query tokens per list on (`ForestLists.mean_list`) the backward takes the tiles of
+# query tokens per list (`ForestLists.mean_list`) from which on the backward takes the tiles of
 # flash-attn-4's dense backward, at head dim 256: 48 keys, where it takes 64 with block lists. A
-# visit of 64 queries then takes 2.4 us in place of 4.4. But there are a third more key tiles, and
-# the start and end of a block of threads, one per key tile and query head, take 29 us in place of
-# 13 (benchmarks/notebook.md). Break-even is at about 1,450 tokens. Milliseconds of the backward on
-# an H200 (bf16, 16 / 2 heads; benchmarks/results/h200/tiles.json), with 64 keys and with 48:
+# visit of 64 queries then takes 2.4 us instead of 4.4. But there are a third more key tiles, and
+# the start and end of a block of threads, one per key tile and query head, take 29 us instead of 13
+# (benchmarks/notebook.md). Break-even is at about 1,450 tokens. Milliseconds of the backward on an
+# H200 (bf16, 16 / 2 heads; benchmarks/results/h200/tiles.json), with 64 keys and with 48:
 #   prompt 512 x 64 x 1K     1,129   11.2  12.6     airline per turn       4,367   82.9  66.7
 #   caterpillar 24           3,117   46.2  37.0     4K then 4-2-2-1 x 1K   6,409   41.4  34.1
 DENSE_TILES_FROM = 1500
@@ -64,19 +64,19 @@ TILE_ROWS = 128
 MOST_TILES = 65535
 # numbers of out that are multiplied at once in float32
 _CHUNK = 1 << 24
-# The CuTe DSL compiles in one thread at a time; in two (autograd has one per device) it raises or
-# takes the process down. Which call compiles is known to flash-attn-4 alone: held in every one.
+# the CuTe DSL compiles in one thread at a time; in two (autograd has one per device) it raises or
+# takes the process down. Only flash-attn-4 knows which call compiles, so every call holds this
 _TURN = threading.RLock()
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why this backend cannot serve a call; None where it can."""
+    """Says why this backend cannot serve a call; None if it can."""
     q = call.q
-    found = installed()
-    if found != VERSION:
+    version = installed()
+    if version != VERSION:
         return (
             f"it needs flash-attn-4 {VERSION} (pip install 'prefixtree-attention[fa4]'), and "
-            f"{'it is not installed' if found is None else f'{found} is installed'}"
+            f"{'it is not installed' if version is None else f'{version} is installed'}"
         )
     if not q.is_cuda or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, and q is on {'an AMD GPU' if q.is_cuda else q.device}"
@@ -89,7 +89,7 @@ def refusal(call: AttentionCall) -> str | None:
 
 
 def refused_features(call: AttentionCall) -> str | None:
-    """The part of `refusal` that is about the call and not about the machine."""
+    """Says what of the call, and not of the machine, `refusal` refuses."""
     q, v = call.q, call.v
     d, d_v = q.shape[2], v.shape[2]
     if call.chosen is not None:
@@ -119,7 +119,7 @@ def refused_features(call: AttentionCall) -> str | None:
 
 @cache
 def installed() -> str | None:
-    """The version of flash-attn-4, None where it is not installed."""
+    """Finds the installed version of flash-attn-4, or None."""
     try:
         return metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
@@ -128,7 +128,7 @@ def installed() -> str | None:
 
 @cache
 def import_problem() -> str | None:
-    """Why flash-attn-4, though installed, cannot be imported; None where it can."""
+    """Says why flash-attn-4, though installed, cannot be imported; None if it can."""
     keep_on_disk()
     try:
         # packages that it imports warn of deprecations, which must not fail where warnings raise
@@ -136,7 +136,7 @@ def import_problem() -> str | None:
             from flash_attn.cute import interface  # noqa: F401
     except Exception as problem:  # packages that it imports raise errors of many types
         return f"flash-attn-4 is installed but cannot be imported ({problem!r})"
-    # the CuTe DSL, each time that flash-attn-4 compiles, of arguments that it then takes
+    # the CuTe DSL warns, each time that flash-attn-4 compiles, of arguments that it then takes
     warnings.filterwarnings("ignore", r"Argument aux_data .* cannot be converted", UserWarning)
     return None
 
@@ -153,27 +153,23 @@ def tiles_for(d: int, d_v: int) -> Tiles:
 
 @cache
 def dense_tiles_for(d: int, d_v: int) -> Tiles | None:
-    """Those that it would take without lists, where they are others and were measured to be faster
-    over lists too; their backward is `backwards.in_dense_tiles`."""
+    """The tiles of `backwards.in_dense_tiles`, if they differ and were measured to be faster."""
     return Tiles(TILE_ROWS, 80, 48) if (d, d_v) == (256, 256) else None
 
 
 def packs_heads(group: int, d: int) -> bool:
-    """Whether a tile of the forward holds the query heads of a kv head side by side: 128 / group
-    tokens of each, in place of 128 tokens of one. The tiles visited are as many; the backward of
-    flash-attn-4 always takes one head per tile.
-
-    Packed, a group that does not divide 128 cannot be loaded by the copy engine: four warps copy q
-    row by row, out goes back the same way, and their registers come from those of the products.
-    Those spill 480 bytes per thread at head dim 192 and 4 KB at 256, and nothing up to 128. Forward
-    of 24 / 4 heads on agent turns, one H200 (benchmarks/results/h200/pack_gqa.json), packed and
-    apart: D 256 34.6 and 6.6 ms, D 192 6.4 and 5.0, D 128 3.6 and 3.7, D 96 3.2 and 3.3.
-    """
+    """Whether a tile of the forward holds 128 / group tokens of each query head of a kv head."""
+    # otherwise it holds 128 tokens of one head, and as many tiles are visited. The copy engine
+    # cannot load a packed group that does not divide 128. Four warps then copy q row by row, out
+    # goes back the same way, and their registers come from those of the products, which spill 480
+    # bytes per thread at head dim 192 and 4 KB at 256, and nothing up to 128. Forward of 24 / 4
+    # heads on agent turns, one H200 (benchmarks/results/h200/pack_gqa.json), packed and apart: D
+    # 256 34.6 and 6.6 ms, D 192 6.4 and 5.0, D 128 3.6 and 3.7, D 96 3.2 and 3.3
     return group > 1 and (d <= 128 or TILE_ROWS % group == 0)
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, Dv] in q's dtype, lse [H, T] float32 over the keys, natural log."""
+    """Computes out [Tq, H, Dv] in q's dtype, and lse [H, Tq] float32 over the keys."""
     v = call.v
     if call.q.shape[0] == 0:
         heads = call.q.shape[1]
@@ -181,22 +177,22 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         return call.q.new_empty(0, heads, v.shape[2]), lse
     from flash_attn.cute import interface
 
-    given = _given(call)
-    queries = Queries(call, given.lists)
+    arguments = _given(call)
+    queries = Queries(call, arguments.lists)
     q, k = queries.spread(call.q), call.k
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     inside, around = _sinks_where(call.sinks, call.lse_used)
     with _TURN, runtime.current(q.device):
         interface._flash_attn_fwd(
-            *given.rows(q, k, v),
+            *arguments.rows(q, k, v),
             softmax_scale=call.scale,
             learnable_sink=inside,
             score_mod=_score_functions(call.softcap)[0],
             pack_gqa=packs_heads(q.shape[1] // k.shape[1], q.shape[2]),
             return_lse=True,
-            **dict(zip(("out", "lse"), given.rows(out, lse), strict=True)),
-            **given.forward,
+            **dict(zip(("out", "lse"), arguments.rows(out, lse), strict=True)),
+            **arguments.forward,
         )
     out, lse = queries.own(out), queries.own_columns(lse)
     if around is not None:
@@ -211,40 +207,40 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks."""
+    """Computes dq, dk, dv in the inputs' dtypes, contiguous, and dsinks."""
     q, k, v, sinks = call.q, call.k, call.v, call.sinks
     wide = torch.float32 if call.wide else None
     dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
     if q.shape[0] == 0:
         return torch.empty_like(q), dk.zero_(), dv.zero_(), _zeros_like(sinks)
-    given = _given(call)
+    arguments = _given(call)
     inside, around = _sinks_where(sinks, dlse is not None)
     total = lse if inside is None else torch.logaddexp(lse, inside.unsqueeze(1))
-    given_dout = dout
+    scaled_dout = dout
     if around is not None:
         share = keys_share(lse, around)
-        given_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
-    queries = Queries(call, given.lists)
-    spread_q, *rows = (queries.spread(x) for x in (q, out, given_dout))
+        scaled_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
+    queries = Queries(call, arguments.lists)
+    spread_q, *rows = (queries.spread(x) for x in (q, out, scaled_dout))
     spread_dlse = None if dlse is None else queries.spread_columns(dlse)
     dq = spread_q.new_empty(spread_q.shape)
     score, score_gradient = _score_functions(call.softcap)
     with _TURN, runtime.current(q.device):
         run = _backward_call(
-            given.lists is not None
-            and heads_first(given.lists, q.shape[1], runtime.processors(q.device)),
-            given.in_dense_tiles,
+            arguments.lists is not None
+            and heads_first(arguments.lists, q.shape[1], runtime.processors(q.device)),
+            arguments.in_dense_tiles,
             call.wide,
         )
         results = run(
-            *given.rows(spread_q, k, v, *rows, queries.spread_columns(total)),
+            *arguments.rows(spread_q, k, v, *rows, queries.spread_columns(total)),
             softmax_scale=call.scale,
             score_mod=score,
             score_mod_bwd=score_gradient,
-            dlse=None if spread_dlse is None else given.rows(spread_dlse)[0],
+            dlse=None if spread_dlse is None else arguments.rows(spread_dlse)[0],
             learnable_sink=inside,
-            **dict(zip(("dq", "dk", "dv"), given.rows(dq, dk, dv), strict=True)),
-            **given.backward,
+            **dict(zip(("dq", "dk", "dv"), arguments.rows(dq, dk, dv), strict=True)),
+            **arguments.backward,
         )
     dq = queries.own(dq)
     if sinks is None:
@@ -261,12 +257,12 @@ def _zeros_like(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Queries:
-    """Rows of q as the lists want them.
+    """Rows of q in the form that the lists need.
 
-    Of a mask `for_queries(...)` whose tiles of rows are of neighbouring tokens, the lists are of
-    these rows. Otherwise they are square, and tokens without a row get zeros. Their scores are 0,
-    and so are their dout and what it is multiplied by: they add nothing to dk and dv. Tiles of such
-    tokens alone are hardly visited (`block_lists`).
+    If a mask `for_queries(...)` has tiles of neighbouring tokens, the lists are over its rows.
+    Otherwise they are square, and tokens without a row get zeros. Their scores are 0, and so are
+    their dout and its factors: they add nothing to dk and dv. Tiles of such tokens alone are hardly
+    visited (`block_lists`).
     """
 
     def __init__(self, call: AttentionCall, lists: ForestLists | None) -> None:
@@ -274,31 +270,31 @@ class Queries:
         self._count = mask.num_tokens
         self._rows = None
         if mask.is_subset and (lists is None or lists.query_tokens is None):
-            of_devices = _query_rows.setdefault(mask, {})
-            if device not in of_devices:
+            by_device = _query_rows.setdefault(mask, {})
+            if device not in by_device:
                 start, _, length = mask.query_runs.T
-                of_devices[device] = RowRuns(start, length, device)
-            self._rows = of_devices[device]
+                by_device[device] = RowRuns(start, length, device)
+            self._rows = by_device[device]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows of q, ...] with a row per packed token."""
+        """Spreads x [rows of q, ...] to one row per packed token."""
         return x if self._rows is None else self._rows.spread(x, self._count)
 
     def spread_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """x [H, rows of q] with a column per packed token."""
+        """Spreads x [H, rows of q] to one column per packed token."""
         if self._rows is None:
             return x
         out = x.new_zeros(x.shape[0], self._count)
         return out.index_copy_(1, self._rows.index, x)
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of q."""
+        """Takes the rows of q."""
         if self._rows is None:
             return x
         return self._rows.take(x, x.new_empty(self._rows.count, *x.shape[1:]))
 
     def own_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of q's rows."""
+        """Takes the columns of q's rows."""
         return x if self._rows is None else x.index_select(1, self._rows.index)
 
 
@@ -312,11 +308,11 @@ _query_rows: weakref.WeakKeyDictionary[HostMask, dict[torch.device, RowRuns]] = 
 
 
 def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
-    """The block lists of a call, and the tiles that they are over: its forward and its backward get
-    the same. Lists over both tilings are made only where those over dense tiles are too short."""
+    """Gives a call's block lists and their tiles, the same for its forward and its backward."""
     dims = call.q.shape[2], call.v.shape[2]
     if (dense := dense_tiles_for(*dims)) is not None:
         lists = lists_of(call.mask, dense, call.window, call.q.device)
+        # lists over both tilings are made only if those over dense tiles are too short
         if lists.mean_list >= DENSE_TILES_FROM:
             return lists, dense
     tiles = tiles_for(*dims)
@@ -324,11 +320,10 @@ def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
 
 
 def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
-    """Whether the backward takes the heads of a key tile before the next key tile.
-
-    A key tile's list is one block's work. The longest, a prompt's, of the last head is begun last
-    in flash-attn-4's order, and may leave a tail: its length over a multiprocessor's part of all.
-    """
+    """Whether the backward takes the heads of a key tile before the next key tile."""
+    # a key tile's list is one block's work. In flash-attn-4's order the longest list (a prompt's)
+    # of the last head begins last and may leave a tail: its length over a multiprocessor's share of
+    # all work
     tail = lists.longest_list_share * processors / heads
     return tail > HEADS_FIRST_FROM and lists.backward.full_count.shape[2] <= MOST_TILES
 
@@ -347,11 +342,12 @@ def _backward_call(heads_first: bool, in_dense_tiles: bool, wide: bool) -> Any:
 
 
 # ---- sinks -------------------------------------------------------------------------------------
-# flash-attn-4's lse is over the keys and the sink; ours, which the operator returns and saves, is
-# over the keys alone. Where a sink takes nearly everything, the sum of both has forgotten the keys:
-# lse would be off by units, its gradient come back multiplied by exp(sink - lse), and dsinks be a
-# small difference of large sums. So where lse or its gradient counts, the kernels run without the
-# sink, which is applied around them: with s the keys' share of the softmax and x = softmax v,
+# flash-attn-4's lse is over the keys and the sink. Ours, which the operator returns and saves, is
+# over the keys alone. If a sink takes nearly everything, the sum of both has forgotten the keys:
+# lse would be off by units, its gradient would come back multiplied by exp(sink - lse), and dsinks
+# would be a small difference of large sums. So if lse or its gradient counts, the kernels run
+# without the sink, which is applied around them: with s the keys' share of the softmax and
+# x = softmax v,
 #
 #     out = s x    ds = softmax (dp s - (dout . out) s + dlse)    dv = softmax^T (dout s)
 #
@@ -361,30 +357,28 @@ def _backward_call(heads_first: bool, in_dense_tiles: bool, wide: bool) -> Any:
 def _sinks_where(
     sinks: torch.Tensor | None, lse_counts: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """-> the float32 sinks that the kernel takes, those that are applied around it."""
+    """Splits float32 sinks into those that the kernel takes, and those applied around it."""
     wide = None if sinks is None else sinks.float()
     return (None, wide) if lse_counts else (wide, None)
 
 
 def keys_lse(total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """lse over the keys [H, T] from that over keys and sink, good for a backward alone.
-
-    Where a sink takes nearly everything the error grows with exp(sink - lse), and lse stays within
-    16 of the total. The backward adds the sink again, which undoes it.
-    """
+    """Computes lse over the keys, [H, T], from that over keys and sink; for a backward alone."""
+    # if a sink takes nearly everything, the error grows with exp(sink - lse), and lse stays within
+    # 16 of the total; the backward adds the sink again, which undoes it
     share = (sinks.unsqueeze(1) - total).clamp(max=-(2.0**-23))
     return total + torch.log(-torch.expm1(share))
 
 
 def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """float32 [T, H, 1]: the part of the softmax that the keys have."""
+    """Computes the keys' share of the softmax, float32 [T, H, 1]."""
     return torch.sigmoid(lse - sinks.unsqueeze(1)).t().unsqueeze(2)
 
 
 def sinks_gradient(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [H]: minus the sum over rows of the sink's share times dout . out."""
+    """Computes float32 [H]: minus the sum over rows of the sink's share times dout . out."""
     rows = max(1, _CHUNK // (out.shape[1] * out.shape[2]))
     parts = zip(dout.split(rows), out.split(rows), strict=True)
     delta = torch.cat([(a.float() * b.float()).sum(2) for a, b in parts])
@@ -396,12 +390,9 @@ def sinks_gradient(
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """The arguments that say what a query sees, by keyword.
+    """The arguments of either call that say what a query sees, by keyword, and its block lists.
 
-    Attributes:
-        forward, backward: of either call.
-        lists: the block lists among them; None for chains, whose tensors have no batch dimension.
-        in_dense_tiles: whether the lists are over `dense_tiles_for`.
+    lists is None for chains, whose tensors have no batch dimension.
     """
 
     forward: dict[str, Any]
@@ -410,11 +401,10 @@ class _Given:
     in_dense_tiles: bool = False
 
     def rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors as flash-attn-4 takes them: of chains as they are, otherwise a batch of one.
-
-        flash-attn-4 copies what lies askew, and takes expanded tensors (the gradient of a sum) as
-        they are: but it keys nothing compiled on strides, so those are copied.
-        """
+        """Brings tensors into flash-attn-4's form: a batch of one, except for chains."""
+        # flash-attn-4 copies tensors whose last stride is not 1. It takes expanded tensors (the
+        # gradient of a sum) as they are, but no key of a compiled kernel holds strides, so those
+        # are copied
         whole = (x.contiguous() if 0 in x.stride() else x for x in tensors)
         return [x if self.lists is None else x.unsqueeze(0) for x in whole]
 
@@ -436,16 +426,16 @@ _made: weakref.WeakKeyDictionary[ForestLists, tuple[dict[str, Any], dict[str, An
 
 
 def _arguments_of(lists: ForestLists, tiles: Tiles) -> tuple[dict[str, Any], dict[str, Any]]:
-    made = _made.get(lists)
-    if made is None:
+    pair = _made.get(lists)
+    if pair is None:
         mask = _mask_arguments(lists)
         forward = _block_sparse(lists.forward, tiles.queries, tiles.forward_keys)
         backward = _block_sparse(lists.backward, tiles.queries, tiles.backward_keys)
-        made = _made[lists] = (
+        pair = _made[lists] = (
             {"block_sparse_tensors": forward, **mask},
             {"block_sparse_tensors": backward, **mask},
         )
-    return made
+    return pair
 
 
 def _block_sparse(lists: Lists, queries: int, keys: int) -> Any:

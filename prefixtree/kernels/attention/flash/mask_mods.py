@@ -1,7 +1,7 @@
 """Functions that run inside flash-attn-4's kernels: a partial tile's mask and the softcap.
 
 flash-attn-4 calls a mask function element by element, so its loads and compares are its cost.
-Arrays come as addresses among its `aux_scalars` and not as its `aux_tensors`: for those it wraps
+Arrays come as addresses among `aux_scalars`, not as `aux_tensors`. For those, flash-attn-4 wraps
 every index into the sequence, two divisions per element, which the padding of our arrays makes
 needless. SASS instructions that a masked step adds (sm_90, head dim 128, four query heads per kv
 head; a forward step holds 64 scores per thread, a backward step 32):
@@ -11,7 +11,7 @@ head; a forward step holds 64 scores per thread, a backward step 32):
     one compare of q - k, as a tensor           372        264  (spills)
     one compare of q - k, by its address        236        104
 
-flash-attn-4 keys its compiled kernels on the text of these functions: they call no others of ours.
+flash-attn-4 keys compiled kernels on the text of these functions, so they call no others of ours.
 """
 
 import math
@@ -25,26 +25,25 @@ from flash_attn.cute import utils
 
 
 def address(array: torch.Tensor) -> Int64:
-    """An int32 array as the mask functions take it; the caller keeps it alive."""
+    """Gives an int32 array's address, as mask functions take it; the caller keeps it alive."""
     return Int64(array.data_ptr())
 
 
 @cute.jit
 def visible(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
-    """Query q sees key k. aux_scalars: spans."""
+    """Whether query q sees key k. aux_scalars: spans."""
     layout = cute.make_layout((1 << 30,))
     spans = cute.make_tensor(
         cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
     )
-    # a key behind the query wraps to a number no span reaches
+    # a key after the query wraps to a number that no span reaches
     seen = Uint32(q[0] - k[0]) < Uint32(spans[k[0]])
     return utils.scalar_to_ssa(seen, cutlass.Boolean)
 
 
 @cute.jit
 def visible_in_window(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
-    """Query q sees key k and is less than the window below it. aux_scalars: spans, positions,
-    reach, of which the window is a part: one kernel serves every window."""
+    """Whether q sees k before reach (k + window). aux_scalars: spans, positions, reach."""
     layout = cute.make_layout((1 << 30,))
     spans = cute.make_tensor(
         cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
@@ -61,7 +60,7 @@ def visible_in_window(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
 
 @cute.jit
 def visible_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
-    """`visible`, where q is a row and stands for a token. aux_scalars: spans, tokens."""
+    """Whether the token of row q sees key k. aux_scalars: spans, tokens."""
     layout = cute.make_layout((1 << 30,))
     spans = cute.make_tensor(
         cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
@@ -75,8 +74,7 @@ def visible_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
 
 @cute.jit
 def visible_in_window_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
-    """`visible_in_window`, where q is a row and stands for a token. aux_scalars: spans, positions
-    of the rows, reach, tokens."""
+    """Whether row q's token sees k. aux_scalars: spans, positions of rows, reach, tokens."""
     layout = cute.make_layout((1 << 30,))
     spans = cute.make_tensor(
         cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
@@ -97,12 +95,12 @@ def visible_in_window_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_s
 
 @cache
 def softcap(cap: float):
-    """The score function c tanh(s / c) and its gradient, of the score before it.
+    """Makes the score function c tanh(s / c) and its gradient, as a function of s.
 
-    By exp2 and a reciprocal, each good to the last bits of float32: flash-attn-4's own takes the
-    hardware's tanh, good to 2^-11, which at a score of 30 is 1.5 % of a probability.
+    They take exp2 and a reciprocal, each good to the last bits of float32. flash-attn-4's own takes
+    the hardware's tanh, good to 2^-11, which at a score of 30 is 1.5 % of a probability.
 
-    flash-attn-4 hands over no `aux_scalars` where there are none, as with variable lengths.
+    flash-attn-4 hands over no `aux_scalars` if there are none, as with variable lengths.
     """
     rate = 2.0 / (cap * math.log(2.0))
 

@@ -59,13 +59,14 @@ def prepare_kernel(
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """ROW_VALUES [2 or 3, rows] float32, top and delta: p = exp2(logit - top), ds = p (dp - delta).
+    """Writes the float32 values of each row that the other kernels need: ROW_VALUES [2 or 3, rows].
 
-    Rows lie in the order of a tile's, [Hk, blocks of heads, tokens_a_block, HEADS]; beyond Tq they
-    hold inf and 0, so that a tile's dead rows have p = ds = 0. With sinks and a gradient of lse
-    there is a third, share = p / softmax over the keys: p is then share exp2(logit - top) and
-    ds = exp2(logit - top) (share dp - delta), so that no factor can overflow. DSINKS [programs, H]
-    holds each program's share of the sinks' gradient.
+    They are top and delta: p = exp2(logit - top), ds = p (dp - delta). Rows are in the order of a
+    tile's, [Hk, blocks of heads, tokens_a_block, HEADS]. Beyond Tq they hold inf and 0, so that a
+    tile's dead rows have p = ds = 0. With sinks and a gradient of lse there is a third value, share
+    = p / softmax over the keys. Then p = share exp2(logit - top) and ds = exp2(logit - top) (share
+    dp - delta), so no factor can overflow. DSINKS [programs, H] gets each program's share of the
+    sinks' gradient.
     """
     BLOCKS: tl.constexpr = GROUP // HEADS
     head = tl.program_id(1)
@@ -102,7 +103,7 @@ def prepare_kernel(
 def _gradients(
     scores, logits, dp, delta, share, inner, SOFTCAP: tl.constexpr, SHARED: tl.constexpr
 ):
-    """-> p and ds before scaling, from logits less top; masked logits give 0 and 0."""
+    """Computes p and ds before scaling, from logits less top; masked logits give 0 and 0."""
     p = tl.exp2(logits)
     if SHARED:
         ds = p * (dp * share - delta)
@@ -169,7 +170,7 @@ def keys_kernel(
     TMA: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):
-    """dK, dV or both of one piece of a key tile, for all query heads of one kv head.
+    """Computes dK, dV or both of one piece of a key tile, for all query heads of one kv head.
 
     Scores are held transposed, [KEYS, ROWS], so that p and ds feed the products from registers.
     Dead key lanes are rows of dK and dV that are not stored; dead query rows have top = inf.
@@ -247,7 +248,7 @@ def keys_kernel(
                 logits = tl.where(chosen(words, token), logits, float("-inf"))
             else:
                 if SUBSET or ROWS != TOKENS * HEADS:
-                    # what lies behind a short tile is another tile's
+                    # rows after a short tile are another tile's
                     logits = tl.where(alive[None, :], logits, float("-inf"))
                 if (q_tile < full_begin) | (q_tile >= full_end):
                     query = start + token
@@ -357,7 +358,7 @@ def reduce_kernel(
     KEYS: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
-    """Casts the float32 sums of cut key tiles; deterministic: sums their partials, in order."""
+    """Casts the float32 sums of cut key tiles; if deterministic, sums their partials in order."""
     slot = tl.program_id(0)
     kv_head = tl.program_id(1)
     tile = tl.load(SLOTS + 3 * slot)
@@ -434,7 +435,7 @@ def queries_kernel(
     DOUT_TMA: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):
-    """dQ of one query tile, over the same key tiles as the forward."""
+    """Computes dQ of one query tile, over the same key tiles as the forward."""
     BLOCKS: tl.constexpr = GROUP // HEADS
     tile = tl.load(Q_ORDER + tl.program_id(0) // (KV_HEADS * BLOCKS))
     kv_head = tl.program_id(0) % (KV_HEADS * BLOCKS) // BLOCKS
@@ -479,7 +480,7 @@ def queries_kernel(
     first = tl.load(PARTIAL_PTR + tile)
     end = tl.load(PARTIAL_PTR + tile + 1)
     if HAS_CHOSEN:
-        # a tile ahead: beside a load in its own step the pipeline would be a stage shorter
+        # a tile ahead: a load in its own step would make the pipeline a stage shorter
         following = tl.load(CHOSEN_TILES + first)
     for i in range(first, end):
         if HAS_CHOSEN:
@@ -497,7 +498,7 @@ def queries_kernel(
         v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)[0]
         if HAS_CHOSEN:
             scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
-            # in front of the branch, across which products do not overlap
+            # before the branch, across which products do not overlap
             dp = product(dout, tl.trans(v))
             logits = scores * outer - top[:, None]
             logits = only_chosen(logits, float("-inf"), words, lane, is_dense, KEYS != D_WIDTH)

@@ -1,7 +1,7 @@
 """The bits of chosen keys in the order in which the kernels read them: tile by tile.
 
-A query's words (`kernels.chosen`) follow its path. A kernel wants, for a tile of queries and one of
-keys, whether each pair is visible and chosen: a word for 32 keys of each query or, where scores are
+A query's words (`kernels.chosen`) follow its path. A kernel needs, for a tile of queries and one of
+keys, whether each pair is visible and chosen: a word for 32 keys of each query or, if scores are
 held transposed, for 32 queries of each key, side by side. One pass over the visited tiles writes
 them, a bit per pair; the kernels then compare nothing.
 """
@@ -32,7 +32,7 @@ def _pairs(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Whether each query of a tile sees and chose each key of one. # [TOKENS, KEYS]"""
+    """Whether each query of a tile sees and chose each key of one, [TOKENS, KEYS]."""
     token = tl.arange(0, TOKENS)
     start = tl.load(Q_TILES + 3 * q_tile)
     alive = token < tl.load(Q_TILES + 3 * q_tile + 2)
@@ -57,7 +57,7 @@ def _pairs(
 
 @triton.jit
 def _packed(pairs, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """bool [SIZE, LANES] -> int32 [words, SIZE], a bit per lane."""
+    """Packs bool [SIZE, LANES] into int32 [words, SIZE], a bit per lane."""
     WIDE: tl.constexpr = LANES if LANES < 32 else 32
     bits = pairs.to(tl.int32) << (tl.arange(0, LANES) % 32)[None, :]
     return tl.trans(tl.sum(tl.reshape(bits, [SIZE, LANES // WIDE, WIDE]), 2))
@@ -85,15 +85,15 @@ def by_query_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """BITS [visited pairs of tiles, words, TOKENS], a bit per key.
+    """Writes BITS [visited pairs of tiles, words, TOKENS], a bit per key.
 
-    TILES [visited pairs], the packed start of the keys; its bits flipped where every query sees and
-    chose all of them.
+    TILES [visited pairs] gets the packed start of the keys, with its bits flipped if every query
+    sees and chose all of them.
     """
     WORDS: tl.constexpr = (KEYS + 31) // 32
     q_tile = tl.load(Q_ORDER + tl.program_id(0))
     first = tl.load(PARTIAL_PTR + q_tile)
-    # full tiles, which stand first, are of one path: the words of their keys follow one another
+    # full tiles, which come first, are of one path: the words of their keys follow one another
     partial = first
     for run in range(tl.load(Q_PTR + q_tile), tl.load(Q_SPLIT + q_tile)):
         partial += tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)
@@ -107,7 +107,7 @@ def by_query_kernel(
         place = tl.load(POSITION + begin)
         at = place // 32 + word
         low = tl.load(CHOSEN + row + at, mask=alive, other=0).to(tl.uint32, bitcast=True)
-        # where no bit of it is needed, there may be none
+        # if no bit of the next word is needed, there may be none
         there = alive & (at + 1 < num_words)
         high = tl.load(CHOSEN + row + at + 1, mask=there, other=0).to(tl.uint32, bitcast=True)
         shift = (place % 32).to(tl.uint32)
@@ -155,7 +155,7 @@ def by_key_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """BITS [visited pairs of tiles, words, KEYS], a bit per query token."""
+    """Writes BITS [visited pairs of tiles, words, KEYS], a bit per query token."""
     WORDS: tl.constexpr = (TOKENS + 31) // 32
     PIECES += 5 * tl.program_id(0)
     k_tile = tl.load(PIECES)
@@ -183,7 +183,7 @@ def by_key_kernel(
 
 
 def warps_of(tokens: int, keys: int) -> int:
-    """Of a program that lays out the bits of such tiles: with fewer it spills."""
+    """Counts the warps of a program that lays out the bits of such tiles; with fewer it spills."""
     return 8 if tokens * keys > 128 * 64 else 4
 
 
@@ -194,30 +194,24 @@ def lay_out(
     size: tuple[int, int],
     by_key: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of a call with chosen keys, for kernels whose program has a tile of queries or keys.
+    """Lays out the bits of a call, for kernels whose program has a tile of queries or keys.
 
-    Args:
-        call: the call.
-        position: int32 [T], each token's on its path, on the device.
-        tables: in tiles that are `masked`.
-        size: tokens and keys of a tile, powers of two.
-        by_key: whether a word is of a key and has a bit per query.
-
-    Returns:
-        int32, [pairs of tiles, words, tokens or keys] in a row. By key also the pair with which
-        each run of `tables.k_runs` begins, int32 [runs]; by query TILES of `by_query_kernel`.
+    position is int32 [T], `size` the tokens and keys of a tile, powers of two, and tables are
+    `masked`. Returns int32 [pairs of tiles, words, tokens or keys] in a row. By key, where a word
+    has a bit per query, also the pair with which each run of `tables.k_runs` begins, int32 [runs];
+    by query TILES of `by_query_kernel`.
     """
     tokens, keys = size
-    of_pair = -(-tokens // 32) * keys if by_key else -(-keys // 32) * tokens
+    words_per_pair = -(-tokens // 32) * keys if by_key else -(-keys // 32) * tokens
     assert call.chosen is not None
     chosen = call.chosen.contiguous()
-    bits = chosen.new_empty(len(tables.partial_tiles) * of_pair)
+    bits = chosen.new_empty(len(tables.partial_tiles) * words_per_pair)
     if by_key:
         tiles = tables.k_runs[:, 3] - tables.k_runs[:, 0]
-        beside = tiles.cumsum(0, dtype=torch.int32) - tiles
+        begins = tiles.cumsum(0, dtype=torch.int32) - tiles
         order: tuple[torch.Tensor, ...] = tables.pieces, tables.k_runs
     else:
-        beside = chosen.new_empty(len(tables.partial_tiles))
+        begins = chosen.new_empty(len(tables.partial_tiles))
         order = (
             tables.q_order,
             tables.q_ptr,
@@ -230,7 +224,7 @@ def lay_out(
     kernel[(len(tables.pieces if by_key else tables.q_tiles),)](
         chosen,
         bits,
-        beside,
+        begins,
         tables.k_spans,
         tables.k_tiles,
         tables.q_tiles,
@@ -243,4 +237,4 @@ def lay_out(
         KEYS=keys,
         num_warps=warps_of(tokens, keys),
     )
-    return bits, beside
+    return bits, begins

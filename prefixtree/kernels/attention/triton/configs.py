@@ -1,13 +1,13 @@
-"""Which tiles each kernel uses: a frozen table, read by the table builder and by the launch.
+"""The tiles of each kernel: a frozen table, read by the builder of tables and by the launch.
 
-`choose` is a pure function of (capability, head dims, GQA group). For each kernel it gives a
-configuration for forests of long nodes and one for short ones, told apart by the share of partial
+`choose` is a pure function of (capability, head dims, GQA group). For each kernel it gives one
+configuration for forests of long nodes and one for short nodes, told apart by the share of partial
 tiles. Nothing is tuned at run time.
 
-What the entries rest on is said beside them. "Compiled" means: registers, spills and instructions
-of the inner loop read off the machine code for sm_90 (benchmarks/cases/compiled.py; triton 3.6,
-bf16, no feature flags); benchmarks/results.md has the table. "Prototype" means measured on one H200
-with the project's first pointer-load prototype.
+Comments name the source of the entries. "Compiled" means: registers, spills and instructions of the
+inner loop read off the machine code for sm_90 (benchmarks/cases/compiled.py; triton 3.6, bf16, no
+feature flags); benchmarks/results.md has the table. "Prototype" means measured on one H200 with the
+project's first pointer-load prototype.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ from prefixtree.kernels.decoding.work import NARROW, WIDE
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.host_mask import HostMask
 
-# the grid on which the share of partial tiles is counted, and the share above which a forest
-# counts as one of short nodes (caterpillar 24 has 0.145, 1,024 nodes of 256 under 256 have 0.286)
+# the grid on which the share of partial tiles is counted, and the share above which a forest has
+# short nodes (caterpillar 24 has 0.145, 1,024 nodes of 256 under 256 have 0.286)
 PROBE = TileShape(16, 128)
 SHORT_NODES = 0.2
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is launched.
+    """The launch of one kernel.
 
     Attributes:
         rows: rows of a query tile: query tokens x heads of a block.
         keys: keys of a key tile.
-        warps, stages: warps per program; depth of the software pipeline over tiles.
         registers: most registers per thread, 0 for the compiler's choice.
-        cut: key tiles start at node borders where that saves work.
-        apart: of the keys' kernel: dK and dV in a launch each, where the registers do not hold the
-            sums of both for a tile of decent size.
-        shared: of the kernels over query tiles, through descriptors: how many of q and dout lie in
-            shared memory as first operands of products, in place of registers.
+        cut: whether key tiles start at node borders where that saves work.
+        apart: whether dK and dV get a launch each, because registers do not hold the sums of both.
+        shared: how many of q and dout are first operands in shared memory, not in registers.
     """
 
     rows: int
@@ -56,15 +53,14 @@ Pair = tuple[Config, Config]
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Configurations of the three kernels, each for forests of (long, short) nodes.
+    """Configurations of the three kernels (out; dK and dV; dQ), each for (long, short) nodes.
 
     Attributes:
         tma: tensor descriptors (Hopper's copy engine) in place of pointers.
-        heads: query heads of one kv head that a query tile holds side by side; a larger group is
-            worked off in blocks.
-        forward, keys, queries: out; dK and dV; dQ.
-        piece: columns of the pieces in which q and k are taken where that saves padding; 0 to take
-            them whole.
+        heads: query heads of one kv head that a query tile holds; a larger group is taken in
+            blocks.
+        piece: columns of the pieces in which q and k are taken to save padding; 0 to take them
+            whole.
     """
 
     tma: bool
@@ -75,12 +71,12 @@ class KernelConfigs:
     piece: int = 0
 
     def width(self, dim: int) -> int:
-        """Columns that the kernels take at a time of a head dim of q and k."""
+        """Columns of a head dim of q and k that the kernels take at a time."""
         in_pieces = -(-dim // self.piece) * self.piece if self.piece else padded(dim)
         return self.piece if in_pieces < padded(dim) else padded(dim)
 
     def of(self, mask: HostMask, window: int) -> tuple[Config, Config, Config]:
-        """The configurations (forward, keys, queries) for one forest."""
+        """Gives the configurations (forward, keys, queries) for one forest."""
         index = 0
         if not self._uniform:
             index = int(mask.partial_share(PROBE, window) > SHORT_NODES)
@@ -92,7 +88,7 @@ class KernelConfigs:
 
 
 def padded(dim: int) -> int:
-    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
+    """The power of two that holds a head dim; a matrix product takes at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -100,11 +96,11 @@ def _both(config: Config) -> Pair:
     return config, config
 
 
-# On Hopper 192 is three pieces, not 256 (compiled for sm_80, dK and dV would spill in pieces).
+# on Hopper 192 is three pieces, not 256 (compiled for sm_80, dK and dV would spill in pieces)
 _PIECE = 64
 
-# Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
-# said; ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md).
+# Hopper, by padded head dims (D, Dv). Default: measured on one H200 with benchmarks/cases/tune.py;
+# ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md)
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
     # caterpillar 24, 32 / 4 heads: forward 5.1 (5.4 without a limit of registers, 5.7 for
     # 128 x 64); 32 / 8: keys 10.1 (12.4 with 2 stages), queries 6.8 (7.5 with 2)
@@ -123,7 +119,7 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 128, 8, 3)),
         _both(Config(64, 64, 4, 3)),
     ),
-    # Queries in shared memory: in registers their products would wait for one another. At
+    # queries in shared memory: in registers their products would wait for one another. At
     # (192, 128), 16 / 16 heads, caterpillar 24, on an H100: forward 7.3, keys 13.8, queries 8.9
     # (14.4 in registers and with 192 padded to 256)
     (256, 128): (
@@ -141,7 +137,7 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
     ),
 }
 
-# Pointers on Hopper, for layouts that descriptors do not serve: measured on caterpillar 24 (tune.py
+# pointers on Hopper, for layouts that descriptors do not serve: measured on caterpillar 24 (tune.py
 # --pointers); forward, keys, queries at D 64: 6.7, 10.3, 7.2; at D 128: 12.7 (with the tiles of
 # short nodes), 21.0, 15.8; at D 256: 26.0, 69.4, 43.4. Long nodes at D 128 forward: prototype.
 _HOPPER_POINTERS: dict[int, tuple[Pair, Pair, Pair]] = {
@@ -180,8 +176,8 @@ _LARGE: dict[int, tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 64, 8, 2)),
     ),
 }
-# What 99 KiB of shared memory per program allow (Ada, consumer Ampere and Blackwell) and, one stage
-# fewer, AMD's 64 KiB. Not measured.
+# tiles that 99 KiB of shared memory per program allow (Ada, consumer Ampere and Blackwell) and, one
+# stage fewer, AMD's 64 KiB. Not measured.
 _SMALL: dict[int, tuple[Pair, Pair, Pair]] = {
     64: (
         _both(Config(64, 64, 4, 2)),
@@ -210,14 +206,10 @@ def choose(
     tma: bool,
     cuda: bool = True,
 ) -> KernelConfigs:
-    """The configurations for a GPU and a model.
+    """Chooses the configurations for a GPU and a model.
 
-    Args:
-        capability: of the device, (9, 0) for Hopper.
-        d, dv: head dims of q and k, and of v, padded to powers of two, at most 256.
-        group: query heads a kv head.
-        tma: whether the inputs' layouts suit tensor descriptors.
-        cuda: False for AMD GPUs.
+    d and dv are padded to powers of two, at most 256; group is the number of query heads per kv
+    head; tma says whether the inputs' layouts suit tensor descriptors; AMD GPUs are not `cuda`.
     """
     tma = tma and cuda and capability[0] == 9
     heads = heads_of_tile(group, tma)
@@ -236,13 +228,7 @@ def choose(
 def choose_decode(
     capability: tuple[int, int], d: int, dv: int, itemsize: int
 ) -> tuple[Config, Config]:
-    """The configurations of decoding, for (wide, narrow) items; their rows are the work list's.
-
-    Args:
-        capability: of the device.
-        d, dv: head dims, padded to powers of two, at most 256.
-        itemsize: bytes per number of the pools.
-    """
+    """Chooses decoding's configurations, for (wide, narrow) items; d, dv padded, at most 256."""
     # Wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two
     # (H200, 16/8 heads: 634 us for 666 on agent rollouts, 101 for 117 on 8 prompts of 2K). Narrow:
     # a program of one warp ends soon, and many wait at the same time (891 for 1,023 with 64 keys
@@ -250,34 +236,24 @@ def choose_decode(
     stages = 3 if capability in ((9, 0), (10, 0), (10, 3)) else 2
     if max(d, dv) * itemsize <= 256:
         return Config(WIDE, 32, 4, stages), Config(NARROW, 16, 1, 3)
-    # head dims above 128; float32, whose products spill even so
+    # head dims above 128, and float32, whose products spill even so
     keys = 32 if itemsize < 4 else 16
     return Config(WIDE, keys, 8, 2), Config(NARROW, keys, 4, 2)
 
 
 def heads_of_tile(group: int, tma: bool) -> int:
-    """Query heads of a group that share a tile; divides the group.
-
-    Through descriptors, whose boxes have powers of two as sides, the largest such divisor up to 16;
-    through pointers the largest divisor up to 8.
-    """
+    """Counts the query heads of a group that share a tile; the count divides the group."""
+    # descriptors have boxes with powers of two as sides: the largest such divisor up to 16
     if tma:
         return min(group & -group, 16)
     return max(n for n in range(1, 9) if group % n == 0)
 
 
 def piece_tiles(visible_pairs: int, tile_pairs: int, kv_heads: int, processors: int) -> int:
-    """Query tiles after which a key tile's run is cut: a power of two, at least 32.
-
-    Between 1/16 and 1/32 of the work of a program slot (two slots per multiprocessor), so that the
-    last piece, started longest first, leaves little idle. So at most 64 pieces per multiprocessor
-    belong to cut tiles (all kv heads together), which bounds the float32 sums: by 64 x processors x
-    keys x (D + Dv) x 4 bytes, 0.5 GiB on an H200 at D 128.
-
-    Args:
-        visible_pairs: the number of visible (query, key) pairs per head.
-        tile_pairs: pairs of a full tile.
-        kv_heads, processors: kv heads; multiprocessors of the device.
-    """
+    """Counts the query tiles after which a key tile's run is cut: a power of two, at least 32."""
+    # between 1/16 and 1/32 of the work of a program slot (two slots per multiprocessor), so that
+    # the last piece, started longest first, leaves little idle. So at most 64 pieces per
+    # multiprocessor belong to cut tiles (all kv heads together), which bounds the float32 sums by
+    # 64 x processors x keys x (D + Dv) x 4 bytes, 0.5 GiB on an H200 at D 128
     share = visible_pairs * kv_heads / (tile_pairs * 2 * processors * 16)
     return max(1 << max(int(share), 1).bit_length() - 1, 32)

@@ -1,8 +1,10 @@
 """The forward: online softmax over the key runs of a query tile.
 
+It is algorithm 1 of FlashAttention-2 (arXiv 2307.08691) over the runs of `BlockTables`. A program
+has one query tile and one kv head (or a block of its query heads); rows are (token, head) pairs.
+
 Legend: T packed tokens, Tq query rows of q, H query heads, Hk kv heads, G = H / Hk, D and Dv head
-dims. A program has one query tile and one kv head (or a block of its query heads); rows are (token,
-head) pairs. FlashAttention-2 (arXiv 2307.08691), algorithm 1, over the runs of `BlockTables`.
+dims.
 """
 
 from __future__ import annotations
@@ -95,16 +97,16 @@ def forward_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
-    # Partial tiles first: behind the full ones their products would wait for one another (ptxas of
-    # CUDA 12.8 moves the sums of a loop behind another). Where queries choose keys, all tiles count
-    # as partial.
+    # partial tiles first: after the full ones their products would wait for one another (ptxas of
+    # CUDA 12.8 moves the sums of a loop after another). If queries choose keys, all tiles count as
+    # partial
     position = query
     if HAS_WINDOW:
         position = tl.load(POSITION + query, mask=alive, other=0)
     first = tl.load(PARTIAL_PTR + tile)
     end = tl.load(PARTIAL_PTR + tile + 1)
     if HAS_CHOSEN:
-        # a tile ahead: beside a load in its own step the pipeline would be a stage shorter
+        # a tile ahead: a load in its own step would make the pipeline a stage shorter
         following = tl.load(CHOSEN_TILES + first)
     for i in range(first, end):
         if HAS_CHOSEN:
@@ -139,7 +141,7 @@ def forward_kernel(
             top, total, acc = absorb(logits, 1.0, v, top, total, acc)
     if not HAS_CHOSEN:
         for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
-            # full tiles have the full length and stand side by side
+            # full tiles have the full length and are side by side
             begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
             for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
                 at = begin + i * KEYS
@@ -148,7 +150,7 @@ def forward_kernel(
                 scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
                 top, total, acc = absorb(scores, outer, v, top, total, acc)
     if HAS_CHOSEN:
-        # a query that chose no key at all has no softmax
+        # a query that chose no key has no softmax
         total = tl.where(top > MASKED_SCORE * outer, total, float("nan"))
     row = first_row.to(tl.int64)
     at_lse = (first_head + head).to(tl.int64) * num_queries + (row + token)

@@ -36,7 +36,7 @@ _PREPARED = 32
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why this backend cannot serve a call; None where it can."""
+    """Says why this backend cannot serve a call; None if it can."""
     q, v = call.q, call.v
     if not (q.is_cuda or INTERPRETED):
         return f"it runs on GPUs, and q is on {q.device}"
@@ -49,7 +49,7 @@ def refusal(call: AttentionCall) -> str | None:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
     if not call.scale >= 0:
         return f"scale must not be negative, and is {call.scale}"
-    # a masked score is multiplied by it, and must stay finite and far below the others
+    # it multiplies a masked score, which must stay finite and far below the others
     outer = (call.softcap or call.scale) * LOG2E
     if call.chosen is not None and outer and not 2.0**-46 <= outer <= 2.0**46:
         return f"with chosen keys, scale (or softcap) must be about 1, and is {outer / LOG2E}"
@@ -60,22 +60,17 @@ def refusal(call: AttentionCall) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call in layouts that the kernels read, and what they are specialised on.
-
-    Attributes:
-        call: as it came.
-        q, k, v: those of the call, copied where no kernel can read them in place.
-        choice: the frozen tiles.
-        position: int32 [T], each token's on its path, on the device.
-        configs: of the forward, the keys' and the queries' kernel.
-    """
+    """One call in layouts that the kernels read, and the facts on which they are specialised."""
 
     call: AttentionCall
+    # those of the call, copied if no kernel can read them in place
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     choice: KernelConfigs
+    # int32 [T], each token's on its path, on the device
     position: torch.Tensor
+    # of the forward, the keys' and the queries' kernel
     configs: tuple[Config, Config, Config]
 
     @classmethod
@@ -102,11 +97,11 @@ class Problem:
         return self.group // self.choice.heads
 
     def tokens(self, config: Config) -> int:
-        """Query tokens of a tile."""
+        """Counts the query tokens of a tile."""
         return config.rows // self.choice.heads
 
     def tables(self, config: Config) -> BlockTables:
-        """The block tables a kernel reads; kernels of the same tiles read the same ones."""
+        """Gives the block tables of a kernel; kernels of the same tiles read the same tables."""
         _, keys, _ = self.configs
         longest = 0
         if (config.rows, config.keys, config.cut) == (keys.rows, keys.keys, keys.cut):
@@ -121,14 +116,14 @@ class Problem:
         return self.call.mask.tables(shape, self.call.window, self.q.device)
 
     def chosen(self, config: Config, tables: BlockTables, by_key: bool) -> tuple[Any, Any]:
-        """The result of `chosen.lay_out`; anything where all keys are chosen."""
+        """Calls `chosen.lay_out`; gives any tensors if all keys are chosen."""
         if self.call.chosen is None:
             return self.position, self.position
         size = _padded_tokens(config, self.choice), config.keys
         return lay_out(self.call, self.position, tables, size, by_key)
 
     def statics(self, config: Config) -> dict[str, Any]:
-        """Compile-time arguments common to the kernels, and the launch options."""
+        """Names the compile-time arguments common to the kernels, and the launch options."""
         return _statics(
             config,
             self.choice,
@@ -143,7 +138,7 @@ class Problem:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """`inner` and `outer` of `primitives.squash`."""
+        """`inner` and `outer` of `triton_primitives.squash`."""
         scale, softcap = self.call.scale, self.call.softcap
         if softcap:
             return scale / softcap, softcap * LOG2E
@@ -153,7 +148,7 @@ class Problem:
     # ---- what a kernel receives for an array: a pointer, or a descriptor ------------------------
 
     def rows(self, x: torch.Tensor, config: Config, columns: int, shared: bool = False) -> Any:
-        """q or dout, tiles of (tokens x heads of a block) in pieces of so many columns."""
+        """Gives q or dout, in tiles of (tokens x heads of a block) and of so many columns."""
         if shared or not self.choice.tma:
             return x
         box = [self.tokens(config), self.choice.heads, columns]
@@ -163,7 +158,7 @@ class Problem:
         return self.rows(self.q, config, self.choice.width(self.q.shape[2]), config.shared > 0)
 
     def keys(self, x: torch.Tensor, config: Config, piece: int) -> Any:
-        """k or v as a matrix, heads side by side, in pieces of so many columns."""
+        """Gives k or v as a matrix, heads side by side, in pieces of so many columns."""
         if not self.choice.tma:
             return x
         columns = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
@@ -182,13 +177,13 @@ class Problem:
         return self.choice.tma and (not self.call.mask.is_subset or self.choice.heads % 4 == 0)
 
     def row_values(self, rows: torch.Tensor, config: Config) -> Any:
-        """The output of `prepare_kernel`, [2 or 3, rows], as one vector for one descriptor."""
+        """Gives the output of `prepare_kernel`, [2 or 3, rows], as a vector for one descriptor."""
         return self.vector(rows, config.rows, self.rows_tma)
 
     def gradient_operands(
         self, config: Config, dout: torch.Tensor, rows: torch.Tensor
     ) -> tuple[Any, ...]:
-        """The first arguments of the kernels of dK and dV and of dQ."""
+        """Lists the first arguments of the kernels of dK and dV and of dQ."""
         return (
             self.queries(config),
             self.keys(self.k, config, self.choice.width(self.k.shape[2])),
@@ -198,7 +193,7 @@ class Problem:
         )
 
     def gradient_numbers(self, dout: torch.Tensor, rows_a_block: int) -> tuple[Any, ...]:
-        """Their last arguments before the compile-time ones."""
+        """Lists the last arguments of these kernels before the compile-time ones."""
         return (
             *self.q.stride()[:2],
             *self.key_strides(),
@@ -215,7 +210,7 @@ class Problem:
 
 
 def _padded_tokens(config: Config, choice: KernelConfigs) -> int:
-    """A power of two, more than the greatest token of a tile's rows."""
+    """A power of two above the greatest token of a tile's rows."""
     return triton.next_power_of_2(-(-config.rows // choice.heads))
 
 
@@ -255,7 +250,7 @@ def _statics(
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] float32 over the keys, natural log."""
+    """Computes out [Tq, H, Dv] in q's dtype, and lse [H, Tq] float32 over the keys."""
     q, k, v, sinks = call.q, call.k, call.v, call.sinks
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
@@ -295,7 +290,7 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv as `Backend` says, contiguous; dsinks."""
+    """Computes dq, dk, dv as `Kernels` says, contiguous, and dsinks."""
     q, k, v, sinks = call.q, call.k, call.v, call.sinks
     dq = q.new_empty(q.shape)
     # the kernels cast their float32 sums to the dtype of these
@@ -324,10 +319,9 @@ def _prepare(
     keys: Config,
     queries: Config,
 ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """-> what `prepare_kernel` says of each row [2 or 3, rows] float32; rows per block of heads;
-    dsinks."""
+    """Runs `prepare_kernel`: its ROW_VALUES, the number of rows per block of heads, and dsinks."""
     num_queries, num_heads = lse.shape[1], lse.shape[0]
-    # a tile that starts at the last row must find dead rows behind it, not another head's
+    # a tile that starts at the last row must find dead rows after it, not another head's
     tokens = num_queries + max(keys.rows, queries.rows)
     tokens = triton.cdiv(tokens, _PREPARED) * _PREPARED
     shared = sinks is not None and dlse is not None
@@ -373,7 +367,7 @@ def _keys_gradient(
     slots = len(tables.slots)
     sums = rows
     if slots:
-        # what cut tiles add into or, to be deterministic, a partial sum a piece
+        # sums into which cut tiles add or, to be deterministic, one partial sum per piece
         count = tables.num_partials if deterministic else slots
         shape = (count, kv_heads, config.keys, d + d_v)
         sums = rows.new_empty(shape) if deterministic else rows.new_zeros(shape)
@@ -446,7 +440,7 @@ def _queries_gradient(
 
 
 def _forward_tables(tables: BlockTables) -> tuple[torch.Tensor, ...]:
-    """The tables of the two kernels over query tiles, in the order of their parameters."""
+    """Lists the tables of the two kernels over query tiles, in the order of their parameters."""
     return (
         tables.q_tiles,
         tables.q_order,
@@ -463,7 +457,7 @@ def _forward_tables(tables: BlockTables) -> tuple[torch.Tensor, ...]:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x, copied only where its last stride is not 1 or a tile spans more than int32 offsets."""
+    """Copies x if its last stride is not 1, or if a tile spans more than int32 offsets."""
     # 256 rows are the most a tile has; heads of one kv head can lie a whole sequence apart
     reach = 256 * x.stride(0) + x.shape[1] * x.stride(1)
     return x if x.stride(-1) == 1 and reach <= _MOST_OFFSET else x.contiguous()

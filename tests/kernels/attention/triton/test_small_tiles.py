@@ -440,7 +440,7 @@ def test_opcheck(sinks: bool, dlse: bool, monkeypatch: pytest.MonkeyPatch) -> No
     case = Case.random(mask, (4, 2), (8, 8), DTYPES[1]).to(DEVICE)
     inputs = [x.requires_grad_() for x in (case.q, case.k, case.v)]
     sink = torch.randn(4, device=DEVICE, requires_grad=True) if sinks else None
-    arguments = (*inputs, sink, mask.handle, 0.3, 0, 0.0, False, "triton", False, dlse)
+    arguments = (*inputs, sink, mask.handle, 0.3, 0, 0.0, False, "triton", False, dlse, None)
     torch.library.opcheck(operator.TREE_ATTENTION, arguments)
 
 
