@@ -61,7 +61,9 @@ def with_borders(kind: Any) -> Any | None:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or _ASKED not in code.co_names:
         return None
-    if not any(isinstance(names, tuple) and _BORDERS in names for names in code.co_consts):
+    # keywords are one tuple, from Python 3.14 on a constant each
+    names = (c if isinstance(c, tuple) else (c,) for c in code.co_consts)
+    if not any(_BORDERS in some for some in names):
         return None
     return with_globals(kind.forward, {n: m for n, m in _MEANINGS.items() if n in code.co_names})
 

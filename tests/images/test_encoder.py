@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
 from prefixtree.images import encoder, vision
-from prefixtree.images.encoder import EncoderRuns, EncoderShape, in_few_calls
+from prefixtree.images.encoder import EncoderRuns, EncoderShape, in_few_calls, with_borders
 from prefixtree.images.vision import PlacedImages, encoder_of
 from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import checkpoint_of_encoder, keeping_in_encoder
@@ -284,6 +284,26 @@ def test_images_of_one_size_are_one_call(model_type, kind, calls):
     with _Attention() as counter:
         run_alone(model, made_of(model_type, kind))
     assert counter.calls > 2 * calls
+
+
+#: A global of those forwards.
+is_flash_attention_requested = None
+
+
+def test_borders_are_found_as_every_python_compiles_keywords():
+    """A tuple of names up to 3.13, later a constant per name, as here one alone in any."""
+
+    def of_many(_, attend, borders, **rest):
+        return attend(is_flash_attention_requested, scaling=1, cu_seq_lens_q=borders, **rest)
+
+    def of_one(_, attend, borders, **rest):
+        return attend(is_flash_attention_requested, cu_seq_lens_q=borders, **rest)
+
+    def of_none(_, attend, borders, **rest):
+        return attend(is_flash_attention_requested, scaling=1, q=borders, **rest)
+
+    kinds = [type("Attention", (), {"forward": f}) for f in (of_many, of_one, of_none)]
+    assert [with_borders(kind) is not None for kind in kinds] == [True, True, False]
 
 
 def test_layers_that_are_recomputed_by_themselves():
