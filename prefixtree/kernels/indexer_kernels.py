@@ -126,9 +126,9 @@ def index_scores(
 ) -> torch.Tensor:
     """Scores the keys on the paths of neighbouring queries, float32 [n, K].
 
-    q [n, H, D] are the mask's queries from `first`, one of `tile_borders`, up to another; keys [T,
-    D] in its dtype; weights float32 [n, H]. Column d is of the key at position d of a query's path.
-    Columns after the query's own position hold anything.
+    q [n, H, D] are the mask's queries from `first`, one of `tile_borders`, up to another; keys
+    [T, D] in its dtype; weights float32 [n, H]. Column d is of the key at position d of a query's
+    path. Columns after the query's own position hold anything.
     """
     n, heads, d = q.shape
     tokens = tile_tokens(heads)

@@ -310,7 +310,7 @@ def split_weights(parent, weight, ptr, ends):
 
 @njit(cache=True)
 def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
-    """Cuts items, in order, into a run per rank, the heaviest near the least: int64 [I]."""
+    """Cuts items, in order, into a run per rank, the heaviest as light as may be: int64 [I]."""
     num_items = len(own)
     rank = np.zeros(num_items, np.int64)
     # the run that last paid for a shared node

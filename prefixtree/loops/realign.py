@@ -214,8 +214,9 @@ def share_masks(masks, offsets, start, length, position, parent, sequence_node):
 def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
     """Counts the tokens that the runs of `align` would save.
 
-    A difference is sampled if both of its sides hold tokens that the policy sampled, as before [T +
-    1], their number before each packed token, tells. Turns of one rollout have none.
+    A difference is sampled if both of its sides hold tokens that the policy sampled; `before`
+    [T + 1] counts these before each packed token. Between turns of one rollout no difference is
+    sampled.
 
     Returns int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
     shared without the difference before it. win: also the later runs, up to the first sampled

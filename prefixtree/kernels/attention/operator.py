@@ -74,7 +74,7 @@ def _backward(
 
 
 def _with_chosen(scalars: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Appends the `chosen` that torch leaves out if it is None."""
+    """Appends None for `chosen`, which torch leaves out if it is None."""
     return scalars if len(scalars) > count else (*scalars, None)
 
 

@@ -240,7 +240,7 @@ def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torc
 
 
 def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists first[i] .. first[i] + count[i] - 1 of each range i; first of all the i of each."""
+    """Lists first[i] .. first[i] + count[i] - 1 for each i, after the i of each number."""
     which = torch.repeat_interleave(count)
     start = count.cumsum(0) - count
     return which, (first - start)[which] + torch.arange(len(which), device=first.device)

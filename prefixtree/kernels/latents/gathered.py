@@ -35,7 +35,7 @@ TILES, GATHERED = (440, 330), (290, 150)
 
 
 def pays(mask: HostMask, most: int, dims: tuple[int, int], latent: tuple[int, int]) -> bool:
-    """Whether gathering `most` = k keys should beat tiles of all keys; dims D, Dv and R, P."""
+    """Whether gathering should beat tiles of all keys, for dims (D, Dv) and latent (R, P)."""
     rank, rope = latent
 
     def cost(pairs: int, d: int, dv: int, speed: tuple[int, int]) -> float:

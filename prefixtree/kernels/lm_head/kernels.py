@@ -265,7 +265,7 @@ def score(
     out: torch.Tensor,
     teacher: TeacherRows | None = None,
 ) -> None:
-    """Does as `eager.score`, with the divergence to a teacher; all contiguous."""
+    """Computes `eager.score` and the divergence to a teacher; all contiguous."""
     _launch(score_kernel, rule, (logits, target, temperature, out), teacher)
 
 
@@ -279,7 +279,7 @@ def gradient(
     into: torch.Tensor,
     teacher: TeacherRows | None = None,
 ) -> None:
-    """Does as `eager.gradient`, with the divergence's; all contiguous."""
+    """Computes `eager.gradient` with that of the divergence; all contiguous."""
     arrays = logits, target, temperature, out
     _launch(
         gradient_kernel,

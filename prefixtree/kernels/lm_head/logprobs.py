@@ -35,9 +35,9 @@ class ScoreOptions:
     """The way in which rows of logits are scored, and the columns of the result.
 
     Columns are log p, the entropy, the statistics and those of a measure. Statistics have no
-    gradients. chunk_size are rows whose logits are in memory at once. Default: with the Triton
-    kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26
-    (2^22 on a CPU).
+    gradients. `chunk_size` is the number of rows whose logits are in memory at once. Default: with
+    the Triton kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is
+    near 2^26 (2^22 on a CPU).
     """
 
     with_entropy: bool = False
@@ -295,7 +295,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a b to total (float32, or a's dtype), if torch can in one call without rounding a b."""
+    """Adds a b to total (float32, or a's dtype), without rounding a b if torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
@@ -321,7 +321,7 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def _scorer(
     hidden: torch.Tensor, vocabulary: VocabularySlice | None, accumulate: torch.dtype
 ) -> ModuleType | VocabularySlice:
-    """Chooses whose `score` and `gradient` serve a call; the kernels compute in float32 alone."""
+    """Chooses whose `score` and `gradient` serve a call; Triton's compute in float32 alone."""
     if vocabulary is not None:
         return vocabulary
     return _kernels_for(hidden) if accumulate == torch.float32 else eager

@@ -299,7 +299,7 @@ class BoundMeasure:
             )
 
     def check(self, vocabulary: int) -> int:
-        """Finds C with made-up logits; refuses values that are drawn or depend on other tensors."""
+        """Finds C with made-up logits; refuses values that are drawn or mix edges or tensors."""
         device = self._edges.edge.device
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
         made_up = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4

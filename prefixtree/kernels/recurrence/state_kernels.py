@@ -72,8 +72,8 @@ def states_forward(
     """Computes states at every chunk's start, and values less the state's predictions.
 
     k [T, H, K] (with gk: [T, HV, K], gates applied), w [T, HV, K], u [T, HV, V]; g fp32 [T, HV] or
-    gk fp32 [T, HV, K]: log2 of the decay, summed along each chunk. Writes v_new [T, HV, V], h [NC,
-    HV, K, V], states fp32 [B, HV, K, V]: where branch points end.
+    gk fp32 [T, HV, K]: log2 of the decay, summed along each chunk. Writes v_new [T, HV, V], h
+    [NC, HV, K, V], states fp32 [B, HV, K, V]: where branch points end.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")
