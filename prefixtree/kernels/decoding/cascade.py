@@ -146,12 +146,12 @@ def _check(
         "key_pool": (key_pool, [keys, kv_heads, dim]),
         "value_pool": (value_pool, [keys, kv_heads, d_v]),
     }
-    for name, (x, shape) in expected.items():
-        came = list(x.shape), x.dtype, x.device
+    for name, (tensor, shape) in expected.items():
+        came = list(tensor.shape), tensor.dtype, tensor.device
         wanted = shape, q.dtype, work.tables.written.device
         if came != wanted:
             raise ValueError(f"{name} must be {wanted}, as q, v and the work list say, got {came}")
-        if x.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"cascade_attention has no gradient, and {name} requires one; call it under "
                 "torch.no_grad()"

@@ -51,9 +51,9 @@ def compile_side_by_side(rules: ModuleType) -> None:
 
 def tuners(rules: ModuleType) -> Iterator[Any]:
     """Yields the autotuned kernels that a module's functions can reach by global names."""
-    rest, seen = list(vars(rules).values()), set[int]()
-    while rest:
-        candidate = rest.pop()
+    pending, seen = list(vars(rules).values()), set[int]()
+    while pending:
+        candidate = pending.pop()
         while isinstance(candidate, Heuristics):
             candidate = candidate.fn
         if id(candidate) in seen:
@@ -64,7 +64,7 @@ def tuners(rules: ModuleType) -> Iterator[Any]:
         elif inspect.isfunction(candidate):
             function = inspect.unwrap(candidate)
             names = function.__code__.co_names
-            rest += [function.__globals__[x] for x in names if x in function.__globals__]
+            pending += [function.__globals__[x] for x in names if x in function.__globals__]
 
 
 def _timed(tuner: Any, *arguments: Any, config: Any, **options: Any) -> list[float]:
