@@ -161,27 +161,27 @@ def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
     count = 0
     a_done, b_done = a_from, b_from
     for i in chain:
-        x, y = in_a[i], in_b[i]
+        start_a, start_b = in_a[i], in_b[i]
         # inside the last run, or across it
-        if x < a_done or y < b_done:
+        if start_a < a_done or start_b < b_done:
             continue
         length = 0
         while (
-            x + length < ends[a]
-            and y + length < ends[b]
-            and tokens[x + length] == tokens[y + length]
+            start_a + length < ends[a]
+            and start_b + length < ends[b]
+            and tokens[start_a + length] == tokens[start_b + length]
         ):
             length += 1
-        while x > a_done and y > b_done and tokens[x - 1] == tokens[y - 1]:
-            x -= 1
-            y -= 1
+        while start_a > a_done and start_b > b_done and tokens[start_a - 1] == tokens[start_b - 1]:
+            start_a -= 1
+            start_b -= 1
             length += 1
         # different texts with one hash
         if length < GRAM:
             continue
-        blocks[count] = (x, y, length)
+        blocks[count] = (start_a, start_b, length)
         count += 1
-        a_done, b_done = x + length, y + length
+        a_done, b_done = start_a + length, start_b + length
     return blocks[:count]
 
 
@@ -214,8 +214,9 @@ def share_masks(masks, offsets, start, length, position, parent, sequence_node):
 def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
     """Counts the tokens that the runs of `align` would save.
 
-    A difference is sampled if both of its sides hold tokens that the policy sampled, as before [T +
-    1], their number before each packed token, tells. Turns of one rollout have none.
+    A difference is sampled if both of its sides hold tokens that the policy sampled; `before`
+    [T + 1] counts these before each packed token. Between turns of one rollout no difference is
+    sampled.
 
     Returns int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
     shared without the difference before it. win: also the later runs, up to the first sampled
@@ -224,9 +225,13 @@ def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
     win, alone, again, is_sampled = 0, 0, 0, 0
     is_open = True
     for i in range(len(blocks)):
-        x, y, length = blocks[i]
+        start_a, start_b, length = blocks[i]
         sampled = not is_one_rollout
-        sampled = sampled and _sampled_in(before, a_from, x) and _sampled_in(before, b_from, y)
+        sampled = (
+            sampled
+            and _sampled_in(before, a_from, start_a)
+            and _sampled_in(before, b_from, start_b)
+        )
         if i == 0:
             alone = length
             is_sampled = int(sampled)
@@ -235,7 +240,7 @@ def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
         if is_open:
             win += length
         again += length
-        a_from, b_from = x + length, y + length
+        a_from, b_from = start_a + length, start_b + length
     return win, alone, again, is_sampled
 
 
