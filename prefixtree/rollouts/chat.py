@@ -324,7 +324,7 @@ def _pieces(content: Any, placeholder: str) -> list[str]:
 
 
 def _find(pieces: list[str], text: str, searched: int) -> tuple[int, int] | None:
-    """Where the pieces begin and end in `text`; None where one is missing, or there is none."""
+    """Finds where the pieces begin and end in `text`; None if one is missing, or there is none."""
     begin = None
     for piece in pieces:
         at = text.find(piece, searched)

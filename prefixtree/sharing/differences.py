@@ -22,7 +22,7 @@ _CONTEXT_LETTERS, _SHOWN_LETTERS = 60, 120
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two sequences part, and how they differ there.
+    """The place where two sequences part, and how they differ there.
 
     Attributes:
         position: tokens before it, equal in both.
