@@ -18,6 +18,7 @@ _KINDS = {
     "rewritten": "the same rollout, written differently in a later turn",
     "re-tokenised": "the same text in other tokens",
     "thinking": "thinking that one of them lacks",
+    "question": "another question, behind which the same instruction follows",
     "unknown": "no loss mask tells who wrote it",
 }
 
@@ -131,7 +132,7 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
     """Prints `near_miss_facts`."""
     if not facts["forks"]:
         console.print(
-            "\n[bold]near misses[/]: none; no branches of a fork run the same tokens again"
+            "\n[bold]near misses[/]: none; no tokens that could be shared run again after a fork"
         )
         return
     whose = "at differences that the policy did not sample"
@@ -143,6 +144,10 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
         f"\n[bold]near misses[/]: after {facts['forks']:,} forks the same tokens run again; "
         f"{facts['tokens_to_win']:,} tokens to win {whose}"
     )
+    if moved := facts["tokens_of_instructions_behind_questions"]:
+        console.print(
+            f"instructions behind questions: {moved:,} tokens, shared if they stood before"
+        )
     for number, miss in enumerate(facts["largest"], 1):
         place = "" if miss["role"] is None else f", {_place(miss)}"
         console.print(
@@ -157,6 +162,8 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
             f"    [green]other[/]  {theirs} [dim]{lengths[1]:,} tokens[/]", soft_wrap=True
         )
         console.print(f"    [dim]after{unit}[/]  {_quoted(miss['after'])}", soft_wrap=True)
+        if miss["remedy"] is not None:
+            console.print(f"    [bold]do[/]     {miss['remedy']}", soft_wrap=True)
 
 
 def show_estimate(
@@ -216,6 +223,8 @@ def _place(difference: dict[str, Any]) -> str:
 
 
 def _gain(miss: dict[str, Any]) -> str:
+    if miss["kind"] == "question":
+        return f"[bold]{miss['tokens_to_win']:,} tokens of an instruction run again[/]"
     if not miss["can_be_won"]:
         return f"[bold]{miss['tokens_to_win']:,} tokens run again[/], which cannot be won,"
     return (

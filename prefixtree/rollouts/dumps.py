@@ -4,6 +4,7 @@ pickles (slime's rollouts, SkyRL's batches). What a pickle names is neither impo
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ class Texts(NamedTuple):
     is_sampled: bool = False
     is_bare: bool = False
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Both as a chat's, which is what near misses quote."""
+        roles = ("user", self.prompt), ("assistant", self.completion)
+        return [{"role": role, "content": text} for role, text in roles]
+
 
 def texts_of(row: dict[str, Any]) -> list[tuple[str, Texts]]:
     """The texts of a row, with what tells each from the other of a pair; [] where it has none."""
@@ -52,6 +59,14 @@ def texts_of(row: dict[str, Any]) -> list[tuple[str, Texts]]:
             row = {**row, **_without_prompt(chosen, rejected)}
         return [(f" {name}", _texts(row, "prompt", name)) for name in ("chosen", "rejected")]
     return []
+
+
+def sampled_prompt(row: dict[str, Any]) -> str | None:
+    """The prompt of a row that a trainer sampled, as text; None for other rows."""
+    texts = row.get("texts")
+    if isinstance(texts, Texts):
+        return texts.prompt if texts.is_sampled else None
+    return json.dumps(row["prompt"]) if "advantage" in row and "prompt" in row else None
 
 
 def _texts(row: dict[str, Any], prompt: str, completion: str, *how: bool) -> Texts:
