@@ -1,5 +1,5 @@
-"""The output of `prefixtree report`: what a file of rollouts shares and fails to share, and with
-`--ranks` how it divides.
+"""The facts of `prefixtree report` and their output: what a file of rollouts shares and fails to
+share, and with `--ranks` how it divides.
 """
 
 from __future__ import annotations
@@ -9,6 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from prefixtree.cli.console import status, steps
+from prefixtree.forest import PrefixForest
+from prefixtree.rollouts import ChatTokenizer, Rollouts
+from prefixtree.sharing import estimate, measure
+from prefixtree.sharing.near_misses import find_near_misses, near_miss_facts
 
 _GIB = 2**30
 _KINDS = {
@@ -23,7 +29,67 @@ _KINDS = {
 }
 
 
-def show(facts: dict[str, Any], console: Console, title: str, per_turn: bool) -> None:
+def gather(
+    forest: PrefixForest,
+    whole: Rollouts,
+    rollouts: Rollouts,
+    chat: ChatTokenizer | None,
+    *,
+    near_misses: int,
+    model: str | None,
+    ranks: int | None,
+    checkpointing: bool,
+) -> dict[str, Any]:
+    """The facts of a report, ready for JSON; those that were not asked for are None.
+
+    Args:
+        forest: of `rollouts.sequences`.
+        whole: the rollouts as they were read. rollouts: these, or their turns.
+        chat: decodes what is quoted. The others are options of the command.
+    """
+    with status("sharing"):
+        facts = measure.measure(forest)
+        facts["turns"] = measure.measure_turns(whole)
+        if rollouts.images:
+            facts["images"] = measure.measure_images(forest, rollouts)
+        facts["routes"] = measure.measure_routes(rollouts)
+    facts |= dict.fromkeys(("groups", "near_misses", "estimate", "ranks"))
+    if rollouts.groups is not None:
+        with status("groups"):
+            facts["groups"] = measure.measure_groups(forest, rollouts, chat)
+    if near_misses:
+        misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
+        facts["near_misses"] = near_miss_facts(misses, rollouts)
+    cost = None
+    if model is not None:
+        with status("estimate"):
+            cost, memory = estimate.read_cost(model), estimate.read_memory(model)
+            facts["estimate"] = estimate.estimate(
+                forest, rollouts, cost, memory, checkpointing=checkpointing
+            )
+    if ranks is not None:
+        with status("ranks"):
+            facts["ranks"] = estimate.predict_ranks(
+                forest, rollouts, ranks, cost, checkpointing=checkpointing
+            )
+    return facts
+
+
+def show(facts: dict[str, Any], console: Console, source: str, per_turn: bool) -> None:
+    """Prints what `gather` found; `per_turn` tells of what."""
+    unit = "one sequence per assistant turn" if per_turn else "one sequence per rollout"
+    show_measured(facts, console, f"{source}, {unit}", per_turn)
+    if facts["groups"] is not None:
+        show_groups(facts["groups"], facts["tokens"]["distinct"], console)
+    if facts["near_misses"] is not None:
+        show_near_misses(facts["near_misses"], console)
+    if facts["estimate"] is not None:
+        show_estimate(facts["estimate"], console, facts.get("images"))
+    if facts["ranks"] is not None:
+        show_ranks(facts["ranks"], console)
+
+
+def show_measured(facts: dict[str, Any], console: Console, title: str, per_turn: bool) -> None:
     """Prints what `measure` and `measure_turns` found; `per_turn` is the unit of the first."""
     tokens, attention, branching = facts["tokens"], facts["attention"], facts["branching"]
     table = Table(title=title, title_justify="left", show_header=False)

@@ -1,5 +1,5 @@
-"""What trainers write of their rollouts, as rows: texts (TRL, veRL, SkyRL's evaluations) and
-pickles (slime's rollouts, SkyRL's batches). What a pickle names is neither imported nor run."""
+"""Rollouts as trainers write them, as rows: texts (TRL, veRL, SkyRL's evaluations) and pickles
+(slime's rollouts, SkyRL's batches). A pickle is read without importing or running what it names."""
 
 from __future__ import annotations
 
@@ -21,25 +21,12 @@ FIELDS = ("input", "output", "input_prompt", "output_response", "step", "score",
 
 
 class Texts(NamedTuple):
-    """A text and what follows it.
-
-    Attributes:
-        is_sampled: whether a policy sampled what follows, so that a token ends between the two.
-            Otherwise they are tokenized as one, with the end token, as TRL does with data sets.
-        is_bare: whether special tokens are written out in the text, or lost, so that the
-            tokenizer adds none before it.
-    """
+    """A text and what follows it: the arguments of `ChatTokenizer.continued`."""
 
     prompt: str
     completion: str
     is_sampled: bool = False
     is_bare: bool = False
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """Both as a chat's, which is what near misses quote."""
-        roles = ("user", self.prompt), ("assistant", self.completion)
-        return [{"role": role, "content": text} for role, text in roles]
 
 
 def texts_of(row: dict[str, Any]) -> list[tuple[str, Texts]]:

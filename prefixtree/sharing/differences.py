@@ -69,7 +69,7 @@ class Difference:
 
     @property
     def remedy(self) -> str | None:
-        """What to do about it; None where there is nothing to do."""
+        """The advice on it; None where there is nothing to do."""
         if self.kind in ("given", "unknown") and self.role in ("user", "tool") and self.message:
             return _ANSWERS
         return _REMEDIES.get(self.kind)
