@@ -253,7 +253,7 @@ def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout, question):
 
 @njit(cache=True)
 def _question(blocks, a_from, b_from, a_prompt, b_prompt):
-    """Finds the difference of two prompts that is their questions, and the length of their last run.
+    """Finds the difference of two prompts that is their questions, and the length of their end.
 
     It is the first with at least half the tokens of the longest: stamps and ids are short.
     Differences are numbered as the blocks that they stand before. The prompts end at the packed
