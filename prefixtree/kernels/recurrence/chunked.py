@@ -459,8 +459,8 @@ def _run_back(
             _, state[rows] = scan.rule(before[-1], *(x[tokens] for x in scan.inputs))
         dstate = torch.zeros_like(state)
         inner = np.flatnonzero(segments.has_children[piece.segments])
-        behind = _rows(segments.state_row[piece.segments[inner]], states.device)
-        dstate[_rows(inner, states.device)] = dstates[behind]
+        state_rows = _rows(segments.state_row[piece.segments[inner]], states.device)
+        dstate[_rows(inner, states.device)] = dstates[state_rows]
         for rows, tokens in reversed(piece.steps):
             leaves = [before.pop(), *(x[tokens] for x in scan.inputs)]
             with torch.enable_grad():

@@ -109,7 +109,7 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 64, 4, 3, registers=168)),
         _both(Config(64, 64, 4, 3, registers=168)),
     ),
-    # Forward: two warpgroups over 128 keys (airline turns 20.6, against 22.1 for 64 x 64;
+    # forward: two warpgroups over 128 keys (airline turns 20.6, against 22.1 for 64 x 64;
     # caterpillar 24: 10.7 and 10.5); on short nodes one over 32, of which a multiprocessor holds
     # three programs (256 under 256: 4.7, against 6.5). Keys: two warpgroups over 128 keys,
     # everywhere (documents 16.8, against 19.2 for one over 64). Queries: a third stage (caterpillar
@@ -229,7 +229,7 @@ def choose_decode(
     capability: tuple[int, int], d: int, dv: int, itemsize: int
 ) -> tuple[Config, Config]:
     """Chooses decoding's configurations, for (wide, narrow) items; d, dv padded, at most 256."""
-    # Wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two
+    # wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two
     # (H200, 16/8 heads: 634 us for 666 on agent rollouts, 101 for 117 on 8 prompts of 2K). Narrow:
     # a program of one warp ends soon, and many wait at the same time (891 for 1,023 with 64 keys
     # and 4 warps, 114 for 123)
