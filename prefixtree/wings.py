@@ -110,7 +110,7 @@ class DividedMask:
         raise NotImplementedError
 
     def of_layer(self, layer: Any) -> DividedStates:
-        """Gives a layer that carries a state what stands in for this mask."""
+        """Makes the `DividedStates` of a layer that carries a state."""
         raise NotImplementedError
 
 

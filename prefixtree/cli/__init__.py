@@ -21,6 +21,7 @@ from prefixtree.cli.console import (
     chat_tokenizer,
     check_writable,
     in_unit,
+    is_of,
     read,
     read_whole,
     write_rows,
@@ -87,11 +88,12 @@ _File = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="Rollouts in JSON lines or one JSON array, gzipped or not, or in parquet; - is "
-        "standard input. A line, entry or row holds token_ids (or input_ids), or prompt_ids with "
-        "response_ids (or completion_ids), or, with --tokenizer, a chat: messages (which may hold "
-        "images), TRL's prompt with completion or chosen with rejected, or ShareGPT's "
-        "conversations; optional: loss_mask, turn_ends, id, group.",
+        help="Rollouts in JSON lines or one JSON array, gzipped or not, in parquet, or as TRL, "
+        "veRL, SkyRL and slime write them; - is standard input. A line, entry or row holds "
+        "token_ids (or input_ids), or prompt_ids with response_ids (or completion_ids), or, with a "
+        "tokenizer, a chat or text: messages (which may hold images), TRL's prompt with completion "
+        "or chosen with rejected, or ShareGPT's conversations; optional: loss_mask, turn_ends, id, "
+        "group.",
         show_default=False,
     ),
 ]
@@ -225,9 +227,8 @@ def _report(
     Layers that carry a state count by their state, not by pairs.
     """
     from prefixtree.cli import report
-    from prefixtree.cli.console import out, print_json, status, steps
+    from prefixtree.cli.console import out, print_json, status
     from prefixtree.forest import PrefixForest
-    from prefixtree.sharing.measure import measure, measure_turns
 
     for option, given in (("--model", model), ("--ranks", ranks), ("--plot", plot)):
         if given is not None:
@@ -239,69 +240,31 @@ def _report(
     chat = chat_tokenizer(tokenizer, model)
     whole = read_whole(file, per_turn, strict, chat)
     rollouts = in_unit(whole, per_turn, strict)
-    if tokenizer is None and chat is not None and not chat.knows(rollouts.sequences):
+    if tokenizer is None and chat is not None and not is_of(rollouts, chat):
         # the rollouts are another model's
         chat = None
     with status("forest"):
         forest = PrefixForest.from_sequences(rollouts.sequences)
-        facts = measure(forest)
-        facts["turns"] = measure_turns(whole)
     drawn = []
     if plot is not None:
         with status("pictures"):
             drawn = write_pictures(plot, forest)
-    if rollouts.images:
-        from prefixtree.sharing.measure import measure_images
-
-        facts["images"] = measure_images(forest, rollouts)
-    from prefixtree.sharing.measure import measure_routes
-
-    with status("routes"):
-        facts["routes"] = measure_routes(rollouts)
-    facts["groups"] = facts["near_misses"] = facts["estimate"] = facts["ranks"] = None
-    cost = None
-    if rollouts.groups is not None:
-        from prefixtree.sharing.measure import measure_groups
-
-        with status("groups"):
-            facts["groups"] = measure_groups(forest, rollouts, chat)
-    if near_misses:
-        from prefixtree.sharing.near_misses import find_near_misses, near_miss_facts
-
-        misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
-        facts["near_misses"] = near_miss_facts(misses, rollouts)
-    if model is not None:
-        from prefixtree.sharing.estimate import estimate, read_cost, read_memory
-
-        with status("estimate"):
-            cost, memory = read_cost(model), read_memory(model)
-            facts["estimate"] = estimate(
-                forest, rollouts, cost, memory, checkpointing=gradient_checkpointing
-            )
-    if ranks is not None:
-        from prefixtree.sharing.estimate import predict_ranks
-
-        with status("ranks"):
-            facts["ranks"] = predict_ranks(
-                forest, rollouts, ranks, cost, checkpointing=gradient_checkpointing
-            )
+    facts = report.gather(
+        forest,
+        whole,
+        rollouts,
+        chat,
+        near_misses=near_misses,
+        model=model,
+        ranks=ranks,
+        checkpointing=gradient_checkpointing,
+    )
     if as_json:
         left_out = len(rollouts.problems)
         print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
         return
-    unit = "one sequence per assistant turn" if per_turn else "one sequence per rollout"
     console = out()
-    report.show(facts, console, f"{rollouts.source}, {unit}", per_turn)
-    if facts["groups"] is not None:
-        report.show_groups(facts["groups"], forest.num_tokens, console)
-    if facts["near_misses"] is not None:
-        report.show_near_misses(facts["near_misses"], console)
-    if facts["estimate"] is not None:
-        report.show_estimate(facts["estimate"], console, facts.get("images"))
-    if facts["ranks"] is not None:
-        from prefixtree.cli.report import show_ranks
-
-        show_ranks(facts["ranks"], console)
+    report.show(facts, console, rollouts.source, per_turn)
     for picture in drawn:
         console.print(f"drawn: {picture}", markup=False, soft_wrap=True)
 
@@ -360,6 +323,7 @@ def _verify(
     """
     from prefixtree.cli.console import complain, out, print_json, status, steps
 
+    need_training("prefixtree verify")
     rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer, model))
     if tasks is not None:
         rollouts = rollouts.first_groups(tasks)

@@ -17,6 +17,7 @@ from rich.progress import Progress, track
 
 from prefixtree.errors import InputError
 from prefixtree.rollouts import ChatTokenizer, Rollouts, expand_turns, read_rollouts
+from prefixtree.rollouts.image_messages import FIRST_IMAGE
 
 _SHOWN_PROBLEMS = 5
 
@@ -132,6 +133,12 @@ def chat_tokenizer(name: str | None, model: str | None = None) -> ChatTokenizer 
     with suppress(InputError):
         return ChatTokenizer(folder)
     return None
+
+
+def is_of(rollouts: Rollouts, tokenizer: ChatTokenizer) -> bool:
+    """Whether all token ids are in the tokenizer's vocabulary, or stand for images."""
+    largest = (ids[ids < FIRST_IMAGE].max(initial=0) for ids in rollouts.sequences)
+    return max(largest, default=0) < len(tokenizer)
 
 
 def read(file: str, per_turn: bool, strict: bool, tokenizer: ChatTokenizer | None) -> Rollouts:

@@ -1,5 +1,5 @@
-"""The output of `prefixtree report`: what a file of rollouts shares and fails to share, and with
-`--ranks` how it divides.
+"""The facts of `prefixtree report` and their output: what a file of rollouts shares and fails to
+share, and with `--ranks` how it divides.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from prefixtree.cli.console import status, steps
+from prefixtree.forest import PrefixForest
+from prefixtree.rollouts import ChatTokenizer, Rollouts
+from prefixtree.sharing import estimate, measure
+from prefixtree.sharing.near_misses import find_near_misses, near_miss_facts
+
 _GIB = 2**30
 _KINDS = {
     "sampled": "sampled by the policy",
@@ -18,11 +24,72 @@ _KINDS = {
     "rewritten": "the same rollout, written differently in a later turn",
     "re-tokenised": "the same text in other tokens",
     "thinking": "thinking that one of them lacks",
+    "question": "another question, behind which the same instruction follows",
     "unknown": "no loss mask tells who wrote it",
 }
 
 
-def show(facts: dict[str, Any], console: Console, title: str, per_turn: bool) -> None:
+def gather(
+    forest: PrefixForest,
+    whole: Rollouts,
+    rollouts: Rollouts,
+    chat: ChatTokenizer | None,
+    *,
+    near_misses: int,
+    model: str | None,
+    ranks: int | None,
+    checkpointing: bool,
+) -> dict[str, Any]:
+    """The facts of a report, ready for JSON; those that were not asked for are None.
+
+    Args:
+        forest: of `rollouts.sequences`.
+        whole: the rollouts as they were read. rollouts: these, or their turns.
+        chat: decodes what is quoted. The others are options of the command.
+    """
+    with status("sharing"):
+        facts = measure.measure(forest)
+        facts["turns"] = measure.measure_turns(whole)
+        if rollouts.images:
+            facts["images"] = measure.measure_images(forest, rollouts)
+        facts["routes"] = measure.measure_routes(rollouts)
+    facts |= dict.fromkeys(("groups", "near_misses", "estimate", "ranks"))
+    if rollouts.groups is not None:
+        with status("groups"):
+            facts["groups"] = measure.measure_groups(forest, rollouts, chat)
+    if near_misses:
+        misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
+        facts["near_misses"] = near_miss_facts(misses, rollouts)
+    cost = None
+    if model is not None:
+        with status("estimate"):
+            cost, memory = estimate.read_cost(model), estimate.read_memory(model)
+            facts["estimate"] = estimate.estimate(
+                forest, rollouts, cost, memory, checkpointing=checkpointing
+            )
+    if ranks is not None:
+        with status("ranks"):
+            facts["ranks"] = estimate.predict_ranks(
+                forest, rollouts, ranks, cost, checkpointing=checkpointing
+            )
+    return facts
+
+
+def show(facts: dict[str, Any], console: Console, source: str, per_turn: bool) -> None:
+    """Prints what `gather` found; `per_turn` tells of what."""
+    unit = "one sequence per assistant turn" if per_turn else "one sequence per rollout"
+    show_measured(facts, console, f"{source}, {unit}", per_turn)
+    if facts["groups"] is not None:
+        show_groups(facts["groups"], facts["tokens"]["distinct"], console)
+    if facts["near_misses"] is not None:
+        show_near_misses(facts["near_misses"], console)
+    if facts["estimate"] is not None:
+        show_estimate(facts["estimate"], console, facts.get("images"))
+    if facts["ranks"] is not None:
+        show_ranks(facts["ranks"], console)
+
+
+def show_measured(facts: dict[str, Any], console: Console, title: str, per_turn: bool) -> None:
     """Prints what `measure` and `measure_turns` found; `per_turn` is the unit of the first."""
     tokens, attention, branching = facts["tokens"], facts["attention"], facts["branching"]
     table = Table(title=title, title_justify="left", show_header=False)
@@ -131,7 +198,7 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
     """Prints `near_miss_facts`."""
     if not facts["forks"]:
         console.print(
-            "\n[bold]near misses[/]: none; no branches of a fork run the same tokens again"
+            "\n[bold]near misses[/]: none; no tokens that could be shared run again after a fork"
         )
         return
     whose = "at differences that the policy did not sample"
@@ -143,6 +210,10 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
         f"\n[bold]near misses[/]: after {facts['forks']:,} forks the same tokens run again; "
         f"{facts['tokens_to_win']:,} tokens to win {whose}"
     )
+    if moved := facts["tokens_of_instructions_behind_questions"]:
+        console.print(
+            f"instructions behind questions: {moved:,} tokens, shared if they stood before"
+        )
     for number, miss in enumerate(facts["largest"], 1):
         place = "" if miss["role"] is None else f", {_place(miss)}"
         console.print(
@@ -157,6 +228,8 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
             f"    [green]other[/]  {theirs} [dim]{lengths[1]:,} tokens[/]", soft_wrap=True
         )
         console.print(f"    [dim]after{unit}[/]  {_quoted(miss['after'])}", soft_wrap=True)
+        if miss["remedy"] is not None:
+            console.print(f"    [bold]do[/]     {miss['remedy']}", soft_wrap=True)
 
 
 def show_estimate(
@@ -216,6 +289,8 @@ def _place(difference: dict[str, Any]) -> str:
 
 
 def _gain(miss: dict[str, Any]) -> str:
+    if miss["kind"] == "question":
+        return f"[bold]{miss['tokens_to_win']:,} tokens of an instruction run again[/]"
     if not miss["can_be_won"]:
         return f"[bold]{miss['tokens_to_win']:,} tokens run again[/], which cannot be won,"
     return (

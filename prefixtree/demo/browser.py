@@ -251,7 +251,7 @@ def write_rollouts(folder: Path, seed: int = 7) -> Path:
 def _play(
     task: str, wanted: list[str], files: _Files, rng: np.random.Generator
 ) -> list[tuple[list[dict[str, Any]], Browser]]:
-    """All rollouts of a task: their messages, and where the browser ended."""
+    """The rollouts of a task: their messages, and where the browser ended."""
     start = Browser()
     first: list[dict[str, Any]] = [
         {"role": "system", "content": _SYSTEM},

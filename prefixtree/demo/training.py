@@ -65,7 +65,7 @@ class Turn:
 
     @property
     def rewards(self) -> list[float]:
-        """Of all rollouts that go through this turn."""
+        """The rewards of all rollouts that go through this turn."""
         below = [reward for child in self.children for reward in child.rewards]
         return below or [self.state.reward]
 

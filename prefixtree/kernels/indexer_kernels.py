@@ -69,8 +69,8 @@ def scores_kernel(
     row = (query + token) * HEADS + head
     q = load_rows(Q, row * D, alive, D, D_PADDED)
     weight = tl.load(WEIGHTS + row, mask=alive, other=0.0)
-    mine = tl.arange(0, TOKENS)
-    into = SCORES + (query + mine)[None, :] * width
+    query_lane = tl.arange(0, TOKENS)
+    into = SCORES + (query + query_lane)[None, :] * width
     for run in range(tl.load(Q_PTR + tile), tl.load(Q_PTR + tile + 1)):
         for k_tile in range(tl.load(Q_RUNS + 3 * run), tl.load(Q_RUNS + 3 * run + 1)):
             begin = k_tile * KEYS
@@ -81,8 +81,8 @@ def scores_kernel(
             total = tl.sum(tl.reshape(scores, [KEYS, TOKENS, HEADS_PADDED]), 2)
             place = tl.load(POSITION + key, mask=live, other=0)
             seen = (
-                visible((start + mine)[None, :], key[:, None], span[:, None], 0, 0, 0, False)
-                & (mine < length)[None, :]
+                visible((start + query_lane)[None, :], key[:, None], span[:, None], 0, 0, 0, False)
+                & (query_lane < length)[None, :]
             )
             tl.store(into + place[:, None], total, mask=seen)
 
@@ -126,9 +126,9 @@ def index_scores(
 ) -> torch.Tensor:
     """Scores the keys on the paths of neighbouring queries, float32 [n, K].
 
-    q [n, H, D] are the mask's queries from `first`, one of `tile_borders`, up to another; keys [T,
-    D] in its dtype; weights float32 [n, H]. Column d is of the key at position d of a query's path.
-    Columns after the query's own position hold anything.
+    q [n, H, D] are the mask's queries from `first`, one of `tile_borders`, up to another; keys
+    [T, D] in its dtype; weights float32 [n, H]. Column d is of the key at position d of a query's
+    path. Columns after the query's own position hold anything.
     """
     n, heads, d = q.shape
     tokens = tile_tokens(heads)
@@ -248,14 +248,14 @@ def best_keys_kernel(
             tied = (by_word >= _at(low)).to(tl.int32) - above
             count = tl.sum(tied, 1)
             ties = tl.sum(tied << lane, 1)
-            here = left - tl.cumsum(count, 0) + count
+            ties_left = left - tl.cumsum(count, 0) + count
             # one word keeps some of its ties, the lowest bits
-            is_cut = (here > 0) & (here < count)
+            is_cut = (ties_left > 0) & (ties_left < count)
             cut = tl.sum(tl.where(is_cut, ties, 0), 0)
             others = cut
-            for _ in range(tl.sum(tl.where(is_cut, here, 0), 0)):
+            for _ in range(tl.sum(tl.where(is_cut, ties_left, 0), 0)):
                 others &= others - 1
-            ties = tl.where(is_cut, cut ^ others, tl.where(here > 0, ties, 0))
+            ties = tl.where(is_cut, cut ^ others, tl.where(ties_left > 0, ties, 0))
             bits = tl.sum(above << lane, 1) | ties
             at = start // 32 + word
             tl.store(BITS + at, tl.where(is_number, bits, 0), mask=at < num_words)

@@ -54,7 +54,7 @@ def register(
 
 
 def as_given(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Switches autocast off, which would turn an operator's float32 products to half precision."""
+    """Switches autocast off, which would turn float32 products into half precision."""
     device = x.device.type
     # entered only if it is on: entering costs more than all checks
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING

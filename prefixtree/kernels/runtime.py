@@ -52,7 +52,7 @@ class Backend(Generic[K]):
 
 @cache
 def installed(package: str) -> bool:
-    """Whether a package can be found; the answer is kept, as a search outlasts a launch."""
+    """Whether a package can be found; kept, because a search takes longer than a launch."""
     return find_spec(package) is not None
 
 

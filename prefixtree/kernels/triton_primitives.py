@@ -26,7 +26,7 @@ MASKED_SCORE = tl.constexpr(-(2.0**80))
 
 @triton.jit
 def rows_of_tile(ROWS: tl.constexpr, HEADS: tl.constexpr, length):
-    """Finds each row's query token in the tile, head in the block of HEADS, and life. # [ROWS]"""
+    """Finds each row's query token in the tile, head in the block, and whether alive. # [ROWS]"""
     row = tl.arange(0, ROWS)
     token = row // HEADS
     return token, row % HEADS, token < length
@@ -174,7 +174,7 @@ def add_product(a, b, total):
 
 @triton.jit
 def absorb(scores, outer, value, top, total, acc):
-    """Does a step of online softmax, logits = scores x outer. # [ROWS, KEYS], [KEYS, DV_PADDED]"""
+    """Takes a step of online softmax, logits = scores x outer. # [ROWS, KEYS], [KEYS, DV_PADDED]"""
     # outer >= 0, so the greatest score is the greatest logit; the scaling then fuses with the
     # subtraction
     new_top = tl.maximum(top, tl.max(scores, 1) * outer)
@@ -202,9 +202,9 @@ def squash(scores, inner, SOFTCAP: tl.constexpr):
 def key_lanes(
     K_SPANS, POSITION, tile, begin, KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr
 ):
-    """Finds each key's packed index, life, subtree_end - index (0 where dead), position. # [KEYS]
+    """Finds each key's packed index, whether it is alive, its span, and its position. # [KEYS]
 
-    The position is read only for a window.
+    The span is subtree_end - index, 0 where dead. The position is read only for a window.
     """
     key = begin + tl.arange(0, KEYS)
     span = load_vector(K_SPANS, tile * KEYS, KEYS, TMA)

@@ -130,11 +130,11 @@ def _first_fit(sizes, order, room):
 @njit(cache=True)
 def _descending(sizes):
     """Orders by descending size; ties keep their order."""
-    m = len(sizes)
-    if m > _SMALL:
+    num_items = len(sizes)
+    if num_items > _SMALL:
         return np.argsort(-sizes, kind="mergesort")
-    order = np.arange(m)
-    for k in range(1, m):
+    order = np.arange(num_items)
+    for k in range(1, num_items):
         i = order[k]
         j = k - 1
         while j >= 0 and sizes[order[j]] < sizes[i]:
@@ -179,14 +179,14 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
     pieces = np.empty(num_units, np.int64)
     for step in range(n + 1):
         node = n - 1 - step
-        m = waiting[node]
-        if m == 0 or (node < 0 and not join_roots):
+        count_here = waiting[node]
+        if count_here == 0 or (node < 0 and not join_roots):
             continue
         total = np.int64(0)
         # the sizes of the two smallest
         first = second = np.int64(2**62)
         piece = head[node]
-        for k in range(m):
+        for k in range(count_here):
             pieces[k] = piece
             total += size[piece]
             if size[piece] < first:
@@ -197,17 +197,17 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
         above = path[node] if node >= 0 else np.int64(0)
         room = max(capacity - above, min(keep * above, limit - above)) if keep else capacity - above
         # pieces of one child alone did not fit together below either
-        if m > 1 and sources[node] > 1 and first + second <= room:
+        if count_here > 1 and sources[node] > 1 and first + second <= room:
             if total <= room:
-                bins, num_bins = np.zeros(m, np.int64), 1
+                bins, num_bins = np.zeros(count_here, np.int64), 1
             else:
-                sizes = size[pieces[:m]]
+                sizes = size[pieces[:count_here]]
                 bins, num_bins = _first_fit(sizes, _descending(sizes), room)
             members = np.zeros(num_bins, np.int64)
-            for k in range(m):
+            for k in range(count_here):
                 members[bins[k]] += 1
             joined = np.full(num_bins, -1, np.int64)
-            for k in range(m):
+            for k in range(count_here):
                 b = bins[k]
                 if members[b] == 1:
                     joined[b] = pieces[k]
@@ -219,12 +219,12 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
                 size[joined[b]] += size[pieces[k]]
                 into[pieces[k]] = joined[b]
             pieces[:num_bins] = joined
-            m = num_bins
+            count_here = num_bins
         if node >= 0:
             up = parent[node] if parent[node] >= 0 else n
             sources[up] += 1
-            waiting[up] += m
-            for k in range(m - 1, -1, -1):
+            waiting[up] += count_here
+            for k in range(count_here - 1, -1, -1):
                 size[pieces[k]] += weight[node]
                 following[pieces[k]] = head[up]
                 head[up] = pieces[k]
@@ -310,7 +310,7 @@ def split_weights(parent, weight, ptr, ends):
 
 @njit(cache=True)
 def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
-    """Cuts items, in order, into a run per rank, the heaviest near the least: int64 [I]."""
+    """Cuts items, in order, into a run per rank, the heaviest as light as may be: int64 [I]."""
     num_items = len(own)
     rank = np.zeros(num_items, np.int64)
     # the run that last paid for a shared node

@@ -161,27 +161,27 @@ def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
     count = 0
     a_done, b_done = a_from, b_from
     for i in chain:
-        x, y = in_a[i], in_b[i]
+        start_a, start_b = in_a[i], in_b[i]
         # inside the last run, or across it
-        if x < a_done or y < b_done:
+        if start_a < a_done or start_b < b_done:
             continue
         length = 0
         while (
-            x + length < ends[a]
-            and y + length < ends[b]
-            and tokens[x + length] == tokens[y + length]
+            start_a + length < ends[a]
+            and start_b + length < ends[b]
+            and tokens[start_a + length] == tokens[start_b + length]
         ):
             length += 1
-        while x > a_done and y > b_done and tokens[x - 1] == tokens[y - 1]:
-            x -= 1
-            y -= 1
+        while start_a > a_done and start_b > b_done and tokens[start_a - 1] == tokens[start_b - 1]:
+            start_a -= 1
+            start_b -= 1
             length += 1
         # different texts with one hash
         if length < GRAM:
             continue
-        blocks[count] = (x, y, length)
+        blocks[count] = (start_a, start_b, length)
         count += 1
-        a_done, b_done = x + length, y + length
+        a_done, b_done = start_a + length, start_b + length
     return blocks[:count]
 
 
@@ -210,33 +210,74 @@ def share_masks(masks, offsets, start, length, position, parent, sequence_node):
                 node = parent[node]
 
 
+# what parts two branches first: what nobody sampled, what the policy sampled, or their questions
+GIVEN, SAMPLED, QUESTION = range(3)
+
+
 @njit(cache=True)
-def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
+def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout, question):
     """Counts the tokens that the runs of `align` would save.
 
-    A difference is sampled if both of its sides hold tokens that the policy sampled, as before [T +
-    1], their number before each packed token, tells. Turns of one rollout have none.
+    A difference is sampled if both of its sides hold tokens that the policy sampled; `before`
+    [T + 1] counts these before each packed token. Between turns of one rollout no difference is
+    sampled.
 
-    Returns int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
+    `question` is the number of the difference that is two questions, -1 for none (`_question`).
+
+    Returns int64 (win, alone, again, cause), in tokens. alone: the first run, which would be
     shared without the difference before it. win: also the later runs, up to the first sampled
-    difference. again: all runs. is_sampled: 1 if the first difference is sampled.
+    difference or the question. again: all runs. cause: of the first difference.
     """
-    win, alone, again, is_sampled = 0, 0, 0, 0
+    win, alone, again, cause = 0, 0, 0, GIVEN
     is_open = True
     for i in range(len(blocks)):
-        x, y, length = blocks[i]
+        start_a, start_b, length = blocks[i]
         sampled = not is_one_rollout
-        sampled = sampled and _sampled_in(before, a_from, x) and _sampled_in(before, b_from, y)
+        sampled = (
+            sampled
+            and _sampled_in(before, a_from, start_a)
+            and _sampled_in(before, b_from, start_b)
+        )
         if i == 0:
             alone = length
-            is_sampled = int(sampled)
+            cause = QUESTION if question == 0 else SAMPLED if sampled else GIVEN
         elif sampled:
             is_open = False
+        is_open = is_open and i != question
         if is_open:
             win += length
         again += length
+        a_from, b_from = start_a + length, start_b + length
+    return win, alone, again, cause
+
+
+@njit(cache=True)
+def _question(blocks, a_from, b_from, a_prompt, b_prompt):
+    """Finds the difference of two prompts that is their questions, and the length of their last run.
+
+    It is the first with at least half the tokens of the longest: stamps and ids are short.
+    Differences are numbered as the blocks that they stand before. The prompts end at the packed
+    tokens a_prompt and b_prompt. A run of less than GRAM is the end that a template writes.
+    """
+    sizes = np.zeros(len(blocks) + 1, np.int64)
+    instruction = 0
+    for i in range(len(blocks) + 1):
+        x, y, length = a_prompt, b_prompt, 0
+        if i < len(blocks) and blocks[i, 0] <= a_prompt and blocks[i, 1] <= b_prompt:
+            x, y, length = blocks[i]
+        sizes[i] = x - a_from + y - b_from
+        if x + length >= a_prompt and y + length >= b_prompt:
+            instruction = min(a_prompt - x, b_prompt - y)
+            break
         a_from, b_from = x + length, y + length
-    return win, alone, again, is_sampled
+    question = int(np.argmax(2 * sizes >= sizes.max()))
+    return question, instruction if instruction >= GRAM else 0
+
+
+@njit(cache=True)
+def _prompt_end(before, start, end):
+    """Finds the first sampled token of start:end; its end where there is none."""
+    return min(end, np.searchsorted(before, before[start], side="right") - 1)
 
 
 @njit(cache=True)
@@ -248,6 +289,7 @@ def best_partners(
     begins,
     ends,
     rollout,
+    question,
     trunk,
     fork,
     previous,
@@ -260,8 +302,9 @@ def best_partners(
 
     Siblings tried are the trunk, chain trunk[c] (-1: no trunk and no sibling) from packed token
     fork[c] on, and up to `tries` earlier branches of the fork, linked by previous[c] (-1: no more).
-    rollout [C] numbers the rollouts of the chains. Writes partner [C] (-1 if nothing is repeated)
-    and found [C, 4], the result of `tokens_to_win`.
+    rollout [C] and question [C] number the rollouts and the questions that the chains are of.
+    Writes partner [C] (-1 if nothing is repeated) and found [C, 4], the result of `tokens_to_win`.
+    One of the same question is taken before one of another.
     """
     pointers, hashes, positions = index
     for c in range(first, last):
@@ -271,8 +314,21 @@ def best_partners(
         while candidate >= 0:
             blocks = align(tokens, begins, ends, pointers, hashes, positions, candidate, a_from, c)
             is_one = rollout[candidate] == rollout[c]
-            gains = tokens_to_win(blocks, a_from, begins[c], before, is_one)
-            if gains[0] > found[c, 0]:
+            asks, instruction = -1, 0
+            if question[candidate] != question[c] and before[-1] == 0:
+                # nothing tells where prompts end
+                asks = 0
+            elif question[candidate] != question[c]:
+                ends_a = _prompt_end(before, a_from, ends[candidate])
+                ends_b = _prompt_end(before, begins[c], ends[c])
+                asks, instruction = _question(blocks, a_from, begins[c], ends_a, ends_b)
+            gains = tokens_to_win(blocks, a_from, begins[c], before, is_one, asks)
+            if gains[3] == QUESTION:
+                gains = (instruction, instruction, gains[2], gains[3])
+            is_better = gains[0] > found[c, 0]
+            if partner[c] >= 0 and (gains[3] == QUESTION) != (found[c, 3] == QUESTION):
+                is_better = gains[0] > 0 and gains[3] != QUESTION
+            if is_better:
                 partner[c] = candidate
                 found[c] = gains
             candidate = previous[c] if candidate == trunk[c] else previous[candidate]

@@ -68,18 +68,18 @@ def cut_pieces(k_ptr, k_runs, piece_tiles):
         first_run = num_runs
         spent = 0
         for r in range(k_ptr[j], k_ptr[j + 1]):
-            rest = k_runs[r].copy()
-            while rest[0] < rest[3]:
-                end = _reach(rest, share - spent)
-                spent += _cost(rest, end)
-                new_runs[num_runs, 0] = rest[0]
-                new_runs[num_runs, 1] = min(rest[1], end)
-                new_runs[num_runs, 2] = min(rest[2], end)
+            run = k_runs[r].copy()
+            while run[0] < run[3]:
+                end = _reach(run, share - spent)
+                spent += _cost(run, end)
+                new_runs[num_runs, 0] = run[0]
+                new_runs[num_runs, 1] = min(run[1], end)
+                new_runs[num_runs, 2] = min(run[2], end)
                 new_runs[num_runs, 3] = end
                 num_runs += 1
-                rest[0] = end
-                rest[1] = max(rest[1], end)
-                rest[2] = max(rest[2], end)
+                run[0] = end
+                run[1] = max(run[1], end)
+                run[2] = max(run[2], end)
                 if spent >= share:
                     pieces[num_pieces, 0] = j
                     pieces[num_pieces, 1] = first_run

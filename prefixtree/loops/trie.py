@@ -88,16 +88,16 @@ def find_prefixes(flat, offsets, perm, namespace_of):
             first[node] = head
             # sequences that end here step out, the others stay in order at the end
             after = position + shared
-            rest = end
+            kept_from = end
             for i in range(end - 1, lo - 1, -1):
                 sequence = perm[i]
                 if offsets[sequence + 1] - offsets[sequence] == after:
                     sequence_node[sequence] = node
                 else:
-                    rest -= 1
-                    perm[rest] = sequence
-            if rest < end:
-                stack[top] = (rest, end, after, node)
+                    kept_from -= 1
+                    perm[kept_from] = sequence
+            if kept_from < end:
+                stack[top] = (kept_from, end, after, node)
                 top += 1
             lo = end
     return (

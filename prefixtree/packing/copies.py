@@ -173,7 +173,7 @@ def rows_of_runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 class RowRuns:
-    """Rows of a larger tensor, in runs of `length` from `first` on, int64 [N]; none in two runs."""
+    """Rows of a larger tensor: runs of `length` rows from `first` on, int64 [N], no row twice."""
 
     def __init__(self, first: np.ndarray, length: np.ndarray, device: torch.device) -> None:
         self.count = int(length.sum())

@@ -347,7 +347,7 @@ class PackedForest:
                 which copy should get it.
             loss_mask: as in `edges`. Only the copies that it selects are compared and taken. A
                 token that one turn of a rollout sampled is prompt in the next turn, and only the
-                first has its data. Default: every copy counts.
+                first turn has its data. Default: every copy counts.
 
         Returns:
             [T, ...] on the packed forest's device; 0 at padding, and where no copy counts.

@@ -93,14 +93,14 @@ class TreeMask:
         """
         if self._given is None:
             return False
-        given, version = self._given
+        known, version = self._given
         return (
-            position_ids.device == given.device
-            and position_ids.dtype == given.dtype
-            and position_ids.shape == given.shape
-            and position_ids.stride() == given.stride()
-            and position_ids.data_ptr() == given.data_ptr()
-            and given._version == version
+            position_ids.device == known.device
+            and position_ids.dtype == known.dtype
+            and position_ids.shape == known.shape
+            and position_ids.stride() == known.stride()
+            and position_ids.data_ptr() == known.data_ptr()
+            and known._version == version
         )
 
     @property

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts.dumps import Texts
 from prefixtree.rollouts.image_messages import (
     FIRST_IMAGE,
     ImageReader,
@@ -87,10 +86,9 @@ class ChatTokenizer:
     def _placeholder_text(self) -> str:
         return self._tokenizer.special.get("image_token", "<|image_pad|>")
 
-    def knows(self, sequences: Iterable[np.ndarray]) -> bool:
-        """Whether all token ids of some sequences are in its vocabulary, or stand for images."""
-        largest = (ids[ids < FIRST_IMAGE].max(initial=0) for ids in sequences)
-        return max(largest, default=0) < len(self._tokenizer)
+    def __len__(self) -> int:
+        """The number of tokens in the vocabulary."""
+        return len(self._tokenizer)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decodes token ids, special ones included.
@@ -191,28 +189,39 @@ class ChatTokenizer:
             turns.append((tokens_there[:end], loss_mask, sampled))
         return Conversation(tokens, None, None, turns, named)
 
-    def texts(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def continued(
+        self, prompt: str, completion: str, *, is_sampled: bool = False, is_bare: bool = False
+    ) -> Conversation:
         """Tokenizes a text and what follows it.
 
         Args:
-            texts: both, and how they belong together.
+            prompt: the text.
+            completion: what follows it, the one turn.
+            is_sampled: whether a policy sampled the completion, so that a token ends between the
+                two. Default: they are tokenized as one, with the end token, as TRL does with data
+                sets.
+            is_bare: whether special tokens are written out in the text, or lost, so that none are
+                added before it. Default: the tokenizer's are.
 
         Returns:
-            Tokens int64 [n], loss mask bool [n], true for what follows, and turn ends.
+            The tokens, with loss mask and turn, and both texts as messages.
         """
-        before, _ = self._tokenizer.encode(texts.prompt, special=not texts.is_bare)
-        if texts.is_sampled:
-            tokens = np.concatenate([before, self._tokenizer.encode(texts.completion)[0]])
+        before, _ = self._tokenizer.encode(prompt, special=not is_bare)
+        if is_sampled:
+            tokens = np.concatenate([before, self._tokenizer.encode(completion)[0]])
             start = len(before)
         else:
             end = self._tokenizer.special.get("eos_token", "")
-            text = texts.prompt + texts.completion.removesuffix(end) + end
-            tokens, _ = self._tokenizer.encode(text, special=not texts.is_bare)
+            text = prompt + completion.removesuffix(end) + end
+            tokens, _ = self._tokenizer.encode(text, special=not is_bare)
             same = tokens[: len(before)] == before[: len(tokens)]
             # a token over the border belongs to what follows
             start = len(same) if same.all() else int(same.argmin())
         loss_mask = np.arange(len(tokens)) >= start
-        return tokens, loss_mask, np.array([len(tokens)] if loss_mask.any() else [], np.int64)
+        ends = np.array([len(tokens)] if loss_mask.any() else [], np.int64)
+        roles = ("user", prompt), ("assistant", completion)
+        messages = [{"role": role, "content": text} for role, text in roles]
+        return Conversation(tokens, loss_mask, ends, None, messages)
 
     def place(
         self, token_ids: np.ndarray, messages: Any, folder: Path | None = None
@@ -324,7 +333,7 @@ def _pieces(content: Any, placeholder: str) -> list[str]:
 
 
 def _find(pieces: list[str], text: str, searched: int) -> tuple[int, int] | None:
-    """Where the pieces begin and end in `text`; None where one is missing, or there is none."""
+    """Finds where the pieces begin and end in `text`; None if one is missing, or there is none."""
     begin = None
     for piece in pieces:
         at = text.find(piece, searched)

@@ -1,9 +1,10 @@
-"""What trainers write of their rollouts, as rows: texts (TRL, veRL, SkyRL's evaluations) and
-pickles (slime's rollouts, SkyRL's batches). What a pickle names is neither imported nor run."""
+"""Rollouts as trainers write them, as rows: texts (TRL, veRL, SkyRL's evaluations) and pickles
+(slime's rollouts, SkyRL's batches). A pickle is read without importing or running what it names."""
 
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -20,14 +21,7 @@ FIELDS = ("input", "output", "input_prompt", "output_response", "step", "score",
 
 
 class Texts(NamedTuple):
-    """A text and what follows it.
-
-    Attributes:
-        is_sampled: whether a policy sampled what follows, so that a token ends between the two.
-            Otherwise they are tokenized as one, with the end token, as TRL does with data sets.
-        is_bare: whether special tokens are written out in the text, or lost, so that the
-            tokenizer adds none before it.
-    """
+    """A text and what follows it: the arguments of `ChatTokenizer.continued`."""
 
     prompt: str
     completion: str
@@ -52,6 +46,14 @@ def texts_of(row: dict[str, Any]) -> list[tuple[str, Texts]]:
             row = {**row, **_without_prompt(chosen, rejected)}
         return [(f" {name}", _texts(row, "prompt", name)) for name in ("chosen", "rejected")]
     return []
+
+
+def sampled_prompt(row: dict[str, Any]) -> str | None:
+    """The prompt of a row that a trainer sampled, as text; None for other rows."""
+    texts = row.get("texts")
+    if isinstance(texts, Texts):
+        return texts.prompt if texts.is_sampled else None
+    return json.dumps(row["prompt"]) if "advantage" in row and "prompt" in row else None
 
 
 def _texts(row: dict[str, Any], prompt: str, completion: str, *how: bool) -> Texts:

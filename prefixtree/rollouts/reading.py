@@ -100,10 +100,13 @@ def read_rollouts(
     source, folder = ("<stdin>", Path()) if is_stdin else (str(path), Path(path).parent)
     rows: list[tuple[int, dict[str, Any]]] = []
     problems: list[str] = []
+    prompts: dict[str, str] = {}
     for number, text in _lines(source, path, watch):
         try:
             row = _parse(text) if isinstance(text, bytes) else text
-            rows += [(number, found) for found in _rollouts(row, number, tokenizer, folder)]
+            rows += [
+                (number, found) for found in _rollouts(row, number, tokenizer, folder, prompts)
+            ]
         except InputError as problem:
             note(f"{source}:{number}: {problem}", problems, strict)
     require_some(rows, source, problems, "rollout")
@@ -239,20 +242,28 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _rollouts(
-    row: Any, number: int, tokenizer: ChatTokenizer | None, folder: Path
+    row: Any,
+    number: int,
+    tokenizer: ChatTokenizer | None,
+    folder: Path,
+    prompts: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """The rollouts of a line: one, or two of a pair, which are a group."""
+    """The rollouts of a line: one, or two of a pair, which are a group. So are samples that a
+    trainer wrote of one prompt; `prompts` holds their names."""
     if not isinstance(row, dict):
         raise InputError(f"expected a JSON object, got {_kind(row)}")
     # parquet has every column in every row
     row = {name: value for name, value in row.items() if value is not None}
     parts = [("", row)] if _has_tokens(row) else datasets.rollouts_of(row)
     rollouts = [_rollout(fields, tokenizer, folder) for _, fields in parts]
-    for (part, _), rollout in zip(parts, rollouts, strict=True):
+    for (part, fields), rollout in zip(parts, rollouts, strict=True):
         name = rollout["id"] or f"line {number}"
         rollout["id"] = name + part
-        if part and rollout["group"] is None:
-            rollout["group"] = name
+        if rollout["group"] is None:
+            prompt = dumps.sampled_prompt(fields)
+            rollout["group"] = (
+                prompts.setdefault(prompt, name) if prompt else name if part else None
+            )
     return rollouts
 
 
@@ -296,7 +307,9 @@ def _tokens(
     if "texts" in row and isinstance(row["texts"], dumps.Texts):
         if tokenizer is None:
             raise InputError("has text and no token ids; give a tokenizer folder by --tokenizer")
-        return *tokenizer.texts(row["texts"]), None, None
+        prompt, completion, *how = row["texts"]
+        chat = tokenizer.continued(prompt, completion, is_sampled=how[0], is_bare=how[1])
+        return chat.tokens, chat.loss_mask, chat.turn_ends, None, chat.messages
     prompt = [] if "messages" in row else row.get("prompt", [])
     messages = row["messages"] if "messages" in row else prompt + row.get("completion", [])
     if "messages" not in row and not messages:

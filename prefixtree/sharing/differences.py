@@ -16,13 +16,24 @@ from prefixtree.rollouts import Rollouts
 
 _THINK = "<think>", "</think>"
 _THOUGHT = re.compile(r"<think>(.*?)(?:</think>|$)", re.DOTALL)
+_REMEDIES = {
+    "question": "move this instruction before the question",
+    "given": "write it alike in all of them, or behind what they share",
+    "unknown": "write it alike in all of them, or behind what they share, if the policy did not "
+    "sample it",
+    "rewritten": "keep earlier turns as they were sampled, and append to them",
+    "re-tokenised": "keep the token ids that were sampled; do not tokenize their text again",
+    "thinking": "take a chat template that keeps the thinking of earlier turns",
+}
+# of a user or a tool
+_ANSWERS = "let the environment answer alike (no ids and times, a fixed seed)"
 _CONTEXT_TOKENS, _SHOWN_TOKENS = 16, 24
 _CONTEXT_LETTERS, _SHOWN_LETTERS = 60, 120
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two sequences part, and how they differ there.
+    """The place where two sequences part, and how they differ there.
 
     Attributes:
         position: tokens before it, equal in both.
@@ -30,7 +41,8 @@ class Difference:
             later ones), "given" (no token of the policy in at least one of them),
             "rewritten" (two turns of one rollout, the second of which has the first in other
             words), "re-tokenised" (the same text), "thinking" (the same text but for thinking that
-            one of them lacks) or "unknown" (nothing tells).
+            one of them lacks), "question" (they ask something else, and the same instruction
+            follows) or "unknown" (nothing tells).
         role: of the message it stands in, or None where that is not known.
         message: that message's number from 0, or None.
         lengths: the number of tokens that differ in each, before both go on with equal tokens;
@@ -52,12 +64,19 @@ class Difference:
 
     @property
     def can_be_won(self) -> bool:
-        """Whether it could be gone: not where the policy sampled something else."""
-        return self.kind not in ("sampled", "mixed")
+        """Whether it could be gone: not where they ask or the policy sampled something else."""
+        return self.kind not in ("sampled", "mixed", "question")
+
+    @property
+    def remedy(self) -> str | None:
+        """The advice on it; None where there is nothing to do."""
+        if self.kind in ("given", "unknown") and self.role in ("user", "tool") and self.message:
+            return _ANSWERS
+        return _REMEDIES.get(self.kind)
 
     def facts(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {**asdict(self), "can_be_won": self.can_be_won}
+        return {**asdict(self), "can_be_won": self.can_be_won, "remedy": self.remedy}
 
 
 def describe(
@@ -66,6 +85,7 @@ def describe(
     position: int,
     lengths: tuple[int, int] | None,
     tokenizer: Any = None,
+    is_question: bool = False,
 ) -> Difference:
     """Describes the difference of two sequences that are equal for `position` tokens.
 
@@ -76,6 +96,7 @@ def describe(
         lengths: the number of tokens that differ in each, before both go on with equal tokens; None
             where they never do.
         tokenizer: decodes tokens to text. Default: messages or token ids are shown.
+        is_question: whether they are known to ask something else.
     """
     located = _first_difference(rollouts, pair, position)
     role = message = None
@@ -101,6 +122,8 @@ def describe(
             [_written(ids) for ids in piece] for piece in _pieces(rollouts, pair, position, lengths)
         )
         excerpt = before[0], (own[0], own[1]), after[0]
+    if is_question:
+        kind = "question"
     is_text = tokenizer is not None or located is not None
     return Difference(position, kind, role, message, lengths, *excerpt, is_text)
 
@@ -171,6 +194,12 @@ def _first_difference(
             return number, " or ".join(roles), *texts
         turns += a.get("role") == "assistant"
     return None
+
+
+def first_user_text(messages: list[dict[str, Any]] | None) -> str | None:
+    """The text of the first user message; None where there is none."""
+    asked = (message for message in messages or () if message.get("role") == "user")
+    return next((message_text(message) for message in asked), None)
 
 
 def message_text(message: dict[str, Any]) -> str:

@@ -165,7 +165,7 @@ _SHOWN = 5
 def measure_groups(
     forest: PrefixForest, rollouts: Rollouts, tokenizer: Any = None
 ) -> dict[str, Any] | None:
-    """Per-group figures, ready for JSON; None where no rollout has a group.
+    """Figures per group, ready for JSON; None where no rollout has a group.
 
     A group's ratio is its replicated tokens divided by its distinct tokens. A rollout without a
     group counts as a group alone, and is not listed. `across` is the number of tokens that several
@@ -241,7 +241,7 @@ def measure_groups(
 def _first_forks(
     apart: PrefixForest, group_of_node: np.ndarray, group_of_tree: np.ndarray, count: int
 ) -> dict[int, tuple[tuple[int, int], int]]:
-    """For each group that forks: two sequences that part first, and how many tokens they share."""
+    """Two sequences of each forking group that part first, and how many tokens they share."""
     parent = apart.node_parent.astype(np.int64)
     some_sequence = np.empty(apart.num_nodes, np.int64)
     some_sequence[apart.sequence_node] = np.arange(apart.num_sequences)

@@ -5,12 +5,18 @@ their common tokens after it are computed once per branch. Each branch of each f
 compared with the fork's heaviest branch and some others (see `realign`), so sequences that differ
 in many places are found at the first of them.
 
+Tokens behind another question are not to win, whatever they repeat. But the run that ends both
+prompts is an instruction, and is shared if it stands before the question. Two sequences ask
+another question if their groups differ, or, in a file without groups, their first user messages
+by more than words with digits: times and ids.
+
 A run of 24 equal tokens or more is found; shorter ones only next to others. Of a branch only its
 heaviest chain is compared, so the tokens to win are a lower bound.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +27,11 @@ from prefixtree import loops
 from prefixtree.forest import PrefixForest
 from prefixtree.progress import Watch, unwatched
 from prefixtree.rollouts import Rollouts
-from prefixtree.sharing.differences import Difference, describe
+from prefixtree.sharing.differences import Difference, describe, first_user_text
+
+_WITH_DIGITS = re.compile(r"\S*\d\S*")
+# `realign`'s, which is imported where numba is needed
+GIVEN, SAMPLED, QUESTION = range(3)
 
 # other branches of a fork that a branch is compared with, besides the heaviest
 _TRIES = 3
@@ -35,7 +45,8 @@ class NearMiss:
 
     Attributes:
         win: tokens that all its branches together would share if this difference were gone and
-            those behind it that the policy did not sample.
+            those behind it that the policy did not sample; of questions, if the instruction behind
+            them stood before.
         alone: the same with this difference gone and no other.
         again: all tokens run again, sampled differences in between or not.
         branches: branches that repeat another.
@@ -60,12 +71,14 @@ class NearMisses:
         num_forks: forks with something to win, shown or not.
         win: tokens to win at all of them, at forks the policy did not sample.
         win_sampled: the same at forks that it did: what other samples would have shared.
+        move: tokens of instructions that stand behind their questions.
     """
 
     shown: list[NearMiss]
     num_forks: int
     win: int
     win_sampled: int
+    move: int
 
 
 @dataclass(frozen=True)
@@ -107,16 +120,16 @@ def find_near_misses(
     """
     assert forest.tokens is not None
     rollouts = with_shared_masks(forest, rollouts)
-    groups = _group_numbers(rollouts)
+    groups = _questions(rollouts)
     again = _run_again(forest, rollouts.loss_masks, groups, np.array(rollouts.origins), watch)
     if again is None:
-        return NearMisses([], 0, 0, 0)
-    chains, totals, by_policy = again.chains, again.totals, again.by_policy
+        return NearMisses([], 0, 0, 0, 0)
+    chains, totals = again.chains, again.totals
     a_from = _meeting(chains, again.best, again.other)
     shown = []
     # the text may show that tokens sampled on both sides are one text, so the largest forks of
     # these are described too before the ranking is final
-    ranks = np.lexsort((-totals[:, 0], by_policy))
+    ranks = np.lexsort((-totals[:, 0], again.cause != GIVEN))
     largest = np.argsort(-totals[:, 0], kind="stable")[:most]
     for f in dict.fromkeys([*ranks[:most].tolist(), *largest.tolist()]):
         b, a = again.best[f], again.other[f]
@@ -125,15 +138,15 @@ def find_near_misses(
         )
         lengths = int(blocks[0, 0] - a_from[f]), int(blocks[0, 1] - chains.begins[b])
         pair = int(chains.sequence[a]), int(chains.sequence[b])
-        difference = describe(rollouts, pair, int(chains.position[b]), lengths, tokenizer)
+        asks = again.cause[f] == QUESTION
+        difference = describe(rollouts, pair, int(chains.position[b]), lengths, tokenizer, asks)
         win, alone, run_again = totals[f].tolist()
         shown.append(NearMiss(win, alone, run_again, int(again.branches[f]), pair, difference))
     shown.sort(key=lambda miss: (not miss.difference.can_be_won, -miss.win))
     return NearMisses(
         shown[:most],
-        len(totals),
-        int(totals[~by_policy, 0].sum()),
-        int(totals[by_policy, 0].sum()),
+        len(np.unique(again.fork)),
+        *(int(totals[again.cause == cause, 0].sum()) for cause in (GIVEN, SAMPLED, QUESTION)),
     )
 
 
@@ -150,7 +163,7 @@ def tokens_to_win(forest: PrefixForest, loss_masks: Sequence[np.ndarray] | None 
     masks = None if loss_masks is None else _shared_masks(forest, loss_masks)
     every = np.arange(forest.num_sequences)
     again = _run_again(forest, masks, np.zeros_like(every), every, unwatched)
-    return 0 if again is None else int(again.totals[~again.by_policy, 0].sum())
+    return 0 if again is None else int(again.totals[again.cause == GIVEN, 0].sum())
 
 
 def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
@@ -160,6 +173,7 @@ def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
         "policy_tokens_known": rollouts.loss_masks is not None,
         "tokens_to_win": misses.win,
         "tokens_to_win_at_sampled_forks": misses.win_sampled,
+        "tokens_of_instructions_behind_questions": misses.move,
         "largest": [
             {
                 "tokens_to_win": miss.win,
@@ -195,23 +209,26 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
 
 @dataclass(frozen=True)
 class _Again:
-    """Runs of tokens that come again, by forks [F] with something that does.
+    """Runs of tokens that come again, by forks [F] with something that does; a fork stands twice if
+    some of its branches are parted by questions and some by other things.
 
     Attributes:
         chains, index: of the forest, and of their tokens.
+        fork: its number.
         totals: int64 [F, 3], the sums of what `best_partners` found.
         branches: how many repeat another.
         best, other: the pair of branches that repeats most and stands for its fork.
-        by_policy: whether the policy sampled what parts that pair.
+        cause: what parts that pair (`realign.GIVEN`, SAMPLED or QUESTION).
     """
 
     chains: _Chains
     index: Any
+    fork: np.ndarray
     totals: np.ndarray
     branches: np.ndarray
     best: np.ndarray
     other: np.ndarray
-    by_policy: np.ndarray
+    cause: np.ndarray
 
 
 def _run_again(
@@ -225,7 +242,7 @@ def _run_again(
 
     Args:
         loss_masks: as `_shared_masks` gives them.
-        groups, origins: int64 [S], numbers of a sequence's group and of its rollout.
+        groups, origins: int64 [S], numbers of a sequence's question and of its rollout.
     """
     assert forest.tokens is not None
     chains = _chains(forest, groups)
@@ -243,6 +260,7 @@ def _run_again(
             chains.begins,
             chains.ends,
             origins[chains.sequence],
+            groups[chains.sequence],
             chains.trunk,
             chains.fork,
             chains.previous,
@@ -254,13 +272,17 @@ def _run_again(
     repeating = np.flatnonzero(partner >= 0)
     if len(repeating) == 0:
         return None
-    forks, which = np.unique(chains.fork_id[repeating], return_inverse=True)
+    asks = found[repeating, 3] == QUESTION
+    forks, which = np.unique(
+        np.stack([chains.fork_id[repeating], asks]), axis=1, return_inverse=True
+    )
+    forks, which = forks[0], which.ravel()
     totals = np.zeros((len(forks), 3), np.int64)
     np.add.at(totals, which, found[repeating, :3])
     order = np.lexsort((-found[repeating, 0], which))
     best = repeating[order[np.searchsorted(which[order], np.arange(len(forks)))]]
-    by_policy = found[best, 3] > 0
-    return _Again(chains, index, totals, np.bincount(which), best, partner[best], by_policy)
+    cause, counts = found[best, 3], np.bincount(which)
+    return _Again(chains, index, forks, totals, counts, best, partner[best], cause)
 
 
 def _shared_masks(forest: PrefixForest, loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -330,11 +352,14 @@ def _meeting(chains: _Chains, branch: np.ndarray, other: np.ndarray) -> np.ndarr
     return np.where(on_trunk, chains.fork[branch], chains.begins[other])
 
 
-def _group_numbers(rollouts: Rollouts) -> np.ndarray:
-    if rollouts.groups is None:
-        return np.zeros(len(rollouts), np.int64)
+def _questions(rollouts: Rollouts) -> np.ndarray:
+    """A number per sequence, equal where they are of one group or, without groups, ask the same."""
+    asked: Sequence[Any] = [None] * len(rollouts) if rollouts.groups is None else rollouts.groups
+    if rollouts.groups is None and rollouts.messages is not None:
+        texts = [first_user_text(messages) for messages in rollouts.messages]
+        asked = [text if text is None else _WITH_DIGITS.sub("", text) for text in texts]
     numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(group, len(numbers)) for group in rollouts.groups])
+    return np.array([numbers.setdefault(question, len(numbers)) for question in asked])
 
 
 def _sampled_before(

@@ -137,7 +137,7 @@ def test_a_name_that_needs_torch_says_what_to_install() -> None:
 
 
 NEED_TORCH = {
-    "verify FILE --model x": "prefixtree.testing",
+    "verify FILE --model x": "prefixtree verify",
     "bench": "prefixtree.testing",
     "demo": "prefixtree demo",
     "report FILE --model x": "report --model",

@@ -88,6 +88,19 @@ def test_a_pair_of_texts(read, chat_tokenizer, prompt):
     assert texts(rollouts, chat_tokenizer) == expected
 
 
+def test_samples_of_one_prompt_are_a_group(read):
+    """As trainers write them, without a name; those of a data set are not."""
+    told = {"score": 1, "step": 1}
+    dump = [{"input": prompt, "output": answer, **told} for prompt in "ab" for answer in "cd"]
+    assert read(*dump).groups == ["line 1", "line 1", "line 3", "line 3"]
+    chat = [{"role": "user", "content": "a"}]
+    said = [[{"role": "assistant", "content": answer}] for answer in "cd"]
+    logged = [{"prompt": chat, "completion": answer, "advantage": 0.1} for answer in said]
+    assert read(*logged).groups == ["line 1", "line 1"]
+    assert read(*({**row, "group": 3} for row in logged)).groups == [3, 3]
+    assert read(*({"prompt": "a", "completion": answer} for answer in "cd")).groups is None
+
+
 def test_texts_need_a_tokenizer_and_text(write, read):
     row = {"prompt": "a", "completion": "b"}
     with pytest.raises(InputError, match="has text and no token ids; give a tokenizer folder"):

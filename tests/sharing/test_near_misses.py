@@ -10,6 +10,7 @@ import pytest
 from prefixtree.forest import PrefixForest
 from prefixtree.loops import realign
 from prefixtree.rollouts import read_rollouts
+from prefixtree.sharing.differences import Difference
 from prefixtree.sharing.near_misses import find_near_misses, tokens_to_win
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.cli_runs import run, run_json
@@ -26,7 +27,8 @@ def find(tmp_path):
         rollouts = read_rollouts(path, strict=True)
         forest = PrefixForest.from_sequences(rollouts.sequences)
         found = find_near_misses(forest, rollouts, **options)
-        if rollouts.groups is None and all(sampled is None for sampled in rollouts.sampled):
+        sampled = any(sampled is not None for sampled in rollouts.sampled)
+        if rollouts.groups is None and not sampled and not found.move:
             assert tokens_to_win(forest, rollouts.loss_masks) == found.win
         return found
 
@@ -275,6 +277,107 @@ def test_kept_hashes_cover_every_window():
     assert hashes[: pointers[1]].tolist() == hashes[pointers[1] :].tolist()
 
 
+# ---- another question --------------------------------------------------------------------------
+
+
+def asked(*prompts, samples=2, answer=lambda: []):
+    """Samples of some prompts, a group each; their answers begin with `answer()`."""
+    new = Tokens()
+    new.next = 10_000
+    return [
+        {"prompt_ids": prompt, "response_ids": [*answer(), *new(20)], "group": f"q{number}"}
+        for number, prompt in enumerate(prompts)
+        for _ in range(samples)
+    ]
+
+
+def test_an_instruction_behind_questions_is_to_be_moved_and_not_to_win(find):
+    new = Tokens()
+    system, instruction = new(20), new(60)
+    rows = asked(*([*system, *new(30 + n), *instruction] for n in range(3)))
+    found = find(*rows)
+    assert (found.num_forks, found.win, found.win_sampled, found.move) == (1, 0, 0, 120)
+    (miss,) = found.shown
+    assert (miss.win, miss.branches, miss.difference.kind) == (120, 2, "question")
+    assert not miss.difference.can_be_won
+    assert miss.difference.remedy == "move this instruction before the question"
+    # where it stands before, nothing runs again
+    assert find(*asked(*([*system, *instruction, *new(30)] for _ in range(3)))).shown == []
+
+
+def test_what_two_questions_have_in_common_by_chance_is_nobodys(find):
+    new = Tokens()
+    system, words = new(20), new(40)
+    found = find(*asked(*([*system, *new(30), *words, *new(50)] for _ in range(3))))
+    assert found.shown == [] and (found.win, found.move) == (0, 0)
+
+
+def test_the_end_that_a_template_writes_is_no_instruction(find):
+    new = Tokens()
+    system, end, start = new(20), new(realign.GRAM - 1), new(40)
+    found = find(*asked(*([*system, *new(30), *end] for _ in range(3)), answer=lambda: start))
+    assert found.shown == [] and found.move == 0
+    end = new(realign.GRAM)
+    found = find(*asked(*([*system, *new(30), *end] for _ in range(3)), answer=lambda: start))
+    assert found.move == 2 * len(end)
+
+
+def test_a_stamp_before_the_questions_is_to_win_up_to_them(find):
+    new = Tokens()
+    system, rest, instruction = new(10), new(80), new(50)
+    questions = [new(30) for _ in range(2)]
+    rows = asked(
+        *([*system, *rest, *question, *instruction] for question in questions),
+    )
+    for row in rows:
+        row["prompt_ids"] = [*system, *new(2), *row["prompt_ids"][10:]]
+    found = find(*rows)
+    # twice the whole prompt behind the stamp, and once up to the question
+    assert (found.win, found.move) == (2 * (80 + 30 + 50) + 80, 0)
+    (miss,) = found.shown
+    assert (miss.difference.kind, miss.difference.position) == ("given", 10)
+    assert miss.difference.remedy == "write it alike in all of them, or behind what they share"
+
+
+def test_a_branch_of_the_same_question_goes_before_one_of_another(find):
+    new = Tokens()
+    system, instruction = new(10), new(100)
+    one, other = new(40), new(45)
+    rows = asked([*system, *one, *instruction], [*system, *other, *instruction], samples=1)
+    # the second question again, with a stamp before it: less runs again than of the first one's
+    rows.append({**rows[1], "prompt_ids": [*system, *new(1), *other, *new(60)]})
+    found = find(*rows)
+    assert (found.win, found.move, found.num_forks) == (45, 100, 1)
+    assert [miss.difference.kind for miss in found.shown] == ["given", "question"]
+
+
+def test_without_a_mask_nothing_behind_another_question_is_told(find):
+    new = Tokens()
+    system, rest = new(10), new(100)
+    rows = [{"token_ids": [*system, *new(30), *rest], "group": n} for n in range(2)]
+    assert find(*rows).shown == []
+
+
+@pytest.mark.parametrize(
+    "questions, kinds",
+    [
+        (("Where is it?", "Who has it?"), ["question"]),
+        (("It is 9:00. Where?", "It is 17:30. Where?"), ["given"]),
+    ],
+)
+def test_without_groups_the_first_user_messages_tell(find, questions, kinds):
+    new = Tokens()
+    system, instruction = new(10), new(50)
+    rows = []
+    for question in questions:
+        prompt = [*system, *new(6), *instruction]
+        said = chat("be kind", question, "ok")
+        rows.append({"prompt_ids": prompt, "response_ids": new(9), "messages": said})
+    found = find(*rows)
+    assert [miss.difference.kind for miss in found.shown] == kinds
+    assert (found.win, found.move) == ((0, 50) if kinds == ["question"] else (50, 0))
+
+
 # ---- text --------------------------------------------------------------------------------------
 
 
@@ -421,7 +524,7 @@ def test_the_files_messages_give_the_text(find):
 
 def test_messages_that_do_not_fit_the_turns_are_not_quoted(find):
     # by its turn_ends an assistant turn is over before the fork, by the messages none is
-    said = [chat("be kind", question, "ok") for question in "ab"]
+    said = [chat("be kind", question, "ok") for question in "12"]
     difference = find(*chat_rows(said, ends=((10, 80), (10, 80)))).shown[0].difference
     assert not difference.is_text and difference.role is None
 
@@ -448,6 +551,18 @@ def test_tool_calls_and_parts_are_text(find):
     assert set(difference.texts) == {"1", "2"} and difference.before == 'find({"x": '
 
 
+def test_every_kind_says_what_to_do():
+    def remedy(kind, role=None, message=None):
+        return Difference(0, kind, role, message, None, "", ("", ""), "", True).remedy
+
+    for kind in ("question", "given", "unknown", "rewritten", "re-tokenised", "thinking"):
+        assert remedy(kind)
+    assert remedy("sampled") is remedy("mixed") is None
+    # a user's or a tool's words, but not those of the prompt
+    assert remedy("given", "tool", 3) == remedy("given", "user", 5) != remedy("given", "user", 0)
+    assert "fixed seed" in remedy("given", "tool", 3)
+
+
 # ---- the command -------------------------------------------------------------------------------
 
 
@@ -466,6 +581,20 @@ def test_report_describes_near_misses(tmp_path):
     # no loss mask: the policy may have sampled the difference
     assert "to win without the differences (an upper bound: no loss mask tells" in text
     assert run_json("report", path, "--near-misses", 0)["near_misses"] is None
+
+
+def test_report_says_what_to_do(tmp_path):
+    new = Tokens()
+    system, instruction = new(20), new(60)
+    rows = asked(*([*system, *new(30), *instruction] for _ in range(2)))
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = run_json("report", path)["near_misses"]
+    assert (facts["tokens_to_win"], facts["tokens_of_instructions_behind_questions"]) == (0, 60)
+    text = " ".join(run("report", path).stdout.split())
+    assert "instructions behind questions: 60 tokens, shared if they stood before" in text
+    assert "1. 60 tokens of an instruction run again at token 20: another question" in text
+    assert "do move this instruction before the question" in text
 
 
 @pytest.mark.skipif(not AIRLINE.exists(), reason=f"needs {AIRLINE}, which is not in the project")

@@ -134,8 +134,8 @@ def explain(
 ) -> str:
     """Says which backend `tree_attention` would run for these arguments, and why.
 
-    The arguments are those of `tree_attention`. q, k and v may be left out together. Default: one
-    head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
+    The arguments are those of `tree_attention`. Without q, k and v they are one head of dim 128 on
+    the mask's device, bfloat16 on CUDA and float32 elsewhere.
 
     Returns:
         One sentence. If `tree_attention` would raise an UnsupportedError, it starts with

@@ -146,12 +146,12 @@ def _check(
         "key_pool": (key_pool, [keys, kv_heads, dim]),
         "value_pool": (value_pool, [keys, kv_heads, d_v]),
     }
-    for name, (x, shape) in expected.items():
-        came = list(x.shape), x.dtype, x.device
+    for name, (tensor, shape) in expected.items():
+        came = list(tensor.shape), tensor.dtype, tensor.device
         wanted = shape, q.dtype, work.tables.written.device
         if came != wanted:
             raise ValueError(f"{name} must be {wanted}, as q, v and the work list say, got {came}")
-        if x.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"cascade_attention has no gradient, and {name} requires one; call it under "
                 "torch.no_grad()"
@@ -240,7 +240,7 @@ def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torc
 
 
 def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists first[i] .. first[i] + count[i] - 1 of each range i; first of all the i of each."""
+    """Lists first[i] .. first[i] + count[i] - 1 for each i, after the i of each number."""
     which = torch.repeat_interleave(count)
     start = count.cumsum(0) - count
     return which, (first - start)[which] + torch.arange(len(which), device=first.device)

@@ -354,10 +354,10 @@ def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
     cuts = loops.tile_costs.cheapest_cuts(shared.cumsum()[:-1], most, STEP)
     begin = np.searchsorted(cuts, first, "right") - 1
     end = np.searchsorted(cuts, stop)
-    which, number = _counted(np.where(is_wide, end - begin, 1))
-    block = begin[which] + number
+    span_of, number = _counted(np.where(is_wide, end - begin, 1))
+    block = begin[span_of] + number
     bounds = np.where(
-        is_wide[which, None], np.stack([cuts[block], cuts[block + 1]], 1), spans[which, :2]
+        is_wide[span_of, None], np.stack([cuts[block], cuts[block + 1]], 1), spans[span_of, :2]
     )
-    out = np.hstack([bounds, spans[which][:, [2, 3, 4, 0, 1]]])
+    out = np.hstack([bounds, spans[span_of][:, [2, 3, 4, 0, 1]]])
     return out[np.lexsort((out[:, 4], out[:, 1], out[:, 0]))]

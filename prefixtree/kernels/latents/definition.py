@@ -89,11 +89,11 @@ def indices(
     end, position = on["subtree_end"], on["position_ids"].long()
     tokens = torch.arange(mask.num_tokens, device=chosen.device, dtype=torch.int32)
     parts = []
-    for own in tokens[rows].split(max(1, _GATHERED // max(1, mask.num_tokens))):
-        is_chosen = from_bits(chosen[own.long()], 0, mask.deepest)[:, position]
-        is_chosen &= (tokens <= own[:, None]) & (own[:, None] < end)
+    for queries in tokens[rows].split(max(1, _GATHERED // max(1, mask.num_tokens))):
+        is_chosen = from_bits(chosen[queries.long()], 0, mask.deepest)[:, position]
+        is_chosen &= (tokens <= queries[:, None]) & (queries[:, None] < end)
         of_query = torch.where(is_chosen, tokens, mask.num_tokens).sort(-1).values
-        index = of_query.new_zeros(len(own), most)
+        index = of_query.new_zeros(len(queries), most)
         index[:, : of_query.shape[1]] = of_query[:, :most]
         parts.append((index, is_chosen.sum(-1, dtype=torch.int32)))
     index, count = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -112,19 +112,19 @@ class _Gather(NamedTuple):
 
 
 def _gathers(chunk: Chunk) -> Iterator[_Gather]:
-    most, width = chunk.lists.shape[1], chunk.latents.shape[1]
-    dtype, number = sums_of(chunk.latents), max(1, _GATHERED // max(1, most * width))
+    list_length, width = chunk.lists.shape[1], chunk.latents.shape[1]
+    dtype, number = sums_of(chunk.latents), max(1, _GATHERED // max(1, list_length * width))
     q = torch.cat([chunk.absorbed, chunk.rope.transpose(0, 1)], -1)
-    place = torch.arange(most, device=q.device)
+    place = torch.arange(list_length, device=q.device)
     for first in range(0, q.shape[1], number):
         rows = slice(first, first + number)
         count = chunk.lengths[rows, None]
         index = chunk.lists[rows].long().masked_fill(place >= count, 0)
-        keys, own = chunk.latents[index].to(dtype), q[:, rows].to(dtype)
-        scores = torch.einsum("hmw,mkw->hmk", own, keys) * chunk.scale
+        keys, q_rows = chunk.latents[index].to(dtype), q[:, rows].to(dtype)
+        scores = torch.einsum("hmw,mkw->hmk", q_rows, keys) * chunk.scale
         scores = scores.masked_fill(place >= count, -torch.inf)
-        scores = scores.masked_fill(count > most, torch.nan)
-        yield _Gather(rows, own, keys, index, scores)
+        scores = scores.masked_fill(count > list_length, torch.nan)
+        yield _Gather(rows, q_rows, keys, index, scores)
 
 
 def forward(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,13 +153,13 @@ def backward(
     dabsorbed = torch.empty_like(chunk.absorbed)
     for rows, q, keys, tokens, scores in _gathers(chunk):
         p = torch.exp(scores - lse[rows].T[..., None])
-        own = dout[:, rows].to(keys.dtype)
-        dp = torch.einsum("hmr,mkr->hmk", own, keys[..., :rank])
+        dout_rows = dout[:, rows].to(keys.dtype)
+        dp = torch.einsum("hmr,mkr->hmk", dout_rows, keys[..., :rank])
         ds = p * (dp - delta[rows].T[..., None]) * chunk.scale
         dq = torch.einsum("hmk,mkw->hmw", ds, keys)
         dabsorbed[:, rows] = dq[..., :rank].to(dabsorbed.dtype)
         drope[rows] = dq[..., rank:].transpose(0, 1).to(drope.dtype)
         dkeys = torch.einsum("hmk,hmw->mkw", ds, q)
-        dkeys[..., :rank] += torch.einsum("hmk,hmr->mkr", p, own)
+        dkeys[..., :rank] += torch.einsum("hmk,hmr->mkr", p, dout_rows)
         dlatents.index_add_(0, tokens.flatten(), dkeys.flatten(0, 1))
     return dabsorbed

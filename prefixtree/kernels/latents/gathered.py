@@ -35,7 +35,7 @@ TILES, GATHERED = (440, 330), (290, 150)
 
 
 def pays(mask: HostMask, most: int, dims: tuple[int, int], latent: tuple[int, int]) -> bool:
-    """Whether gathering `most` = k keys should beat tiles of all keys; dims D, Dv and R, P."""
+    """Whether gathering should beat tiles of all keys, for dims (D, Dv) and latent (R, P)."""
     rank, rope = latent
 
     def cost(pairs: int, d: int, dv: int, speed: tuple[int, int]) -> float:
@@ -87,14 +87,14 @@ def gathered_attention(
 def _chunks(
     q: torch.Tensor, latents: torch.Tensor, w: torch.Tensor, chosen: torch.Tensor, call: Any
 ) -> Iterator[tuple[slice, Chunk]]:
-    mask, most, scale, kernels = call
+    mask, max_keys, scale, kernels = call
     rope = latents.shape[1] - w.shape[0]
     nope = q.shape[2] - rope
     size = max(1, _CHUNK // (w.shape[0] * w.shape[1]))
-    listed = size * max(1, _LISTED // (most * size))
+    listed = size * max(1, _LISTED // (max_keys * size))
     for start in range(0, len(q), listed):
         block = slice(start, min(start + listed, len(q)))
-        lists, lengths = kernels.indices(chosen, mask, block, most)
+        lists, lengths = kernels.indices(chosen, mask, block, max_keys)
         for first in range(start, block.stop, size):
             rows = slice(first, min(first + size, block.stop))
             part, own = q[rows], slice(first - start, rows.stop - start)
@@ -156,9 +156,9 @@ def _gradients(
         dq[rows, :, :nope] = torch.bmm(dabsorbed, of_keys).transpose(0, 1)
         if dw is not None:
             # only a trained projection needs the outputs of latents again
-            found, _ = kernels.forward(chunk)
+            result, _ = kernels.forward(chunk)
             without_rope = q[rows, :, :nope].transpose(0, 1)
             dw[..., :nope] += torch.bmm(dabsorbed.transpose(1, 2), without_rope)
-            dw[..., nope:] += torch.bmm(found.transpose(1, 2), by_head)
-    found = None if dw is None else dw.transpose(0, 1).to(w.dtype)
-    return dq, dlatents.to(latents.dtype), found
+            dw[..., nope:] += torch.bmm(result.transpose(1, 2), by_head)
+    result = None if dw is None else dw.transpose(0, 1).to(w.dtype)
+    return dq, dlatents.to(latents.dtype), result

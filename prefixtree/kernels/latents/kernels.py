@@ -200,11 +200,11 @@ def backward_kernel(
     at_rope = query * rope_token + head * rope_head
     # q above dout: both are multiplied with keys, and give the latents' gradient, in one product
     # of 128 rows, which two warpgroups share
-    both = tl.arange(0, 2 * ROWS)
-    of_both = tl.program_id(0) % ((HEADS + ROWS - 1) // ROWS) * ROWS + both % ROWS
+    double_row = tl.arange(0, 2 * ROWS)
+    of_both = tl.program_id(0) % ((HEADS + ROWS - 1) // ROWS) * ROWS + double_row % ROWS
     at_both = (of_both.to(tl.int64) * n + query) * R
     # one load, not a sum of two: a loaded tensor is in shared memory once
-    base = tl.where(both < ROWS, Q + at_both, DOUT + at_both)[:, None]
+    base = tl.where(double_row < ROWS, Q + at_both, DOUT + at_both)[:, None]
     rows = ()
     for first in tl.static_range(0, R_PADDED, WIDTH):
         part = first + tl.arange(0, WIDTH)

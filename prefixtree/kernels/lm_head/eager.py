@@ -27,7 +27,7 @@ LEAST = -1e4
 
 @dataclass(frozen=True)
 class LogitRule:
-    """The rule that turns the lm_head's output x into logits: softcap tanh(scale x / softcap)."""
+    """The rule from the lm_head's output x to logits: scale x, softcap tanh(scale x / softcap)."""
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -51,7 +51,7 @@ def score(
     rule: LogitRule,
     out: torch.Tensor,
 ) -> None:
-    """Writes log softmax(rule(x) / temperature) at targets, and entropy, out [R, C]; x is lost."""
+    """Writes log p at targets, and the entropy, to out [R, C]; overwrites x [R, V]."""
     z = rule.apply(x.to(out.dtype))
     z /= temperature[:, None]
     # not z - logsumexp(z): between large logits that cancels
@@ -136,7 +136,7 @@ def write_statistics(
     names: Sequence[str],
     out: torch.Tensor,
 ) -> None:
-    """Writes K statistics of rule(x) / temperature at targets, out float32 [R, K]; keeps x."""
+    """Writes K statistics of rule(x) / temperature to out, float32 [R, K]; x [R, V] stays."""
     if not names:
         return
     rows = max(1, _BLOCK // x.shape[1])
@@ -149,11 +149,11 @@ def write_statistics(
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The part of the vocabulary that this rank scores; its `score` and `gradient` replace ours.
+    """The part of the vocabulary that this rank scores, with `score` and `gradient` of its own.
 
     Every method is a collective: all ranks of the group call it with the same rows. `first` is the
-    token id of this rank's first row of the weight, `widest` the rows of the largest slice; every
-    rank has at least one.
+    token id of this rank's first row of the weight, `widest` the number of rows of the largest
+    slice; every rank has at least one.
     """
 
     group: ProcessGroup
@@ -168,7 +168,7 @@ class VocabularySlice:
         rule: LogitRule,
         out: torch.Tensor,
     ) -> None:
-        """Writes `score` for x [R, W], this rank's columns; target and out are of all ranks."""
+        """Computes `score` for this rank's columns x [R, W]; out is alike on all ranks."""
         z = self._shifted(rule.apply(x.to(out.dtype)) / temperature[:, None])
         column, is_mine = self._columns(target, z.shape[1])
         p = z.exp()
@@ -191,7 +191,7 @@ class VocabularySlice:
         grad: torch.Tensor,
         into: torch.Tensor,
     ) -> None:
-        """Writes `gradient` into [R, W], given what `score` wrote; grad is alike on all ranks."""
+        """Computes `gradient` for this rank's columns [R, W]; grad is alike on all ranks."""
         logits = rule.apply(x.to(out.dtype))
         z = self._shifted(logits / temperature[:, None])
         z -= self.summed(z.exp().sum(-1, keepdim=True)).log()

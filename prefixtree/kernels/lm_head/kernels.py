@@ -78,28 +78,28 @@ def normaliser(
 
 @triton.jit
 def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
-    """Computes the columns' shares of the divergence, and `own`, from the logs of p and q.
+    """Computes the columns' shares of the divergence, and raw gradients, from the logs of p and q.
 
-    p is the model's, q the teacher's. The gradient of p's logits is own - p sum(own). A probability
+    p is the model's, q the teacher's. The gradient of p's logits is raw - p sum(raw). A probability
     of 0 adds nothing.
     """
     p = tl.exp(log_p)
     q = tl.exp(log_q)
     apart = log_q - log_p
     if DIVERGENCE == "forward":
-        own = -q
-        each = tl.where(q == 0.0, 0.0, q * apart)
+        raw = -q
+        added = tl.where(q == 0.0, 0.0, q * apart)
     elif DIVERGENCE == "reverse":
-        own = tl.where(p == 0.0, 0.0, -p * apart)
-        each = own
+        raw = tl.where(p == 0.0, 0.0, -p * apart)
+        added = raw
     else:
         # log of the mixture over the larger of both: nothing cancels if they are near each other
         is_q = apart > 0.0
         nearer = tl.exp(-tl.abs(apart))
         mixture = tl.log(tl.where(is_q, beta + (1.0 - beta) * nearer, 1.0 - beta + beta * nearer))
-        own = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (tl.where(is_q, -apart, 0.0) - mixture))
-        each = own + beta * tl.where(q == 0.0, 0.0, q * (tl.where(is_q, 0.0, apart) - mixture))
-    return each, own
+        raw = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (tl.where(is_q, -apart, 0.0) - mixture))
+        added = raw + beta * tl.where(q == 0.0, 0.0, q * (tl.where(is_q, 0.0, apart) - mixture))
+    return added, raw
 
 
 @triton.jit(do_not_specialize=_OF_ROWS)
@@ -162,7 +162,7 @@ def score_kernel(
             Y, vocabulary, temperature, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, BLOCK
         )
         value = tl.zeros([BLOCK], tl.float32)
-        owns = tl.zeros([BLOCK], tl.float32)
+        raw_sum = tl.zeros([BLOCK], tl.float32)
         for at in range(0, vocabulary, BLOCK):
             column = at + tl.arange(0, BLOCK)
             y, alive = load_scaled(X, column, vocabulary, scale)
@@ -170,12 +170,12 @@ def score_kernel(
             y, _ = load_scaled(Y, column, vocabulary, teacher_scale)
             z_q, _ = logits_of(y, alive, temperature, teacher_softcap, TEACHER_SOFTCAP)
             log_q = (z_q - top_q) - log_sum_q
-            each, own = diverging((z - top) - log_sum, log_q, beta, DIVERGENCE)
-            value += each
-            owns += own
+            added, raw = diverging((z - top) - log_sum, log_q, beta, DIVERGENCE)
+            value += added
+            raw_sum += raw
         tl.store(VALUE + row, tl.sum(value, 0))
         # exact for probabilities, so that equal distributions have no gradient
-        tl.store(KEPT, -1.0 if DIVERGENCE == "forward" else tl.sum(owns, 0))
+        tl.store(KEPT, -1.0 if DIVERGENCE == "forward" else tl.sum(raw_sum, 0))
         tl.store(KEPT + 1, top)
         tl.store(KEPT + 2, log_sum)
         tl.store(KEPT + 3, top_q)
@@ -224,7 +224,7 @@ def gradient_kernel(
     if DIVERGENCE != "":
         Y += row * vocabulary
         KEPT += row * _KEPT
-        owns = tl.load(KEPT)
+        raw_sum = tl.load(KEPT)
         top = tl.load(KEPT + 1)
         log_sum = tl.load(KEPT + 2)
         top_q = tl.load(KEPT + 3)
@@ -246,9 +246,9 @@ def gradient_kernel(
         if DIVERGENCE != "":
             y, _ = load_scaled(Y, column, vocabulary, teacher_scale)
             z_q, _ = logits_of(y, alive, temperature, teacher_softcap, TEACHER_SOFTCAP)
-            each, own = diverging(logp, (z_q - top_q) - log_sum_q, beta, DIVERGENCE)
-            value += each
-            dz += value_grad * (own - p * owns)
+            added, raw = diverging(logp, (z_q - top_q) - log_sum_q, beta, DIVERGENCE)
+            value += added
+            dz += value_grad * (raw - p * raw_sum)
         if SOFTCAP:
             dz *= 1.0 - squashed * squashed
         dx = (dz * (scale / temperature)).to(INTO.dtype.element_ty)
@@ -265,7 +265,7 @@ def score(
     out: torch.Tensor,
     teacher: TeacherRows | None = None,
 ) -> None:
-    """Does as `eager.score`, with the divergence to a teacher; all contiguous."""
+    """Computes `eager.score` and the divergence to a teacher; all contiguous."""
     _launch(score_kernel, rule, (logits, target, temperature, out), teacher)
 
 
@@ -279,7 +279,7 @@ def gradient(
     into: torch.Tensor,
     teacher: TeacherRows | None = None,
 ) -> None:
-    """Does as `eager.gradient`, with the divergence's; all contiguous."""
+    """Computes `eager.gradient` with that of the divergence; all contiguous."""
     arrays = logits, target, temperature, out
     _launch(
         gradient_kernel,

@@ -35,9 +35,9 @@ class ScoreOptions:
     """The way in which rows of logits are scored, and the columns of the result.
 
     Columns are log p, the entropy, the statistics and those of a measure. Statistics have no
-    gradients. chunk_size are rows whose logits are in memory at once. Default: with the Triton
-    kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is near 2^26
-    (2^22 on a CPU).
+    gradients. `chunk_size` is the number of rows whose logits are in memory at once. Default: with
+    the Triton kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is
+    near 2^26 (2^22 on a CPU).
     """
 
     with_entropy: bool = False
@@ -133,11 +133,11 @@ def linear_logprobs(
     measure, columns = _bound(options, target, temperature, numbers, accumulate), 0
     if measure is not None:
         columns = measure.check(weight.shape[0])
-    scores, others, measured = _LinearLogprobs.apply(
+    scores, statistics, measured = _LinearLogprobs.apply(
         *(hidden, weight, bias, target, temperature, options, rows, dtype, vocabulary, accumulate),
         *(measure, columns),
     )
-    return torch.cat([scores, others, measured], 1) if options.statistics or columns else scores
+    return torch.cat([scores, statistics, measured], 1) if options.statistics or columns else scores
 
 
 def _bound(
@@ -184,14 +184,14 @@ def lm_head_logprobs(
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if options.with_entropy:
             columns.append(-(logp.exp() * logp.clamp(min=eager.LEAST)).sum(-1))
-        others = z.new_empty(len(z), len(options.statistics))
-        write_statistics(x, t, temp, options.rule, options.statistics, others)
-        found = [torch.stack(columns, -1), others]
+        statistics = z.new_empty(len(z), len(options.statistics))
+        write_statistics(x, t, temp, options.rule, options.statistics, statistics)
+        results = [torch.stack(columns, -1), statistics]
         if measure is not None:
-            found.append(measure.of(x, at))
+            results.append(measure.of(x, at))
             # the second call for this chunk is in its backward
             measure.check_repeated()
-        return torch.cat(found, 1)
+        return torch.cat(results, 1)
 
     rows = options.chunk_size or chunk_rows(vocabulary, hidden.device)
     # an empty batch still runs the lm_head once, so that wrappers see it take part
@@ -222,7 +222,7 @@ class _LinearLogprobs(torch.autograd.Function):
         columns: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out = hidden.new_empty(hidden.shape[0], options.with_gradients, dtype=accumulate)
-        others = out.new_empty(len(out), len(options.statistics))
+        statistics = out.new_empty(len(out), len(options.statistics))
         measured = out.new_empty(len(out), columns)
         # a temperature for all rows may come expanded
         target, temperature = target.contiguous(), temperature.to(accumulate).contiguous()
@@ -232,20 +232,20 @@ class _LinearLogprobs(torch.autograd.Function):
             for at in range(0, hidden.shape[0], rows):
                 part = slice(at, at + rows)
                 logits = F.linear(hidden[part].to(dtype), *weights)
-                rest = (target[part], temperature[part], options.rule)
+                row_arguments = (target[part], temperature[part], options.rule)
                 # statistics first: the logits are overwritten as they are scored
-                write_statistics(logits, *rest, options.statistics, others[part])
+                write_statistics(logits, *row_arguments, options.statistics, statistics[part])
                 if measure is None:
-                    kernels.score(logits, *rest, out[part])
+                    kernels.score(logits, *row_arguments, out[part])
                 else:
-                    measure.score(kernels, logits, at, (*rest, out[part]), measured[part])
+                    measure.score(kernels, logits, at, (*row_arguments, out[part]), measured[part])
                 # freed before the next chunk's are made
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
         ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = options.rule, rows, dtype, vocabulary
         ctx.measure = measure
-        ctx.mark_non_differentiable(others)
-        return out, others, measured
+        ctx.mark_non_differentiable(statistics)
+        return out, statistics, measured
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -266,12 +266,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 part = slice(at, at + ctx.rows)
                 h = hidden[part].to(ctx.dtype)
                 dx = F.linear(h, *weights)
-                rest = (target[part], temperature[part], ctx.rule, out[part], grad[part])
+                row_arguments = (target[part], temperature[part], ctx.rule, out[part], grad[part])
                 # dx holds the logits until here, and then their gradient
                 if ctx.measure is None:
-                    kernels.gradient(dx, *rest, dx)
+                    kernels.gradient(dx, *row_arguments, dx)
                 else:
-                    ctx.measure.gradients(kernels, dx, at, rest, of_measured[part])
+                    ctx.measure.gradients(kernels, dx, at, row_arguments, of_measured[part])
                 if dbias is not None:
                     dbias += dx.sum(0, dtype=out.dtype)
                 if dhidden is not None and vocabulary is None:
@@ -295,7 +295,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a b to total (float32, or a's dtype), if torch can in one call without rounding a b."""
+    """Adds a b to total (float32, or a's dtype), without rounding a b if torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
@@ -321,7 +321,7 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def _scorer(
     hidden: torch.Tensor, vocabulary: VocabularySlice | None, accumulate: torch.dtype
 ) -> ModuleType | VocabularySlice:
-    """Chooses whose `score` and `gradient` serve a call; the kernels compute in float32 alone."""
+    """Chooses whose `score` and `gradient` serve a call; Triton's compute in float32 alone."""
     if vocabulary is not None:
         return vocabulary
     return _kernels_for(hidden) if accumulate == torch.float32 else eager

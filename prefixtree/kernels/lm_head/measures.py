@@ -145,15 +145,15 @@ class Divergence:
         # less terms that sum to 0, so that equal logits have a gradient of exactly 0
         apart = s.exp() - t.exp()
         if self.beta == 0:
-            each = _times(t.exp(), t - s) + apart
+            terms = _times(t.exp(), t - s) + apart
         elif self.beta == 1:
-            each = _times(s.exp(), s - t) - apart
+            terms = _times(s.exp(), s - t) - apart
         else:
             # -inf - -inf would be NaN, and so would its gradient
             t, s = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (t, s))
             m = torch.logaddexp(t + math.log(self.beta), s + math.log1p(-self.beta))
-            each = self.beta * t.exp() * (t - m) + (1 - self.beta) * s.exp() * (s - m)
-        return each.sum(-1, keepdim=True)
+            terms = self.beta * t.exp() * (t - m) + (1 - self.beta) * s.exp() * (s - m)
+        return terms.sum(-1, keepdim=True)
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
         """Computes the teacher's log-probabilities, as `Teacher.log_p`."""
@@ -299,7 +299,7 @@ class BoundMeasure:
             )
 
     def check(self, vocabulary: int) -> int:
-        """Finds C with made-up logits; refuses values that are drawn or depend on other tensors."""
+        """Finds C with made-up logits; refuses values that are drawn or mix edges or tensors."""
         device = self._edges.edge.device
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
         made_up = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4

@@ -80,8 +80,8 @@ class _Decays:
     """The decays within chunks, given g, the log of each token's: [n, H, c] or [n, H, c, K].
 
     from_start and to_end [n, H, c, 1 or K] are those of the state before the chunk until each
-    token, its own included, and from after each token until the chunk's end. whole [n, H, 1 or K,
-    1] is over all of the chunk.
+    token, its own included, and from after each token until the chunk's end. whole
+    [n, H, 1 or K, 1] is over all of the chunk.
     """
 
     def __init__(self, g: torch.Tensor) -> None:

@@ -252,22 +252,22 @@ def conv_backward_branches(
     COLUMNS: tl.constexpr,
 ):
     """Writes dx of the tokens that segments below read, over that of `conv_backward`."""
-    own = tl.load(branch_tokens + tl.program_id(0))
+    branch = tl.load(branch_tokens + tl.program_id(0))
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = channel < D
     row = tl.arange(0, ROWS)
 
     # the tokens right after it, as far as they read it
-    reader = own + row
+    reader = branch + row
     reads = (row < W) & (reader < T)
-    reads &= tl.load(ancestors + row * T + reader, mask=reads, other=-1) == own
+    reads &= tl.load(ancestors + row * T + reader, mask=reads, other=-1) == branch
     dtotal = _dtotal(x, weight, bias, ancestors, dout, reader, reads, T, D, channel, in_d, W, SILU)
     at = weight + channel[None, :] * W + (W - 1 - row)[:, None]
     tap = tl.load(at, mask=reads[:, None] & in_d[None, :], other=0.0)
     grad = tl.sum(dtotal * tap.to(tl.float32), 0)
 
-    end = tl.load(entry_start + own + 1)
-    for first in range(tl.load(entry_start + own), end, ROWS):
+    end = tl.load(entry_start + branch + 1)
+    for first in range(tl.load(entry_start + branch), end, ROWS):
         listed = first + row < end
         reader = tl.load(entry_token + first + row, mask=listed, other=0)
         j = tl.load(entry_tap + first + row, mask=listed, other=0)
@@ -277,4 +277,4 @@ def conv_backward_branches(
         at = weight + channel[None, :] * W + (W - 1 - j)[:, None]
         tap = tl.load(at, mask=listed[:, None] & in_d[None, :], other=0.0)
         grad += tl.sum(dtotal * tap.to(tl.float32), 0)
-    tl.store(dx + own.to(tl.int64) * D + channel, grad.to(dx.dtype.element_ty), mask=in_d)
+    tl.store(dx + branch.to(tl.int64) * D + channel, grad.to(dx.dtype.element_ty), mask=in_d)

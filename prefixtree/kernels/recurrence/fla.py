@@ -123,7 +123,7 @@ def _package_refusal() -> str | None:
 
 @cache
 def _gate_refusal() -> str | None:
-    """Says if fla refuses its gated backward, which some Tritons miscompile on Hopper."""
+    """Says why fla refuses its gated backward, which some Tritons miscompile; or None."""
     from fla.ops.common.backends import CommonTileLangBackend
     from fla.ops.common.chunk_o import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 

@@ -51,9 +51,9 @@ def compile_side_by_side(rules: ModuleType) -> None:
 
 def tuners(rules: ModuleType) -> Iterator[Any]:
     """Yields the autotuned kernels that a module's functions can reach by global names."""
-    rest, seen = list(vars(rules).values()), set[int]()
-    while rest:
-        candidate = rest.pop()
+    pending, seen = list(vars(rules).values()), set[int]()
+    while pending:
+        candidate = pending.pop()
         while isinstance(candidate, Heuristics):
             candidate = candidate.fn
         if id(candidate) in seen:
@@ -64,11 +64,11 @@ def tuners(rules: ModuleType) -> Iterator[Any]:
         elif inspect.isfunction(candidate):
             function = inspect.unwrap(candidate)
             names = function.__code__.co_names
-            rest += [function.__globals__[x] for x in names if x in function.__globals__]
+            pending += [function.__globals__[x] for x in names if x in function.__globals__]
 
 
 def _timed(tuner: Any, *arguments: Any, config: Any, **options: Any) -> list[float]:
-    """Times a configuration for the autotuner; the first of a tuning compiles all first."""
+    """Times a configuration for the autotuner; before the first of a tuning, all compile."""
     try:
         configs = tuner.prune_configs(options)
         if config == configs[0]:
@@ -163,7 +163,7 @@ def channel_delta_rule_forward(
     scale: float,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Does as `delta_rule_forward` with a gate per channel of the key (Kimi): g [T, HV, K]."""
+    """Computes `delta_rule_forward` with a gate per channel of the key (Kimi): g [T, HV, K]."""
     where = _segments(schedule)
     q, k, v, beta = q[None], k[None], v[None], beta[None]
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)
@@ -249,8 +249,8 @@ def linear_attention_forward(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """Computes gated linear attention with a gate per head.
 
-    Mamba-2 is such: q = C, k = B, v = x dt, g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] ->
-    out [T, HV, V], what is kept, final.
+    Mamba-2 is one: q = C, k = B, v = x dt, g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] -> out
+    [T, HV, V], what is kept, final.
     """
     where = _segments(schedule)
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)

@@ -65,11 +65,11 @@ def compile_ahead(call: DeltaCall, branches: bool, backward: bool) -> None:
         needs = {need for need in needs if (kind, need) not in _known}
         _known.update((kind, need) for need in needs)
         try:
-            asked = _asked_for(call, branches, needs)
+            calls = _asked_for(call, branches, needs)
             sizes = "{}x{} and {}x{}".format(*kind)
-            what = f"{len(asked)} kernels of flash-qla side by side,"
+            what = f"{len(calls)} kernels of flash-qla side by side,"
             with first_call(what, call.value.dtype, f"sizes {sizes}"):
-                _compile(asked)
+                _compile(calls)
         except Exception as error:
             # FlashQLA's own call says what is wrong, or does not need it
             _log.info("flash-qla compiles its kernels one after another: %r", error)
@@ -90,7 +90,7 @@ def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]
     starts = g.new_empty(tables.host.num_segments, *call.state_shape)
     inputs = (query, key, value, g, beta)
     tables_and_scale = (tables, call.scale)
-    with _noted() as asked:
+    with _noted() as calls:
         if "forward" in needs and branches:
             rules.solve(key, g, beta, tables)
             rules.ends(key, value, g, beta, solved, tables)
@@ -104,7 +104,7 @@ def _asked_for(call: DeltaCall, branches: bool, needs: set[str]) -> list[_Asked]
             rules.gradients(*inputs, solved, value, before, starts, *tables_and_scale)
         elif "backward" in needs:
             rules.sequences_gradients(*inputs, solved, value, *tables_and_scale)
-    return asked
+    return calls
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _noted() -> Iterator[list[_Asked]]:
     """Notes this thread's calls of TileLang's factories, whose kernels then do nothing."""
     from tilelang.jit import JITImpl
 
-    asked: list[_Asked] = []
+    calls: list[_Asked] = []
     original: Callable[..., Any] = JITImpl.__call__
     thread = threading.get_ident()
 
@@ -120,13 +120,13 @@ def _noted() -> Iterator[list[_Asked]]:
         if threading.get_ident() != thread:
             return original(factory, *arguments, **options)
         asked_call = _Asked(factory, arguments, options)
-        if asked_call not in asked:
-            asked.append(asked_call)
+        if asked_call not in calls:
+            calls.append(asked_call)
         return lambda *_: None
 
     JITImpl.__call__ = note
     try:
-        yield asked
+        yield calls
     finally:
         JITImpl.__call__ = original
 

@@ -145,7 +145,7 @@ def gradients_of_starts(
     tables: SegmentTables,
     scale: float,
 ) -> torch.Tensor:
-    """Computes the gradient of starts from their own outputs, fp32 [N, HV, K, V], 0 for zeros."""
+    """Computes each start's gradient from its segment's outputs, fp32 [N, HV, K, V]."""
     starts_from = tables.schedule(CHUNK).parent_state
     _, dstarts = fused_gdr_dh_ws(
         *(x[None] for x in (query, key, solved, summed, beta, dout)),
@@ -153,7 +153,7 @@ def gradients_of_starts(
         output_dh=False,
         scale=scale,
         cu_seqlens=_segments(tables),
-        # segments that start from zeros hand nothing up
+        # segments that start from zeros hand nothing up: their gradient is 0
         num_warmup_chunks=_chunks_where(tables, starts_from >= 0, dout.shape[1]),
     )
     return dstarts
@@ -168,7 +168,7 @@ def states(
     starts: torch.Tensor,
     tables: SegmentTables,
 ) -> torch.Tensor:
-    """Computes the state before each chunk, [1, chunks, HV, K, V], of starts fp32 [N, HV, K, V]."""
+    """Computes the state before each chunk, [1, chunks, HV, K, V], from starts [N, HV, K, V]."""
     chunk_states, _, _ = fused_gdr_h(
         *(x[None] for x in (key, value, solved, summed, beta)),
         initial_state=starts,

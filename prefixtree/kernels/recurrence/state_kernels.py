@@ -72,8 +72,8 @@ def states_forward(
     """Computes states at every chunk's start, and values less the state's predictions.
 
     k [T, H, K] (with gk: [T, HV, K], gates applied), w [T, HV, K], u [T, HV, V]; g fp32 [T, HV] or
-    gk fp32 [T, HV, K]: log2 of the decay, summed along each chunk. Writes v_new [T, HV, V], h [NC,
-    HV, K, V], states fp32 [B, HV, K, V]: where branch points end.
+    gk fp32 [T, HV, K]: log2 of the decay, summed along each chunk. Writes v_new [T, HV, V], h
+    [NC, HV, K, V], states fp32 [B, HV, K, V]: where branch points end.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")
@@ -126,10 +126,10 @@ def states_forward(
         b_k = tl.load(k + at_k, mask=in_k[:, None] & in_t[None, :], other=0.0)
         b_h = tl.dot(b_k, b_v.to(b_k.dtype), b_h, input_precision="ieee")
 
-    own = tl.load(state_of + segment).to(tl.int64)
-    if own >= 0:
-        tl.store(states + own * (HV * K * V) + tile, b_h, mask=in_h)
-        publish(flags + 1 + own * (NV * HV) + lane, 1)
+    own_state = tl.load(state_of + segment).to(tl.int64)
+    if own_state >= 0:
+        tl.store(states + own_state * (HV * K * V) + tile, b_h, mask=in_h)
+        publish(flags + 1 + own_state * (NV * HV) + lane, 1)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def states_backward(
     begin = tl.load(segment_start + segment).to(tl.int64)
     length = tl.load(segment_start + segment + 1) - tl.load(segment_start + segment)
     chunk = tl.load(first_chunk + segment + 1).to(tl.int64)
-    own = tl.load(state_of + segment).to(tl.int64)
+    own_state = tl.load(state_of + segment).to(tl.int64)
 
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -191,9 +191,9 @@ def states_backward(
     tile = i_h * (K * V) + o_k[:, None] * V + o_v[None, :]
 
     b_dh = tl.zeros([BK, BV], dtype=tl.float32)
-    if own >= 0:
-        slots = tl.load(slot_start + own + 1) - tl.load(slot_start + own)
-        slot = tl.load(slot_start + own).to(tl.int64)
+    if own_state >= 0:
+        slots = tl.load(slot_start + own_state + 1) - tl.load(slot_start + own_state)
+        slot = tl.load(slot_start + own_state).to(tl.int64)
         for _ in range(0, slots):
             wait_for(flags + 1 + slot * (NV * HV) + lane, tl.load(slot_count + slot))
             b_dh += tl.load(dstates + slot * (HV * K * V) + tile, mask=in_h, other=0.0)
@@ -242,11 +242,11 @@ def states_backward(
         slot = tl.load(slot_of + segment).to(tl.int64)
         rank = tl.load(rank_of + segment)
         flag = flags + 1 + slot * (NV * HV) + lane
-        here = dstates + slot * (HV * K * V) + tile
+        slot_tile = dstates + slot * (HV * K * V) + tile
         if rank > 0:
             wait_for(flag, rank)
-            b_dh += tl.load(here, mask=in_h, other=0.0)
-        tl.store(here, b_dh, mask=in_h)
+            b_dh += tl.load(slot_tile, mask=in_h, other=0.0)
+        tl.store(slot_tile, b_dh, mask=in_h)
         publish(flag, rank + 1)
 
 
@@ -277,7 +277,7 @@ def hand_down(
     head = (lane // NV).to(tl.int64)
     segment = tl.load(order + work // (NV * HV)).to(tl.int64)
     parent = tl.load(parent_state + segment).to(tl.int64)
-    own = tl.load(state_of + segment).to(tl.int64)
+    own_state = tl.load(state_of + segment).to(tl.int64)
 
     o_k = tl.arange(0, K)
     o_b = tl.arange(0, BK)
@@ -289,15 +289,15 @@ def hand_down(
         wait_for(flags + 1 + parent * (NV * HV) + lane, 1)
         b_start = tl.load(states + parent * (HV * K * V) + tile)
     tl.store(starts + segment * (HV * K * V) + tile, b_start)
-    if own >= 0:
+    if own_state >= 0:
         b_end = tl.load(ends + segment * (HV * K * V) + tile)
         if parent >= 0:
             at = transitions + (segment * HV + head) * (K * K) + o_k[:, None] * K + o_b[None, :]
             for k in range(0, K, BK):
                 b_rows = tl.load(states + parent * (HV * K * V) + rows + k * V)
                 b_end = tl.dot(tl.load(at + k), b_rows, b_end, input_precision="ieee")
-        tl.store(states + own * (HV * K * V) + tile, b_end)
-        publish(flags + 1 + own * (NV * HV) + lane, 1)
+        tl.store(states + own_state * (HV * K * V) + tile, b_end)
+        publish(flags + 1 + own_state * (NV * HV) + lane, 1)
 
 
 @triton.jit
@@ -332,14 +332,14 @@ def hand_up(
     lane = work % (NV * HV)
     head = (lane // NV).to(tl.int64)
     segment = tl.load(order + work // (NV * HV)).to(tl.int64)
-    own = tl.load(state_of + segment).to(tl.int64)
+    own_state = tl.load(state_of + segment).to(tl.int64)
 
     o_k = tl.arange(0, K)
     o_b = tl.arange(0, BK)
     o_v = (lane % NV) * BV + tl.arange(0, BV)
     tile = head * (K * V) + o_k[:, None] * V + o_v[None, :]
     b_end = tl.zeros([K, BV], dtype=tl.float32)
-    if own >= 0:
+    if own_state >= 0:
         # in the order of the children, whatever the timing
         for i in range(tl.load(children_start + segment), tl.load(children_start + segment + 1)):
             child = tl.load(children + i).to(tl.int64)
@@ -351,9 +351,9 @@ def hand_up(
             leaves = tl.load(exit_of + segment).to(tl.int64)
             if leaves >= 0:
                 b_end += tl.load(dfinal + leaves * (HV * K * V) + tile)
-    here = dends + segment * (HV * K * V)
-    tl.store(here + tile, b_end)
-    if own >= 0:
+    own_end = dends + segment * (HV * K * V)
+    tl.store(own_end + tile, b_end)
+    if own_state >= 0:
         if tl.load(parent_state + segment) >= 0:
             # other threads of this program stored the rows that are read here
             tl.debug_barrier()
@@ -363,7 +363,7 @@ def hand_up(
             # transposed: its rows are the columns of the product
             at = transitions + (segment * HV + head) * (K * K) + o_k[:, None] + o_b[None, :] * K
             for k in range(0, K, BK):
-                b_rows = tl.load(here + rows + k * V)
+                b_rows = tl.load(own_end + rows + k * V)
                 b_start = tl.dot(tl.load(at + k * K), b_rows, b_start, input_precision="ieee")
             tl.store(start, b_start)
-        publish(flags + 1 + own * (NV * HV) + lane, 1)
+        publish(flags + 1 + own_state * (NV * HV) + lane, 1)

@@ -53,10 +53,10 @@ def carry_states(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes the state from which every chunk starts; a backward calls it again.
 
-    k [T, H, K], u [T, HV, V], w [T, HV, K], without which nothing is subtracted from u. g fp32 [T,
-    HV] or gk fp32 [T, HV, K] is log2 of the decay, summed along each chunk. initial fp32 [I, HV, K,
-    V] are the states that enter. Returns h [NC, HV, K, V], v_new [T, HV, V] (u itself without w),
-    and the states that leave, fp32 [F, HV, K, V].
+    k [T, H, K], u [T, HV, V], w [T, HV, K], without which nothing is subtracted from u. g fp32
+    [T, HV] or gk fp32 [T, HV, K] is log2 of the decay, summed along each chunk. initial fp32
+    [I, HV, K, V] are the states that enter. Returns h [NC, HV, K, V], v_new [T, HV, V] (u itself
+    without w), and the states that leave, fp32 [F, HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = u.shape[1:]
@@ -107,9 +107,9 @@ def carry_gradients(
     """Computes gradients of the states at every chunk's end, and of those that enter.
 
     q, k [T, H, K], do [T, HV, V]; w, g, gk as in `carry_states`. dv [T, HV, V], with w, is the
-    gradient of v_new inside each chunk; that through the states is added in place. dfinal fp32 [F,
-    HV, K, V] is of the states that leave; None for zeros. Returns dh [NC, HV, K, V] and fp32 [I,
-    HV, K, V].
+    gradient of v_new inside each chunk; that through the states is added in place. dfinal fp32
+    [F, HV, K, V] is of the states that leave; None for zeros. Returns dh [NC, HV, K, V] and fp32
+    [I, HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = do.shape[1:]

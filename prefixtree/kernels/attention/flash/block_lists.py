@@ -107,16 +107,16 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
     of_queries, of_keys = _forward_spans(tables), _backward_spans(back, linear)
     keys = len(back.k_tiles)
     if on_grid:
-        asked = np.ones(len(tables.q_tiles), bool)
+        is_asked = np.ones(len(tables.q_tiles), bool)
         unseen = np.setdiff1d(np.arange(keys), np.concatenate([row for row, *_ in of_keys]))
         # a key tile that no query sees gets the first query tile, in which the mask hides all of it
         of_keys = _with(of_keys[0], unseen, np.zeros_like(unseen)), of_keys[1]
     else:
-        asked = mask.asked_tiles(tiles.queries)
-    if not asked.all():
-        of_queries = _of_asked_rows(of_queries, asked, tiles)
-        of_keys = _of_asked_columns(of_keys, asked, tiles, keys)
-    runs = [_runs(len(asked), *spans) for spans in of_queries]
+        is_asked = mask.asked_tiles(tiles.queries)
+    if not is_asked.all():
+        of_queries = _of_asked_rows(of_queries, is_asked, tiles)
+        of_keys = _of_asked_columns(of_keys, is_asked, tiles, keys)
+    runs = [_runs(len(is_asked), *spans) for spans in of_queries]
     runs += [_runs(keys, *spans) for spans in of_keys]
     sent = move_all([part for r in runs for part in (r.count, r.place, r.jump)], device)
     arrays: list[torch.Tensor] = []

@@ -89,7 +89,7 @@ def refusal(call: AttentionCall) -> str | None:
 
 
 def refused_features(call: AttentionCall) -> str | None:
-    """Says what of the call, and not of the machine, `refusal` refuses."""
+    """Says why the call, and not the machine, is refused; None if it is served."""
     q, v = call.q, call.v
     d, d_v = q.shape[2], v.shape[2]
     if call.chosen is not None:

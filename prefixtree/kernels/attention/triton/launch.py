@@ -116,7 +116,7 @@ class Problem:
         return self.call.mask.tables(shape, self.call.window, self.q.device)
 
     def chosen(self, config: Config, tables: BlockTables, by_key: bool) -> tuple[Any, Any]:
-        """Calls `chosen.lay_out`; gives any tensors if all keys are chosen."""
+        """Calls `chosen.lay_out`; gives unused tensors if all keys are chosen."""
         if self.call.chosen is None:
             return self.position, self.position
         size = _padded_tokens(config, self.choice), config.keys
