@@ -43,7 +43,7 @@ def check_tokens(flat: np.ndarray, name: str = "token ids") -> np.ndarray:
 def flatten(
     sequences: Iterable[Any], name: str, label: Callable[[int], str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All token ids one after another, and the length of each sequence int64 [S].
+    """Joins all token ids one after another, and gives the length of each sequence int64 [S].
 
     `label` names sequence i in an error. Default: name[i].
     """

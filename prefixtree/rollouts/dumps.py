@@ -151,7 +151,7 @@ class _Inert:
         pass
 
     def append(self, value: Any) -> None:
-        """As of a list, whose entries are of no interest."""
+        """Does nothing: entries of a list are of no interest."""
 
     add = extend = append
 

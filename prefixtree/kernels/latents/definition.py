@@ -18,7 +18,7 @@ from prefixtree.packing.host_mask import HostMask
 
 
 class Chunk(NamedTuple):
-    """Some queries, and the keys that each chose.
+    """Queries, and the keys that each chose.
 
     absorbed [H, n, R]; rope [n, H, P], any strides but the last; latents [T, R + P]. lists int32
     [n, k] hold the packed tokens of the chosen keys first, and anything after them. lengths int32
@@ -101,7 +101,7 @@ def indices(
 
 
 class _Gather(NamedTuple):
-    """Some queries of a chunk, `rows`, in the sums' dtype, and the rows of their keys."""
+    """The queries `rows` of a chunk in the sums' dtype, and the rows of their keys."""
 
     rows: slice
     # [H, m, R + P], [m, k, R + P], int64 [m, k], [H, m, k]
