@@ -76,3 +76,11 @@ def test_commands_that_are_asked_for_exist() -> None:
     named = {name for text in texts for name in re.findall(r"`prefixtree (\w+)", text)}
     named |= set(re.findall(r'^CMD \["(\w+)"]$', (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     assert {"doctor", "report", "verify"} <= named <= typer.main.get_command(app).commands.keys()  # type: ignore[attr-defined]
+
+
+def test_the_changelog_is_one_entry_of_few_words() -> None:
+    """For who meets the library first: what was in no release has no line of its own."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert len(re.findall(r"^## ", text, re.MULTILINE)) == 1 and len(text.split()) <= 1200
+    parts = ["What it does", "Breaking names", "Numerics", "Performance", "What was not run"]
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == parts
