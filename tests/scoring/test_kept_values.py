@@ -158,7 +158,7 @@ def test_peaks_are_those_that_were_predicted(
     auto: Any, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted on real runs of a trunk of 600 tokens and three micro-batches."""
-    model, memory = classifier(auto, "qwen3", num_hidden_layers=6), Memory(monkeypatch)
+    model, memory = classifier(auto, "qwen3", num_hidden_layers=4), Memory(monkeypatch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     rng = np.random.default_rng(0)
