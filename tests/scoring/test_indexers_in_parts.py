@@ -108,7 +108,7 @@ def test_keys_of_indexers_are_exported_and_freed(monkeypatch: pytest.MonkeyPatch
             assert not own[0].requires_grad
         return import_rows(self, *own)
 
-    monkeypatch.setattr(Exchange, "import", noted)
+    monkeypatch.setattr(Exchange, "import_rows", noted)
     run(model)
     kept_cases.run(model)
     assert len(index) == 2 and shapes == dict.fromkeys(index, (16,))
