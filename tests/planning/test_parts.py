@@ -87,7 +87,7 @@ def test_the_exchange_brings_the_owners_rows_and_returns_every_gradient(parts: P
     assert got[:, 0].tolist() == holders.tolist()
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(divisions(), st.data())
 def test_every_scored_edge_is_scored_once_by_the_owner_of_its_predictor(parts, data) -> None:
     packed = parts.packed
@@ -109,7 +109,7 @@ def test_every_scored_edge_is_scored_once_by_the_owner_of_its_predictor(parts, d
 # ---- attention ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(divisions(), st.integers(0, 99), st.sampled_from([None, 1, 3]), st.booleans())
 def test_attention_of_all_parts_is_that_of_the_whole(parts, seed, window, extras) -> None:
     *qkv, dout = random_values(parts.packed.num_tokens, seed, kv_heads=1 + seed % 2)
@@ -122,7 +122,7 @@ def test_attention_of_all_parts_is_that_of_the_whole(parts, seed, window, extras
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(divisions(), st.integers(1, 4))
 def test_a_convolution_over_a_part_and_its_tails_reads_the_true_ancestors(
     parts: Parts, width: int
@@ -155,7 +155,7 @@ def test_a_convolution_over_a_part_and_its_tails_reads_the_true_ancestors(
 def test_the_check_turns_red_without_one_importers_gradient() -> None:
     rng = np.random.default_rng(0)
     checked = 0
-    for _ in range(8):
+    for _ in range(20):
         packed = pack(random_forest(rng, 8, 6))
         parts = Parts(packed, random_owner(rng, packed.num_tokens, 3, "runs"), 3)
         *qkv, dout = random_values(packed.num_tokens)
@@ -171,7 +171,7 @@ def test_the_check_turns_red_without_one_importers_gradient() -> None:
     assert checked > 20
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(divisions(), st.sampled_from([None, 3]))
 def test_block_tables_need_to_know_nothing_of_parts(parts: Parts, window) -> None:
     for part in parts:

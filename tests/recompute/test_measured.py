@@ -128,7 +128,7 @@ _MODELS: dict[str, tuple[Callable[[], Any], torch.dtype | None]] = {
 
 # PEFT asks transformers under the old name of the property
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", mostly(_MODELS, {"adapters above", "FSDP2"}))
+@pytest.mark.parametrize("case", mostly(_MODELS, {"FSDP2"}))
 @pytest.mark.usefixtures("ranks")
 def test_an_update_takes_what_was_planned(case, plans, left):
     """After one micro-batch that was measured; and a probe tells the same as it does."""

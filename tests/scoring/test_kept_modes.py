@@ -197,7 +197,7 @@ def test_peaks_are_those_that_were_predicted(
 @pytest.mark.parametrize("share", mostly([0, 0.4, 1], [0.4]))
 def test_peaks_of_steps(memory: Memory, share: float) -> None:
     """Each step recomputes what does not fit beside what steps export."""
-    model = build("qwen3", num_hidden_layers=4)
+    model = build("qwen3")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     rng = np.random.default_rng(0)

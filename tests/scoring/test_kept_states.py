@@ -115,7 +115,7 @@ def test_what_waits_is_what_the_plan_says() -> None:
     assert scored._run.ledger.held_bytes() == (0, 0)
 
 
-@pytest.mark.parametrize("family", mostly(["qwen3", "nemotron_h"], ["nemotron_h"]))
+@pytest.mark.parametrize("family", mostly(["qwen3", "nemotron_h"], ["qwen3"]))
 def test_rows_of_trunks_stay_where_they_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between readers too; those of steps wait on the host for their backward."""
     copies: list[Rows] = []

@@ -157,7 +157,6 @@ QUICK = [
             "fsdp2, head alone",
             "fsdp2, replay",
             "fsdp2, recompute",
-            "fsdp2, recompute, lora",
             "fsdp2, bfloat16",
             "ddp, hybrid, prepared after",
             "fsdp2, mixers alone, prepared before",

@@ -34,7 +34,6 @@ QUICK = [
     ("fsdp2", "qwen3_vl", "runs"),
     ("fsdp2", "qwen3_vl", "plans"),
     ("fsdp2", "qwen3_vl", "steps"),
-    ("ddp", "qwen3_vl", "kept"),
     ("fsdp2", "qwen3_vl", "kept, uneven"),
 ]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do

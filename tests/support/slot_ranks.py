@@ -80,7 +80,7 @@ WIDE_CASES = {
 }
 # more kinds of layers are in the matrix
 QUICK = ("scattered", "delta rule below others")
-WIDE_QUICK = ("ddp", "fsdp2, recurrent, heads")
+WIDE_QUICK = ("fsdp2, checkpointing", "heads")
 MISTAKES = {
     "keys that wait": Case(lost=partial(_lose_waiting, KEYS)),
     "keys that travel": Case(lost=_lose_travelling),

@@ -104,7 +104,7 @@ CASES = {
 }
 # each wrapper once, and what differs most
 QUICK = (
-    *("ddp, interleaved", "ddp, indexers", "fsdp2, lora", "fsdp2, interleaved"),
+    *("ddp, interleaved", "ddp, indexers", "fsdp2, interleaved"),
     *("fsdp1, checkpointing", "expert parallel, fsdp2", "tensor parallel"),
 )
 # for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is
