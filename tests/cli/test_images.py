@@ -75,13 +75,21 @@ def test_verify_with_images_is_green(command, config, monkeypatch):
     assert facts["checks"]["gradients"]["difference"] < 2e-5
 
 
+@pytest.fixture
+def no_estimate(monkeypatch):
+    """Memory is estimated in the green run alone, which takes seconds."""
+    monkeypatch.setattr("prefixtree.testing.verify.read_memory", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_estimate")
 def test_verify_turns_red_where_images_are_taken_for_one(command, config, monkeypatch):
     put(monkeypatch, "key of an image", lambda *_: b"all one")
-    facts = run_json("verify", *command, "--model", config, "--limit", 3, exit_code=1)
+    facts = run_json("verify", *command, "--model", config, "--limit", 2, exit_code=1)
     assert not facts["checks"]["logprobs"]["passed"]
     assert not facts["checks"]["gradients"]["passed"]
 
 
+@pytest.mark.usefixtures("no_estimate")
 def test_verify_prints_patches(command, config):
     result = run("verify", *command, "--model", config, "--limit", 2, "--per-turn")
     assert result.exit_code == 0

@@ -32,17 +32,22 @@ def _one_thread():
         yield
 
 
-@pytest.fixture
-def rollout_file(tmp_path):
-    return write_rollouts(tmp_path / "rollouts.jsonl")
+@pytest.fixture(scope="module")
+def rollout_file(tmp_path_factory):
+    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
 
 
-@pytest.fixture
-def config_file(tmp_path):
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    """Of one configuration there is one path, which the memory of its layers is kept by."""
+    paths = {}
+
     def write(**changes):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**CONFIG, **changes}))
-        return path
+        text = json.dumps({**CONFIG, **changes})
+        if text not in paths:
+            paths[text] = tmp_path_factory.mktemp("model") / "config.json"
+            paths[text].write_text(text)
+        return paths[text]
 
     return write
 
@@ -117,7 +122,7 @@ def test_verify_without_loss_masks_scores_every_token(tmp_path, config_file):
 
 
 def test_tasks_and_limit_choose_sequences(rollout_file, config_file):
-    config = config_file(num_hidden_layers=1)
+    config = config_file()
 
     def count(*options):
         return run_json("verify", "--model", config, rollout_file, *options)["sequences"]
@@ -250,7 +255,7 @@ def test_verify_needs_a_model_that_exists(rollout_file, tmp_path):
         "one, or a name on the Hugging Face hub such as Qwen/Qwen3-0.6B\n"
     )
     # a folder with a configuration but without weights
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
     result = run("verify", "--model", tmp_path, rollout_file)
     assert result.exit_code == 2
     assert "no file named model.safetensors" in result.stderr

@@ -31,6 +31,20 @@ def shortened():
         yield
 
 
+def training_once(found):
+    """Within it the first run trains, and others show what it found."""
+    from prefixtree.demo import training as demo
+
+    train = demo.train
+
+    def once(*given, **options):
+        if not found:
+            found.append(train(*given, **options))
+        return found[0]
+
+    return patch.object(demo, "train", once)
+
+
 @pytest.fixture
 def short_demo():
     with shortened():
@@ -44,8 +58,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def facts(folder):
-    with shortened():
+def found():
+    """What the run of `facts` found."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def facts(folder, found):
+    with shortened(), training_once(found):
         return run_json("demo", "--save", folder / "depot.jsonl", "--pictures", folder / "new/in")
 
 
@@ -249,9 +269,10 @@ def test_the_rollout_in_words_is_one_that_took_its_parcel():
     assert (best["batch"], best["taken"], len(best["turns"])) == (2, False, 3)
 
 
-def test_demo_prints_the_tree_the_verdict_and_what_to_run_next(short_demo, tmp_path):
+def test_demo_prints_the_tree_the_verdict_and_what_to_run_next(short_demo, found, tmp_path):
     file = tmp_path / "a.jsonl"
-    result = run("demo", "--save", file)
+    with training_once(found):
+        result = run("demo", "--save", file)
     assert result.exit_code == 0
     assert "task 1" in result.stdout and "16 rollouts" in result.stdout
     words = " ".join(result.stdout.split())
@@ -282,10 +303,10 @@ def test_demo_turns_red(short_demo, monkeypatch):
         return gradients
 
     wrap(monkeypatch, "gradients in the demo", damaged)
-    facts = run_json("demo", exit_code=1)
+    with training_once([]):
+        facts, result = run_json("demo", exit_code=1), run("demo")
     assert facts["passed"] is False and facts["speedup"] is None
     assert facts["updates"][0]["differences"]["gradients"] == pytest.approx(0.01, rel=1e-2)
-    result = run("demo")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1].startswith("The updates differ")
 

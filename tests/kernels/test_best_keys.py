@@ -8,6 +8,7 @@ import torch
 from prefixtree.kernels import best_keys
 from prefixtree.kernels import indexer_kernels as kernels
 from prefixtree.kernels.chosen import from_bits, to_bits, words
+from tests.support.full import each_once
 from tests.support.hooks import inner, put
 from tests.support.triton_tiles import DEVICE
 
@@ -45,8 +46,7 @@ def _same(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch.Ten
     return got
 
 
-@pytest.mark.parametrize("kind", ["ties", "masked", "many"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "kind"), each_once(WIDTHS, ["ties", "masked", "many"]))
 def test_the_choice_is_that_of_torch(kind: str, width: int) -> None:
     g = torch.Generator().manual_seed(width)
     scores = _scores(kind, width, g)

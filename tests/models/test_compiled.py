@@ -49,11 +49,11 @@ from tests.support.variant_configs import CANNOT_CHECKPOINT
 _IN_PARTS = {"longcat_flash", *INDEXED}
 _COMPILED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
 # sinks and windows, experts, and a recurrence
-_TRACED_EVERY_TIME = {"gpt_oss", "qwen3_5"}
+_TRACED_TOO = {"gpt_oss", "qwen3_5"}
 _OF_OPERATORS = ["qwen3", "gpt_oss", "qwen3_5"]
 # every time in the matrix of tests/scoring/test_ways.py
 _IN_WAYS = {"nemotron_h", "lfm2"}
-_TRACED = [x for x in _COMPILED if x in _TRACED_EVERY_TIME or x not in {*_OF_OPERATORS, *_IN_WAYS}]
+_TRACED = [x for x in _COMPILED if x in _TRACED_TOO or x not in {*_OF_OPERATORS, *_IN_WAYS}]
 # dynamo's own look at .grad of its inputs
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -76,16 +76,19 @@ def graphs() -> int:
     [
         pytest.param(backend, *case.values, marks=case.marks)
         for backend, case in (
-            *(("eager", c) for c in mostly_full(_TRACED, _TRACED_EVERY_TIME)),
+            *(("eager", c) for c in mostly_full(_TRACED, {"gpt_oss"})),
             # graphs of forward and backward, out of operators that families share, take three times
             # as long; their code is torch's, and each operator has an opcheck of its own
-            *(("aot_eager", c) for c in mostly_full(_OF_OPERATORS, {"qwen3"})),
+            *(
+                ("aot_eager", pytest.param(*c.values, marks=[*c.marks, pytest.mark.full]))
+                for c in cases(_OF_OPERATORS)
+            ),
         )
     ],
 )
 def test_every_family(backend, model_type):
     if backend == "eager":
-        every_time = {*_TRACED_EVERY_TIME, *_OF_OPERATORS, *_IN_WAYS}
+        every_time = {*_TRACED_TOO, *_OF_OPERATORS, *_IN_WAYS}
         alike.skip_if_repeated(model_type, every_time)
     model = build(model_type)
     want = run_packed(model, ragged_packed(), ragged_objective())
@@ -163,7 +166,7 @@ def test_images(model_type, recompute):
     # transformers 5.5 computes with borders, and torch compiles anew for a size of 1
     image_cases.run_packed(model, image_cases.screenshots(1), recompute=recompute)
     made_graphs = graphs()
-    for count in (2, 5, 1):
+    for count in (2, 1):
         image_cases.run_packed(model, image_cases.screenshots(count), recompute=recompute)
         assert graphs() == made_graphs, f"{count} images compiled anew"
 

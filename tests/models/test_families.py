@@ -59,12 +59,16 @@ from tests.support.variant_configs import (
 # layers that are unlike others: positions, norms, windows, softcaps, experts, indexers, states
 _QUICK = {
     *EVERY_TIME,
-    *VARIANTS,
-    *("gpt2", "opt", "phi", "phi3", "olmo2", "granite", "modernbert-decoder", "qwen2_5_vl"),
-    *("gemma2", "gemma3n_text", "gemma4", "cohere2", "ministral3", "laguna", "deepseek_v2"),
-    *("deepseek_v4", "minimax_m3_vl_text", "hy_v4", "falcon_h1", "granitemoehybrid", "lfm3"),
+    *(name for name in VARIANTS if "unified" not in name),
+    *("gpt2", "phi3", "granite", "modernbert-decoder", "gemma2", "gemma4", "cohere2"),
+    *("deepseek_v4", "minimax_m3_vl_text", "falcon_h1", "lfm3"),
 }
 _CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
+_RECOMPUTED_EVERY_TIME = {
+    "none": _QUICK,
+    "reentrant": {"qwen3", "deepseek_v3", "qwen3_5", "gemma4_text/shared keys"},
+    "non-reentrant": {"gemma3_text", "gpt_oss", "kimi_linear", "lfm2"},
+}
 _PROVEN = cases([*FAMILIES, *VARIANTS])
 
 
@@ -130,10 +134,9 @@ def _ways() -> list[Any]:
     """(model_type, checkpointing): families as they are, and under both kinds of checkpointing."""
     found = []
     for case in _PROVEN:
-        for kind, use_reentrant in _CHECKPOINTING.items():
+        for kind in _CHECKPOINTING:
             (name,) = case.values
-            few = name in EVERY_TIME or "shared keys" in name
-            quick = name in _QUICK and (use_reentrant is None or few)
+            quick = name in _RECOMPUTED_EVERY_TIME[kind]
             marks = [*case.marks, *([] if quick else [pytest.mark.full])]
             found.append(pytest.param(name, kind, marks=marks))
     return found
@@ -198,7 +201,7 @@ def test_every_allowed_rope_type_is_proven_here():
     assert proven >= rope.STATIC
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
 def test_a_family_that_can_slide_does(model_type):
     """So that its windows are proven to reach the attention function, and to count depth."""
     model = build(model_type, "eager")

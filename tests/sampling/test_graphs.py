@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 import weakref
@@ -54,12 +53,13 @@ def grown(sampler: TreeSampler, seed: int, draws: Draws, tokens: int = 20) -> Sa
 
 @pytest.mark.parametrize(
     "family",
-    mostly(["gemma2", "qwen3_5", "qwen3_moe"], ["qwen3_5"]),
+    mostly(["gemma2", "qwen3_5", "qwen3_moe"], ["gemma2"]),
 )
 def test_replays_give_the_same_samples(family, recorded):
     """Windows, softcaps, states, experts; two forests, two ways to draw; more tokens than a step
     keeps."""
-    model = build(family).eval()
+    # of each kind one
+    model = build(family, **({"num_hidden_layers": 2} if family == "gemma2" else {})).eval()
     if family == "qwen3_moe":
         model.config._experts_implementation = "batched_mm"
     captured, plain = TreeSampler(model, 3000), TreeSampler(model, 3000, graphs=False)
@@ -115,7 +115,7 @@ def test_updates_in_place_keep_graphs_and_others_do_not(recorded):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(
-        copy.deepcopy(models()[0]), LoraConfig(r=2, target_modules=["q_proj"])
+        build("qwen3", num_hidden_layers=1), LoraConfig(r=2, target_modules=["q_proj"])
     ).eval()
     inner = model.get_base_model()
     sampler = TreeSampler(model, 2000)

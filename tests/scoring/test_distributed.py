@@ -1,6 +1,6 @@
 """DDP and FSDP2 on two ranks: gradients, clipping and updates are those of the replicated batches.
 
-Both ranks run every case of tests/support/distributed_ranks.py once (`spawn.run_ranks`).
+Both ranks run each case of tests/support/distributed_ranks.py once (`spawn.run_ranks`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from tests.support import image_ranks
-from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case, balanced
+from tests.support.distributed_ranks import CASES, QUICK, RUNS, STEPS, Case, balanced
+from tests.support.full import mostly
 from tests.support.image_cases import Run as ImageRun
 from tests.support.image_cases import errors as image_errors
 from tests.support.image_cases import reference
@@ -65,7 +66,7 @@ def _distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize(("case", "step"), [r for r in RUNS if not CASES[r[0]].half])
+@pytest.mark.parametrize(("case", "step"), mostly((r for r in RUNS if not CASES[r[0]].half), QUICK))
 def test_two_ranks(results, case, step):
     if CASES[case].lora:
         pytest.importorskip("peft")
@@ -105,7 +106,9 @@ def test_two_ranks(results, case, step):
         assert _distance({n: got[n] - before[n] for n in moved}, moved) <= 1e-4
 
 
-@pytest.mark.parametrize(("wrapper", "model_type", "kind"), image_ranks.RUNS)
+@pytest.mark.parametrize(
+    ("wrapper", "model_type", "kind"), mostly(image_ranks.RUNS, image_ranks.QUICK)
+)
 def test_images(results, wrapper, model_type, kind):
     """Rank 1 has no image: its vision encoder runs all the same, with gradients of zero. DDP waits
     for it without find_unused_parameters, and FSDP2 in every block."""
@@ -145,7 +148,7 @@ def test_images(results, wrapper, model_type, kind):
             assert "UnsupportedError: videos are not verified under FSDP2" in each["refused"]
 
 
-@pytest.mark.parametrize(("case", "step"), [r for r in RUNS if CASES[r[0]].half])
+@pytest.mark.parametrize(("case", "step"), mostly((r for r in RUNS if CASES[r[0]].half), QUICK))
 def test_bfloat16_parameters(results, case, step):
     """FSDP2's mixed precision: no further from float32 than twice the replicated run that has its
     weights in bfloat16, and a little for the sum over ranks."""
@@ -164,7 +167,7 @@ def test_bfloat16_parameters(results, case, step):
         assert 0 < distance <= allowed
 
 
-@pytest.mark.parametrize(("case", "step"), RUNS)
+@pytest.mark.parametrize(("case", "step"), mostly(RUNS, QUICK))
 def test_the_ranks_agree(results, case, step):
     """To the bit: what was reduced is one tensor."""
     first, second = _of(results, case, step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from prefixtree.images.exchange import holders_of
+from tests.support.full import mostly
 from tests.support.image_cases import (
     Errors,
     Float64,
@@ -20,7 +21,7 @@ from tests.support.image_cases import (
     run_alone,
     tolerance,
 )
-from tests.support.image_group_ranks import CASES, Case, batch_of
+from tests.support.image_group_ranks import CASES, QUICK, Case, batch_of
 from tests.support.spawn import run_ranks
 
 Results = list[dict[str, Any]]
@@ -80,11 +81,12 @@ def _is_a_mistake(name: str) -> bool:
     return bool(CASES[2][name].mistake)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES[2] if not _is_a_mistake(n)])
+@pytest.mark.parametrize("name", mostly((n for n in CASES[2] if not _is_a_mistake(n)), QUICK))
 def test_two_ranks(results, name):
     _check(results, name, CASES[2][name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES[3])
 def test_three_ranks(of_three, name):
     _check(of_three, name, CASES[3][name])

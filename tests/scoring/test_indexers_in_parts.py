@@ -20,7 +20,7 @@ from prefixtree.sparse import indexers, paths
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run
 from tests.support.family_configs import INDEXED
-from tests.support.full import each_once
+from tests.support.full import each_once, mostly
 from tests.support.hooks import limit
 from tests.support.hybrid_cases import (
     Float64,
@@ -49,7 +49,8 @@ TIES = {"index_n_heads": 2}, {"index_local_blocks": 4}
 # ---- what is computed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family, ties", each_once(SERVED, [False, True]))
+@pytest.mark.parametrize("ties", mostly([False, True], [True]))
+@pytest.mark.parametrize("family", mostly(SERVED, ["glm_moe_dsa"]))
 def test_steps_in_float64(family: str, ties: bool) -> None:
     """Against each sequence alone through eager; those with ties are recomputed."""
     changes: dict[str, Any] = TIES[family == BLOCKS] if ties else {}
@@ -73,7 +74,8 @@ def test_steps_in_float64(family: str, ties: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, checkpointed, again", [("glm_moe_dsa", True, False), (BLOCKS, False, True)]
+    "family, checkpointed, again",
+    mostly([("glm_moe_dsa", True, False), (BLOCKS, False, True)], [(BLOCKS, False, True)]),
 )
 def test_kept_trunks_in_float64(
     family: str, checkpointed: bool, again: bool, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +86,7 @@ def test_kept_trunks_in_float64(
     assert max(found) < 1e-12
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", mostly(FEW, ["glm_moe_dsa"]))
 def test_any_chunks_of_own_tokens_give_their_keys(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,16 +171,17 @@ def _own_rows_first(*rows: Any, chosen: torch.Tensor | None = None, **options: A
     return _ATTEND(*rows, chosen=chosen, **options)
 
 
-@pytest.mark.parametrize("family", FEW)
-@pytest.mark.parametrize(
-    "mistake",
-    [(PartMask, "index_keys", _own_keys_alone), (attention, "part_attention", _own_rows_first)],
-    ids=["keys of ancestors left out", "a choice of other rows"],
-)
+_MISTAKES = {
+    "keys of ancestors left out": (PartMask, "index_keys", _own_keys_alone),
+    "a choice of other rows": (attention, "part_attention", _own_rows_first),
+}
+
+
+@pytest.mark.parametrize("mistake, family", each_once(_MISTAKES, FEW))
 def test_another_choice_turns_it_red(
-    family: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for found in _errors(family, monkeypatch, *mistake):
+    for found in _errors(family, monkeypatch, *_MISTAKES[mistake]):
         print(family, found)
         assert found.logprob > 1e-2
 

@@ -32,7 +32,7 @@ from tests.scoring.kept_cases import (
     run_of,
     taken,
 )
-from tests.support.full import each_once
+from tests.support.full import each_once, mostly
 from tests.support.hooks import wrap
 from tests.support.models import (
     Objective,
@@ -64,7 +64,7 @@ def chains(seed: int, count: int = 9) -> list[np.ndarray]:
 # ---- what is computed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly(range(3), [2]))
 def test_random_forests_in_float64_against_every_sequence_alone(seed: int) -> None:
     """Trunks nested and cut, edges of trunks in losses of several micro-batches."""
     objective = make_objective(chains(seed), seed)
@@ -81,8 +81,7 @@ def test_random_forests_in_float64_against_every_sequence_alone(seed: int) -> No
     assert used >= 3
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("model_type", cases(["qwen3", "nemotron_h"]))
+@pytest.mark.parametrize("model_type, seed", each_once(cases(["qwen3", "nemotron_h"]), range(2)))
 def test_micro_batches_that_are_given(model_type: str, seed: int) -> None:
     """In any order, so that trunks lie on several paths and wait while others run."""
     rng = np.random.default_rng(seed)
@@ -152,6 +151,8 @@ def test_a_part_that_scores_nothing_has_its_backward_in_its_turn() -> None:
     assert runs[:6] == ["forward", "forward", "backward", "forward", "backward", "backward"]
 
 
+# masks and autocast are in test_ways.py
+@pytest.mark.full
 def test_without_a_loss_mask_and_with_one_that_scores_little() -> None:
     objective = make_objective(ragged_objective().sequences, plain=True)
     compare(build("qwen3"), objective)
@@ -159,10 +160,8 @@ def test_without_a_loss_mask_and_with_one_that_scores_little() -> None:
     compare(build("qwen3"), replace(objective, loss_masks=masks))
 
 
-@pytest.mark.parametrize(
-    "model_type, modes",
-    each_once(cases(["qwen3", "falcon_h1"]), [("all_but_attention", "all"), ("all", "nothing")]),
-)
+@pytest.mark.parametrize("modes", [("all_but_attention", "all"), ("all", "nothing")])
+@pytest.mark.parametrize("model_type", mostly(cases(["qwen3", "falcon_h1"]), ["qwen3"]))
 def test_trunks_that_recompute_otherwise(model_type: str, modes: tuple[str, str]) -> None:
     recompute, trunks = modes
     compare(build(model_type), recompute=recompute, recompute_trunks=trunks)
@@ -188,6 +187,7 @@ def test_compiled_layers() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_autocast() -> None:
     model, plan = build("qwen3"), plan_of(ragged_objective())
     exact = one_by_one(model, ragged_objective(), plan)

@@ -1,6 +1,6 @@
 """`kept_trunks` on two ranks of DDP and FSDP2, with other numbers of trunks and micro-batches.
 
-Both ranks run every case of tests/support/trunk_ranks.py once.
+Both ranks run each case of tests/support/trunk_ranks.py once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.full import mostly
 from tests.support.spawn import run_ranks
-from tests.support.trunk_ranks import CASES
+from tests.support.trunk_ranks import CASES, QUICK, VALUES
 
 Results = list[dict[str, Any]]
 
@@ -30,7 +31,7 @@ def of(results: Results, case: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_gradients_are_those_of_micro_batches_alone(results: Results, name: str) -> None:
     found = of(results, name)
     for each in found:
@@ -43,7 +44,7 @@ def test_gradients_are_those_of_micro_batches_alone(results: Results, name: str)
     assert found[0]["sum"] == found[1]["sum"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_ranks_of_fsdp2_run_in_lockstep_and_those_of_ddp_need_not(
     results: Results, name: str
 ) -> None:
@@ -58,7 +59,7 @@ def test_a_rank_without_trunks_runs_in_lockstep(results: Results) -> None:
     assert all(each["gradients"] <= 1e-5 for each in empty)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", mostly(VALUES, ["fsdp2"]))
 def test_values_are_those_of_micro_batches_alone(results: Results, wrapper: str) -> None:
     for each in of(results, f"values, {wrapper}"):
         assert max(each.values()) <= 1e-5, each

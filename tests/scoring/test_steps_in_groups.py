@@ -20,7 +20,8 @@ from prefixtree.planning.division import Division
 from prefixtree.planning.split import split_slots, split_tokens
 from prefixtree.planning.steps import plan_steps
 from prefixtree.scoring.in_steps import with_at_least
-from tests.support.slot_ranks import CASES, MISTAKES, WIDE_CASES
+from tests.support.full import mostly
+from tests.support.slot_ranks import CASES, MISTAKES, QUICK, WIDE_CASES, WIDE_QUICK
 from tests.support.spawn import run_ranks
 from tests.support.strategies import forests
 
@@ -44,7 +45,7 @@ def of(results: Results, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CASES, "values"])
+@pytest.mark.parametrize("name", mostly([*CASES, "values"], [*QUICK, "values"]))
 def test_gradients_are_those_of_one_forward(two: Results, name: str) -> None:
     for each in of(two, name):
         assert each["logprobs"] <= 2e-5 and each["gradients"] <= 2e-5, each
@@ -52,7 +53,7 @@ def test_gradients_are_those_of_one_forward(two: Results, name: str) -> None:
         assert name == "values" or each["forwards"] >= 2 * 3 - 1
 
 
-@pytest.mark.parametrize("name", WIDE_CASES)
+@pytest.mark.parametrize("name", mostly(WIDE_CASES, WIDE_QUICK))
 def test_groups_of_other_numbers_of_steps(four: Results, name: str) -> None:
     found = of(four, name)
     for each in found:

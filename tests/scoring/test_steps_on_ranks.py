@@ -1,6 +1,6 @@
 """`sequence_logprobs(max_step_tokens=)` on two ranks of DDP, FSDP2, tensor and expert parallelism.
 
-Both ranks run every case of tests/support/step_ranks.py once.
+Both ranks run each case of tests/support/step_ranks.py once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.full import mostly
 from tests.support.spawn import run_ranks
-from tests.support.step_ranks import CASES
+from tests.support.step_ranks import CASES, QUICK
 
 Results = list[dict[str, Any]]
 
@@ -30,7 +31,7 @@ def of(results: Results, case: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_gradients_are_those_of_one_forward(results: Results, name: str) -> None:
     case, found = CASES[name], of(results, name)
     for each in found:
@@ -45,7 +46,7 @@ def test_gradients_are_those_of_one_forward(results: Results, name: str) -> None
     assert found[0]["sum"] == found[1]["sum"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_every_rank_runs_the_model_as_often_as_the_one_with_most_steps(
     results: Results, name: str
 ) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import prefixtree as pt
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.alike import skip_if_repeated
-from tests.support.full import in_turn, mostly
+from tests.support.full import each_once, in_turn, mostly
 from tests.support.models import (
     EVERY_TIME,
     FAMILIES,
@@ -26,7 +26,6 @@ from tests.support.models import (
     Objective,
     assert_same,
     build,
-    cases,
     enable_checkpointing,
     gradients,
     make_objective,
@@ -82,15 +81,16 @@ def test_generate(model_type, padded):
     _same_generation(got, expected)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize(
-    "options",
-    [{"cache_implementation": "static"}, {"num_beams": 3}, {"use_cache": True, "num_beams": 2}],
-    ids=["static cache", "beams", "beams and padding"],
-)
-def test_other_ways_to_generate(model_type, options):
-    if len(options) == 2:
-        options = {**options, "attention_mask": _PADDING}
+_GENERATING = {
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "beams and padding": {"use_cache": True, "num_beams": 2, "attention_mask": _PADDING},
+}
+
+
+@pytest.mark.parametrize("way, model_type", each_once(_GENERATING, ["llama", "qwen3", "mistral"]))
+def test_other_ways_to_generate(model_type, way):
+    options = _GENERATING[way]
     model = pt.prepare(build(model_type)).eval()
     got = _generate(model, **options)
     model.set_attn_implementation("sdpa")
@@ -106,8 +106,9 @@ _BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "mistral", "qwen3_5"])
-@pytest.mark.parametrize("batch", _BATCHES)
+@pytest.mark.parametrize(
+    "batch, model_type", each_once(_BATCHES, ["qwen3", "gemma3_text", "mistral", "qwen3_5"])
+)
 def test_an_ordinary_batch_gets_what_sdpa_gets(model_type, batch, monkeypatch):
     """The same calls of torch's attention: those without a mask run its fast kernels, which read
     grouped heads as they are."""
@@ -188,7 +189,7 @@ def _without_mask(packed: pt.PackedForest) -> dict[str, Any]:
     return inputs
 
 
-@pytest.mark.parametrize(("model_type", "use_cache"), in_turn(cases(FAMILIES), [False, True]))
+@pytest.mark.parametrize(("model_type", "use_cache"), in_turn(mostly_full(FAMILIES), [False, True]))
 def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
     """With gradients nothing without a mask runs; without, the positions give it away."""
     packed = pack_sequences(ragged_objective().sequences)

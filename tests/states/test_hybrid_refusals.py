@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import prefixtree as pt
 from prefixtree.models import families
+from tests.support.full import each_once, mostly
 from tests.support.hybrid_cases import (
     FEW,
     SERVED,
@@ -107,8 +108,7 @@ def test_a_mask_on_another_device(family: str) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize("family", FEW)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype, family", each_once([torch.bfloat16, torch.float16], FEW))
 def test_half_precision(family: str, dtype: torch.dtype) -> None:
     """About as near to float32 as each sequence alone in this dtype."""
     packed = ragged_packed()
@@ -131,7 +131,7 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", mostly(FEW, ["nemotron_h"]))
 def test_two_threads_score_one_model(family: str) -> None:
     """Both prepare it; each gets what it gets alone."""
     packed = [ragged_packed(), long_packed()]

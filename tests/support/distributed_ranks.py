@@ -24,6 +24,7 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import image_ranks
+from tests.support.full import asked_for
 from tests.support.models import (
     Objective,
     backward_of,
@@ -143,6 +144,27 @@ RUNS = [
     if case in ("ddp", "fsdp2")
     or step == ("one has nothing" if case == "ddp, static graph" else "accumulation")
 ]
+# each step, wrapper and kind of layers once
+QUICK = [
+    ("ddp", "different forests"),
+    ("ddp", "one has nothing"),
+    ("ddp, static graph", "one has nothing"),
+    ("fsdp2", "one scores nothing"),
+    *(
+        (case, "accumulation")
+        for case in (
+            "ddp, experts",
+            "fsdp2, head alone",
+            "fsdp2, replay",
+            "fsdp2, recompute",
+            "fsdp2, bfloat16",
+            "ddp, hybrid, prepared after",
+            "fsdp2, mixers alone, prepared before",
+            "ddp, indexers, find unused",
+            "fsdp2, indexers, lora",
+        )
+    ),
+]
 
 
 def wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
@@ -246,12 +268,12 @@ def whole(tensor: Any) -> torch.Tensor:
 def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     """Runs all cases on this rank."""
     results: dict[tuple[str, str], Any] = {}
-    for name, step_name in RUNS:
+    for name, step_name in asked_for(RUNS, QUICK):
         try:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:
             results[name, step_name] = traceback.format_exc()
-    for run in image_ranks.RUNS:
+    for run in asked_for(image_ranks.RUNS, image_ranks.QUICK):
         name = "images", ", ".join(run)
         try:
             results[name] = image_ranks.run(*run, rank)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import prefixtree as pt
 from prefixtree.models.layers import groups_of
 from prefixtree.models.rows_alone import is_sharded
+from tests.support.full import asked_for
 from tests.support.models import build, ragged_sequences, reward_model
 from tests.support.step_ranks import LIGHT
 
@@ -138,6 +139,11 @@ IN_GROUPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
 }
 
 
+#: what a rank runs
+CASES = [*(f"{way}, {wrapper}" for way, wrapper in OF_WRAPPERS), *IN_GROUPS, "between forwards"]
+QUICK = ("one forward, ddp", "steps, fsdp2", "kept_trunks, fsdp2", "group", "between forwards")
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Those of all parameters that have one."""
     found = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
@@ -207,9 +213,10 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     runs |= {way: lambda way=way: _together(way) for way in IN_GROUPS}
     runs["between forwards"] = _between_forwards
     results: dict[str, Any] = {}
-    for name, run in runs.items():
+    assert [*runs] == CASES
+    for name in asked_for(CASES, QUICK):
         try:
-            results[name] = run()
+            results[name] = runs[name]()
         except Exception:
             results[name] = traceback.format_exc()
     return results

@@ -29,6 +29,13 @@ RUNS = [
     ("fsdp2", "qwen3_vl", "kept, uneven"),
     ("fsdp2", "qwen3_vl", "kept, auto"),
 ]
+QUICK = [
+    ("ddp", "qwen3_vl", "videos"),
+    ("fsdp2", "qwen3_vl", "runs"),
+    ("fsdp2", "qwen3_vl", "plans"),
+    ("fsdp2", "qwen3_vl", "steps"),
+    ("fsdp2", "qwen3_vl", "kept, uneven"),
+]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
     "images": [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]],

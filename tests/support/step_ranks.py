@@ -30,6 +30,7 @@ from transformers.distributed import DistributedConfig
 
 from prefixtree.planning.costs import ImportCost
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.full import asked_for
 from tests.support.models import (
     Objective,
     adapted,
@@ -101,6 +102,11 @@ CASES = {
     "tensor parallel": Case("tensor parallel", "llama", checkpointing=True, measured=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
+# each wrapper once, and what differs most
+QUICK = (
+    *("ddp, interleaved", "ddp, indexers", "fsdp2, interleaved"),
+    *("fsdp1, checkpointing", "expert parallel, fsdp2", "tensor parallel"),
+)
 # for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is
 # not there before transformers 5.23; the ranks of the first share their forests
 _SPREAD: dict[str, dict[str, Any]] = {
@@ -313,7 +319,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     # as torchrun sets them
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
     runs: dict[str, Callable[[], Any]] = {
-        name: lambda case=CASES[name]: _run(case, rank, folder) for name in CASES
+        name: lambda case=CASES[name]: _run(case, rank, folder) for name in asked_for(CASES, QUICK)
     }
     runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
     runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)

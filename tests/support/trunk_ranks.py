@@ -27,6 +27,7 @@ from prefixtree import (
 from prefixtree.planning.costs import ImportCost
 from prefixtree.recompute import trunk_modes
 from prefixtree.recompute.trunk_modes import plan_kept
+from tests.support.full import asked_for
 from tests.support.models import (
     build,
     counted,
@@ -54,6 +55,11 @@ CASES = {
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "fsdp2, recurrent": Case("fsdp2", "nemotron_h", checkpointing=True),
 }
+QUICK = (
+    *("ddp, checkpointing, again", "fsdp2, lora, again", "fsdp2, accumulation"),
+    *("fsdp2, measured, auto", "fsdp2, recurrent"),
+)
+VALUES = ("ddp", "fsdp2")
 
 
 def _plan(rank: int) -> Any:
@@ -241,11 +247,11 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     """Runs all cases on this rank."""
     warnings.simplefilter("ignore", FutureWarning)
     runs: dict[str, Callable[[], Any]] = {
-        name: lambda name=name: _run(name, rank, folder) for name in CASES
+        name: lambda name=name: _run(name, rank, folder) for name in asked_for(CASES, QUICK)
     }
     runs["one rank cannot"] = lambda: _one_rank_cannot(rank, folder)
-    runs["values, ddp"] = lambda: _values("ddp", rank, folder)
-    runs["values, fsdp2"] = lambda: _values("fsdp2", rank, folder)
+    for wrapper in asked_for(VALUES, ["fsdp2"]):
+        runs[f"values, {wrapper}"] = lambda wrapper=wrapper: _values(wrapper, rank, folder)
     runs["fsdp1"] = lambda: _fsdp1(rank, folder)
     runs["static graph"] = lambda: _static_graph(rank)
     runs["no_sync"] = lambda: _no_sync(rank, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from tests.support.attention_checks import (
     ours,
     run,
 )
+from tests.support.full import mostly
 from tests.support.pairs import pairwise
 from tests.support.strategies import mask_of, random_forest
 from tests.support.warm import run_warm
@@ -43,9 +45,12 @@ def _inputs(mask: TreeMask, dtype: torch.dtype = torch.float32) -> list[torch.Te
     return [torch.randn(*s, dtype=dtype, requires_grad=True) for s in shapes]
 
 
+OPCHECKED = pairwise([False, True], [(0, 0.0), (5, 2.0)], [False, True], [False, True])
+
+
 @pytest.mark.parametrize(
     "sinks, features, lse_used, of_part",
-    pairwise([False, True], [(0, 0.0), (5, 2.0)], [False, True], [False, True]),
+    mostly(OPCHECKED, OPCHECKED[1:4]),
 )
 def test_opcheck(sinks: bool, features: tuple[int, float], lse_used: bool, of_part: bool) -> None:
     mask = _mask(0)
@@ -76,9 +81,18 @@ def test_wide_gradients_are_those_before_the_cast(backend: str, options: dict) -
             assert_wide_gradients_are_narrow_ones_before_the_cast(case, mask, backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0}])
-@pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])
+EXTRAS = [{}, {"sinks": True, "dlse": True}]
+OPTIONS = [{}, {"window": 5}, {"softcap": 2.0}]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("extras", "options", "dtype"),
+    mostly(
+        itertools.product(EXTRAS, OPTIONS, DTYPES),
+        [(EXTRAS[i != 1], OPTIONS[i], DTYPES[i]) for i in range(3)],
+    ),
+)
 def test_results_are_laid_out_as_compiled_code_is_told(
     dtype: torch.dtype, options: dict, extras: dict
 ) -> None:
@@ -102,7 +116,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(attend, inputs)
 
 
-@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("subset", mostly([False, True], [True]))
 def test_compiles_whole_and_once_for_all_forests(subset: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()

@@ -13,7 +13,6 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import prefixtree as pt
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import mostly
 from tests.support.models import (
     Run,
     assert_same,
@@ -69,7 +68,9 @@ def _runs(model: Any, reference: Any, backend: Backend, at_most: int) -> None:
     assert len(lengths) > 4
 
 
-@pytest.mark.parametrize("model_type", mostly(["qwen3", "gpt_oss"], ["qwen3"]))
+# compile_layers, which shares graphs as below, is in tests/models/test_compiled.py
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
 def test_compiled_layers(model_type):
     """Each without a graph break, windows, sinks and experts included."""
     changes = {"num_hidden_layers": 1 if model_type == "qwen3" else 2}

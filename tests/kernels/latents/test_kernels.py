@@ -12,6 +12,7 @@ from prefixtree.kernels.latents import launch as kernels
 from prefixtree.kernels.latents.definition import Chunk
 from tests.conftest import Poison
 from tests.support.choices import random_choice
+from tests.support.full import mostly
 from tests.support.hooks import limit
 from tests.support.latents import LatentCase
 from tests.support.strategies import mask_of, random_forest
@@ -54,7 +55,7 @@ def test_shapes_of_models(heads: int, dims: tuple[int, int, int]) -> None:
     _check(mask, LatentCase.random(1200, heads, dims, 512, torch.bfloat16, DEVICE))
 
 
-@pytest.mark.parametrize("seed", range(2 if DEVICE == "cpu" else 30))
+@pytest.mark.parametrize("seed", mostly(range(2 if DEVICE == "cpu" else 30), [0]))
 def test_any_forest_in_any_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, "latents' queries", 20 * 3 * 7)
     limit(monkeypatch, "latents' lists of keys", 500)
@@ -73,22 +74,22 @@ def test_lists_are_the_choice_in_the_order_of_paths() -> None:
 
 def test_no_key_and_too_many_are_no_numbers(poison: Poison) -> None:
     """Rather than a softmax over some of what was chosen; other rows are as they were."""
-    mask = mask_of(FOREST).to(DEVICE)
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0, -1], [20, 4, 12, 3])).to(DEVICE)
     bits, visible = random_choice(mask)
     case = LatentCase.random(mask.num_tokens, dtype=DTYPES[0], device=DEVICE)
     most = int(visible.sum(-1).max())
     before = case.gathered(mask, bits, most, kernels)
     assert all(torch.isfinite(x).all() for x in before.values()) and poison.tensors
-    bits[70], few = 0, int(visible.sum(-1).float().quantile(0.8))
+    bits[30], few = 0, int(visible.sum(-1).float().quantile(0.8))
     for module in (kernels, definition):
         after = case.gathered(mask, bits, few, module)
         lost = visible.sum(-1) > few
-        lost[70] = True
+        lost[30] = True
         assert after["out"][lost].isnan().all() and lost.any()
         assert torch.allclose(after["out"][~lost], before["out"][~lost], atol=1e-3)
 
 
-@pytest.mark.parametrize("lost", ["dq", "dlatents"])
+@pytest.mark.parametrize("lost", mostly(["dq", "dlatents"], ["dlatents"]))
 def test_a_gradient_that_is_lost_turns_red(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = kernels.backward
 

@@ -194,9 +194,15 @@ def test_nothing_to_score(head, with_entropy):
         assert grad.shape == like.shape and not grad.any()
 
 
-@pytest.mark.parametrize("head", _HEADS)
+_FROZEN = ["hidden", "weight", "bias", "hidden weight", "weight bias", "hidden bias"]
+
+
 @pytest.mark.parametrize(
-    "frozen", ["hidden", "weight", "bias", "hidden weight", "weight bias", "hidden bias"]
+    "frozen, head",
+    mostly(
+        itertools.product(_FROZEN, _HEADS),
+        [("bias", "fused"), ("hidden weight", "fused"), *itertools.product(_FROZEN, _HEADS[:2])],
+    ),
 )
 def test_inputs_without_a_gradient(frozen, head):
     case = make_case()
@@ -296,7 +302,16 @@ _LARGE = [
 ]
 
 
-@pytest.mark.parametrize("head, magnitude, temperature", _LARGE)
+@pytest.mark.parametrize(
+    "head, magnitude, temperature",
+    mostly(
+        _LARGE,
+        [
+            *(case for case in _LARGE if case[0] != "fused"),
+            *(("fused", 1e4, 1e-30), ("fused", 1e4, 1.0), ("fused", 1.0, 1e2)),
+        ],
+    ),
+)
 def test_large_logits_lose_no_more_than_eager(head, magnitude, temperature):
     """Subtracting a log-sum-exp as large as the logits would lose their last bits: log p and the
     entropy, close to 0 where a logit dominates, must stay as exact as log_softmax makes them."""
@@ -370,11 +385,17 @@ def test_half_precision_gradients_come_back_in_their_own_dtype(head, dtype):
 
 @pytest.mark.parametrize(
     "head, chunk",
-    [
-        *(("linear", chunk) for chunk in (1, 3, 8, 20, 21, 80)),
-        # the rows of a chunk are all that the kernels know
-        *(("fused", chunk) for chunk in ((21, 80) if DEVICE == "cpu" else (1, 3, 8, 20, 21, 80))),
-    ],
+    mostly(
+        [
+            *(("linear", chunk) for chunk in (1, 3, 8, 20, 21, 80)),
+            # the rows of a chunk are all that the kernels know
+            *(
+                ("fused", chunk)
+                for chunk in ((21, 80) if DEVICE == "cpu" else (1, 3, 8, 20, 21, 80))
+            ),
+        ],
+        [*(("linear", chunk) for chunk in (1, 3, 8, 20, 21, 80)), ("fused", 21)],
+    ),
 )
 def test_every_row_is_in_the_weights_gradient_once(chunk, head):
     """The last chunk has fewer: none lost, none twice."""
@@ -455,7 +476,7 @@ def test_autocast_makes_logits_in_its_dtype_and_gradients_in_the_weights():
 
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.parametrize("rule", mostly(_RULES, ["plain", "both"]))
 def test_the_kernels_are_as_exact_as_torchs_operations(rule, dtype, columns):
     """As near to float64 on the same logits, the gradient beside them and in their place."""
     rows, vocabulary = 6, 2 * fused.BLOCK + 77

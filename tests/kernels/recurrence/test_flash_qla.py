@@ -22,6 +22,7 @@ from prefixtree.packing.segments import SegmentTables, segments_of
 from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.steps import Steps
 from tests.kernels.recurrence.test_states import BORDERS, DEVICE, FORESTS, schedule_of, segments_in
+from tests.support.full import mostly
 from tests.support.recurrence_cases import FORESTS as PACKED
 from tests.support.recurrence_cases import forest_of, relative
 from tests.support.strategies import mask_of
@@ -243,7 +244,7 @@ def reference_of(call: DeltaCall, dout: torch.Tensor) -> tuple[torch.Tensor, lis
 
 
 @IN_TORCH
-@pytest.mark.parametrize("num_parts", [2, 5])
+@pytest.mark.parametrize("num_parts", mostly([2, 5], [5]))
 def test_parts_are_the_whole_forest(rules: SegmentsInTorch, num_parts: int) -> None:
     """States that leave one part enter the next, and their gradients come back."""
     packed = pack(forest_of("caterpillar"))
@@ -280,7 +281,7 @@ def test_parts_are_the_whole_forest(rules: SegmentsInTorch, num_parts: int) -> N
 
 
 @IN_TORCH
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", mostly(PACKED, ["chain", "caterpillar", "many roots"]))
 def test_forests_with_and_without_branches(name: str, rules: SegmentsInTorch) -> None:
     mask = mask_of(forest_of(name))
     call = call_of(mask)

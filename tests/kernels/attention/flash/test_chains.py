@@ -21,6 +21,7 @@ from prefixtree.kernels.attention import choice
 from prefixtree.kernels.attention.flash import block_lists, launch
 from tests.support.attention_checks import Case, assert_as_promised, assert_numerics, ours, run
 from tests.support.flash_emulator import Counts, Sequences, assert_exact
+from tests.support.full import each_once, mostly
 from tests.support.strategies import forests, mask_of
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_sequences_that_end_within_a_chain_leave_it_a_chain() -> None:
     assert TreeMask(np.empty(0, np.int32)).host.chain_starts.tolist() == [0]
 
 
-@pytest.mark.parametrize("count", [256, 257, 600])
+@pytest.mark.parametrize("count", mostly([256, 257, 600], [256, 257]))
 def test_as_many_sequences_as_there_are(emulated: ModuleType, count: int) -> None:
     """flash-attn-4 looks more than 256 up in another way, and takes them alike."""
     mask = mask_of(PrefixForest.from_parents([-1] * count, [2] * count))
@@ -67,8 +68,7 @@ def test_as_many_sequences_as_there_are(emulated: ModuleType, count: int) -> Non
 # ---- attention ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize(("extras", "options"), each_once(EXTRAS, OPTIONS))
 def test_emulated_features(emulated: ModuleType, options: dict, extras: dict) -> None:
     mask = mask_of(RAGGED)
     emulated.last.clear()

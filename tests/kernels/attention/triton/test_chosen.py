@@ -68,7 +68,7 @@ def _check(forest: PrefixForest, mask: TreeMask, case: Case, seed: int = 0) -> N
     # the others are heads of forests below
     mostly(
         [(*x, dtype) for i, x in enumerate(HEADS) for dtype in DTYPES[0 if i == 3 else 1 :]],
-        [(*HEADS[1], DTYPES[1]), (*HEADS[3], DTYPES[0])],
+        [(*HEADS[3], DTYPES[0])],
     ),
 )
 def test_numerics(
@@ -89,7 +89,7 @@ _FEW = itertools.product(["pointers", "descriptors", "tiles of their own"], ["pl
 @pytest.mark.parametrize(
     "tiles, feature",
     [
-        *mostly(itertools.product(TILES, ["all"]), [(tiles, "all") for tiles in [*TILES][::2]]),
+        *mostly(itertools.product(TILES, ["all"]), [(tiles, "all") for tiles in [*TILES][::4]]),
         *mostly(_FEW, [("pointers", "plain"), ("tiles of their own", "window")]),
     ],
 )
@@ -100,7 +100,7 @@ def test_tiles_and_features(tiles: str, feature: str, monkeypatch: pytest.Monkey
     _check(FOREST, mask, Case.random(mask, (2, 1), (24, 16), DTYPES[1], **FEATURES[feature]))
 
 
-@pytest.mark.parametrize("seed", mostly(range(6), [0, 2]) if DEVICE == "cpu" else range(60))
+@pytest.mark.parametrize("seed", mostly(range(6), [2]) if DEVICE == "cpu" else range(60))
 def test_any_forest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(seed)
     use(monkeypatch, sorted(TILES)[seed % len(TILES)])
@@ -247,7 +247,7 @@ def test_no_unwritten_memory_is_read(poison: Poison, monkeypatch: pytest.MonkeyP
     for mask in (_mask(), _mask().for_queries([(3, 40), (60, 81)])):
         mask = mask.with_options(backend="triton")
         bits, _ = random_choice(mask)
-        case = Case.random(mask, dtype=DTYPES[0], sinks=True, dlse=True).to(DEVICE)
+        case = Case.random(mask, (2, 1), dtype=DTYPES[0], sinks=True, dlse=True).to(DEVICE)
         for name, value in run(case, ours(mask, chosen=bits)).items():
             assert torch.isfinite(value).all(), name
     assert poison.tensors > 0
