@@ -113,10 +113,8 @@ GROUPS = ("groups by parts", "groups by heads", *STEPS_IN_GROUPS)
 #: Ways that share most of their code.
 KINDS = {
     "at once": ("one forward", "values"),
-    "steps": ("steps", "values in steps"),
-    "kept": KEPT,
-    "groups": GROUPS[:2],
-    "steps in groups": STEPS_IN_GROUPS,
+    "in parts": ("steps", "values in steps", *KEPT),
+    "groups": GROUPS,
 }
 _NO_DISTRIBUTION = Absent("a value has no distribution over tokens")
 _NO_EXPERTS = Absent("no experts")
@@ -237,18 +235,24 @@ def cases() -> tuple[dict[str, str], ...]:
 @cache
 def quick_cases() -> tuple[dict[str, str], ...]:
     """Cases that run every time: each level stands with each kind of way, and each way with one
-    level of each other axis at least; compiled layers, which take seconds, with one forward."""
+    level of each other axis at least; compiled layers, which take seconds, with one forward of
+    attention."""
     kinds = {way: kind for kind, ways in KINDS.items() for way in ways}
+    drawn = [
+        case
+        for case in cases()
+        if case["recomputed"] != "compiled layers" or case["layers"] == "attention"
+    ]
 
     def shown(case: dict[str, str]) -> set[tuple[str, str]]:
         kind, way, *levels = kinds[case["way"]], *case.values()
         return {(kind, level) for level in levels} | {(way, axis) for axis in list(AXES)[1:]}
 
-    left = {pair for case in cases() for pair in shown(case)}
+    left = {pair for case in drawn for pair in shown(case)}
     left -= {(kind, "compiled layers") for kind in KINDS if kind != "at once"}
     found = []
     while left:
-        found.append(max(cases(), key=lambda case: len(left & shown(case))))
+        found.append(max(drawn, key=lambda case: len(left & shown(case))))
         left -= shown(found[-1])
     return tuple(found)
 
