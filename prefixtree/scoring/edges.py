@@ -146,7 +146,7 @@ _found: WeakKeyDictionary[ForestEdges, WeakKeyDictionary[Any, Any]] = WeakKeyDic
 
 # ---- in compiled code --------------------------------------------------------------------------
 
-# A compiled graph holds no look-up on the host, so it calls an operator that gets objects as numbers
+# A compiled graph holds no look-up on the host: it calls an operator that gets objects as numbers
 _known: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
 

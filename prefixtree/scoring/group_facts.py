@@ -105,7 +105,7 @@ def parts_of_state(model: Any, packed: PackedForest) -> Parts:
     }
     switch = "gradient_checkpointing"
     for name, module in model.named_modules():
-        # looks in the instance and its class: getattr of a missing attribute of a module takes longer
+        # looks in the instance and its class: getattr of an attribute that is missing takes longer
         found = vars(module).get(switch, getattr(type(module), switch, None))
         parts[f"{switch} of {name or 'the model'}"] = found
     for name, parameter in model.named_parameters():

@@ -184,8 +184,8 @@ class Dividing:
         refuse(SEVERAL_STEPS, self._model)
         check_rope(transformer, packed.mask.host, divided="each step of max_step_tokens")
         cost = self._cost or step_cost_of(self._model, transformer, packed.device, self._recompute)
-        # a rank owns its share of a step's tokens and may import the rest; where ranks divide heads,
-        # it imports no larger share than it owns
+        # a rank owns its share of a step's tokens and may import the rest; where ranks divide
+        # heads, it imports no larger share than it owns
         share = 1 / ranks
         if ranks > 1 and not by_heads:
             share += cost.weight * (1 - share)
