@@ -1,1 +1,1 @@
-"""Models of transformers on packed forests: attention, families, checks, layers."""
+"""transformers models on packed forests: attention, families, checks, layers."""

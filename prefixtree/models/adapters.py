@@ -1,9 +1,8 @@
-"""Which PEFT adapters run exactly on packed forests, and the refusal of the others.
+"""The PEFT adapters that run exactly on packed forests, and the refusal of the others.
 
-A method is on the list because a test compares it with each sequence alone, log-probabilities and
-the gradient of every adapter parameter (tests/models/test_peft.py).
-An adapter must compute every token from that token alone and draw no noise: a packed row holds many
-sequences.
+A method is listed because a test compares its log-probabilities and the gradient of every adapter
+parameter with each sequence alone (tests/models/test_peft.py). An adapter must compute every token
+from that token alone and draw no noise, as a packed row holds many sequences.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ _DROPOUTS = ("boft_dropout", "module_dropout", "rank_dropout")
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuses an adapter that takes part in the forward and is not verified to be exact.
-
-    Adapters that are inactive, or switched off by `disable_adapter`, are not looked at.
-
-    Args:
-        model: a model with PEFT adapters or without, wrapped or not.
+    """Refuses an active adapter that is not verified; one that is switched off is not looked at.
 
     Raises:
         UnsupportedError: a PEFT method or a variant of LoRA that is not verified, or dropout.
@@ -78,7 +72,7 @@ def check_adapters(model: nn.Module) -> None:
                 training.update(module.active_adapters)
             _check_variants(module)
         elif isinstance(module, PeftModel) and not module._adapters_disabled:
-            # methods that add no layers: virtual tokens, routers over adapters
+            # methods that add no layers: virtual tokens and routers over adapters
             active.update(module.active_adapters)
     for name, config in configs.values():
         if name in active:
@@ -88,7 +82,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Whether a module is of PEFT. Models without adapters need nothing of it."""
+    """Whether a module is PEFT's."""
     kinds = {type(module) for module in model.modules()} if "peft" in sys.modules else set()
     return any(c.__module__.startswith("peft.") for kind in kinds for c in kind.__mro__)
 
@@ -104,17 +98,17 @@ def _check_method(name: str, config: Any) -> None:
 
 def _check_variants(layer: Any) -> None:
     for name, variant in getattr(layer, "lora_variant", {}).items():
-        kind = getattr(variant, "__name__", type(variant).__name__)
-        if name in layer.active_adapters and not kind.startswith(LORA_VARIANTS):
+        label = getattr(variant, "__name__", type(variant).__name__)
+        if name in layer.active_adapters and not label.startswith(LORA_VARIANTS):
             raise UnsupportedError(
-                f"adapter {name!r} is the LoRA variant {_setting_of(layer, kind)}: it looks along "
+                f"adapter {name!r} is the LoRA variant {_setting_of(layer, label)}: it looks along "
                 "the row, which holds many sequences, draws noise, or is not verified; use LoRA, "
                 "rsLoRA or DoRA"
             )
 
 
 def _setting_of(layer: Any, kind: str) -> str:
-    """The settings of a LoraConfig that select a variant, and its class."""
+    """Names the settings of a LoraConfig that select a variant, and its class."""
     for settings, variant in getattr(layer, "lora_variants", {}).items():
         if getattr(variant, "__name__", None) == kind:
             return f"{' and '.join(settings)} ({kind})"

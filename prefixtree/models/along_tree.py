@@ -1,7 +1,5 @@
-"""How a family's own code runs along the tree: modules get a class, and forwards are copied with
-other global names.
-
-No class or module of transformers is touched.
+"""Ways to run a family's own code along the tree: a module gets another class, a forward is copied
+with other global names. No class or module of transformers is changed.
 """
 
 from __future__ import annotations
@@ -16,15 +14,16 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 
-# (class of a module) -> what its class along the tree has in addition, a forward above all
+# makes the additional members of a class along the tree, above all a forward
 Members = Callable[[Any], dict[str, Any]]
 
 
 class AlongTree:
     """Base of the classes that prepared modules get.
 
-    A class and not a forward of the instance, so that whatever copies or pickles a module takes it
-    along, and nothing is bound to the module that it was copied from.
+    It is a class and not a forward of the instance: copies and pickles of a module keep it, and
+    nothing
+    stays bound to the module that was copied.
     """
 
     _original: Any
@@ -41,12 +40,10 @@ def _rebuild(original: Any, members: Members) -> Any:
 
 @functools.cache
 def along_tree(original: Any, members: Members) -> type[nn.Module]:
-    """The class of a module along the tree; one per class, and so one code object, by which
-    torch.compile keeps what it compiled.
+    """Makes the class of a module along the tree; one per class, so torch.compile keeps its graphs.
 
     Args:
-        original: the class that the module has.
-        members: a function of a module, so that pickles find it.
+        members: a function that a module holds, so that pickles find it.
     """
     about = {
         "_original": original,
@@ -59,11 +56,7 @@ def along_tree(original: Any, members: Members) -> type[nn.Module]:
 
 
 def check_own_code(name: str, module: nn.Module, kind: str) -> None:
-    """Refuses a module whose forward is not the one of transformers.
-
-    Args:
-        name: of the module in the model. kind: what it is called in messages.
-    """
+    """Refuses a module whose forward is not transformers'; `kind` is its name in messages."""
     class_name = type(module).__name__
     origin = str(inspect.unwrap(type(module).forward).__globals__.get("__name__", "transformers."))
     if not origin.startswith("transformers.") and not isinstance(module, AlongTree):
@@ -89,10 +82,10 @@ def check_own_code(name: str, module: nn.Module, kind: str) -> None:
 
 
 def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """Copies a function so that global names mean something else in it; its decorators stay.
+    """Copies a function with other global names; its decorators stay.
 
     Args:
-        forward: a function. meanings: by name, gives what it means from what it meant.
+        meanings: per global name, makes the new object from the old one.
 
     Raises:
         UnsupportedError: a decorator that does not call what it decorates.

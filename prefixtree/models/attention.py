@@ -1,8 +1,8 @@
-"""The functions that transformers' attention modules call: attention of a packed forest, its mask.
+"""The two functions registered with transformers: attention over a packed forest, and its mask.
 
 The mask travels as the keyword `tree_mask` through `model(...)` to every layer, through gradient
-checkpointing and torch.compile. What cannot run exactly is refused (`models.families`). A batch
-without a tree mask gets an ordinary one (`models.plain_batches`).
+checkpointing and torch.compile. Models that cannot run exactly are refused (`models.families`). A
+batch without a tree mask is an ordinary one (`models.plain_batches`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from prefixtree.packing.layout import LABELS, NoLabels
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.wings import DividedMask, LayerMask, load
 
-# of the tensors of a trace, which have shapes and no values
+# raised for tensors of a trace, which have shapes and no values
 _TRACED = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
 
 
@@ -49,12 +49,12 @@ class KeepsKeys(Protocol):
     """The keys and values of a growing forest (`sampling.forest_cache`)."""
 
     def keep(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> None:
-        """Keeps those of a packed forest, q [T, H, D], k [T, Hk, D], v [T, Hk, Dv]."""
+        """Keeps keys and values of a packed forest: q [T, H, D], k [T, Hk, D], v [T, Hk, Dv]."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """Attention of new tokens to the keys of their rows: [T, H, Dv]."""
+        """Computes attention of new tokens to the keys of their rows: [T, H, Dv]."""
         ...
 
 
@@ -73,25 +73,23 @@ def prefixtree_attention(
     forest_cache: KeepsKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that is registered with transformers.
+    """Computes attention over a packed forest: the function registered with transformers.
 
     Without a tree mask, `models.plain_batches` computes or refuses the call.
 
     Args:
-        module: the attention module that calls.
         query: [1, H, T, D].
-        key: [1, Hk, T, D], its heads not repeated; [1, Hk, 2 T, D] where compressed keys follow.
-        value: [1, Hk, T, Dv], its heads not repeated, as many rows as key.
+        key: [1, Hk, T, D], heads not repeated; [1, Hk, 2 T, D] where compressed keys follow.
+        value: [1, Hk, T, Dv], heads not repeated, as many rows as key.
         attention_mask: None with a tree mask; a LayerMask in layers of a wing.
         dropout: 0 with a tree mask.
-        scaling: as `scale` of `tree_attention`.
-        sliding_window: as `window` of `tree_attention`.
-        softcap: as in `tree_attention`.
-        s_aux: as `sinks` of `tree_attention`.
-        tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes its part
-            of the forest: T is then the number of own tokens.
-        forest_cache: the keys and values of a growing forest (`sampling`): with a tree
-            mask it keeps those of this call, without one the tokens of the call see its own.
+        scaling: `scale` of `tree_attention`.
+        sliding_window: `window` of `tree_attention`.
+        s_aux: `sinks` of `tree_attention`.
+        tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes a part of
+            the forest: T is then the number of own tokens.
+        forest_cache: the keys and values of a growing forest (`sampling`). With a tree mask it
+            keeps those of this call; without one, the call's tokens attend to what it kept.
         kwargs: the model's other keywords; those that a packed forest cannot serve are refused.
 
     Returns:
@@ -111,11 +109,11 @@ def prefixtree_attention(
                 'other calls with images use model.set_attn_implementation({"": "prefixtree", '
                 '"text_config": "prefixtree", "vision_config": "sdpa"})'
             )
-        # patches of one image see each other, and nothing of the tree
-        found: tuple[torch.Tensor, None] = encode(
+        # patches of one image see each other and nothing of the tree
+        encoded: tuple[torch.Tensor, None] = encode(
             module, query, key, value, attention_mask, dropout, scaling
         )
-        return found
+        return encoded
     given = {name: kwargs.pop(name, None) for name in CHOICES}
     chosen = {name: keys for name, keys in given.items() if keys is not None}
     if attention_mask is None and sliding_window is None and _slides(module):
@@ -154,7 +152,7 @@ def prefixtree_attention(
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
     if chosen and layer_mask is attention_mask is None:
-        # a choice that the tree did not make
+        # these keywords are a choice of keys that the tree did not make
         raise unprepared(module.config)
     num_keys = query.shape[2] if layer_mask is None else layer_mask.num_keys(query.shape[2])
     if key.shape[2] != num_keys:
@@ -202,7 +200,7 @@ def attend_once(
     mask: TreeMask | DividedMask,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention over a forest, or over a part of one: [t, H, Dv]."""
+    """Computes attention over a forest, or over a part of one: [t, H, Dv]."""
     if isinstance(mask, DividedMask):
         return mask.attend(layer, q, k, v, **options)
     out: torch.Tensor = tree_attention(q, k, v, mask, **options)
@@ -210,7 +208,7 @@ def attend_once(
 
 
 def token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """query, key and value of the one row of a batch: [1, H, T, D] -> [T, H, D]."""
+    """Views query, key and value of a batch's one row by tokens: [1, H, T, D] -> [T, H, D]."""
     if torch.is_autocast_enabled(tensors[0].device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
         dtype = torch.get_autocast_dtype(tensors[0].device.type)
@@ -219,7 +217,7 @@ def token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.squeeze(0).transpose(0, 1) for x in tensors)
 
 
-# attributes and values by which attention modules tell that they have a sliding window
+# attributes and values of attention modules that have a sliding window
 _SLIDING = {"layer_type": "sliding_attention", "is_sliding": True, "is_local_attention": True}
 
 
@@ -240,18 +238,17 @@ def _slides(module: nn.Module) -> bool:
     return index is not None and bool(layer_types[index] == "sliding_attention")
 
 
-# by mask, the configuration and mode that the first layer of a forward checked
+# the configuration and mode that the first layer of a forward checked, by mask
 _checked: weakref.WeakKeyDictionary[HostMask, tuple[Any, bool]] = weakref.WeakKeyDictionary()
 
 
 def _check_config(module: nn.Module, mask: TreeMask, is_first: bool) -> None:
-    """`check_config`, once per forward where layers share a configuration: it takes as long as all
-    the rest of a call."""
+    """Runs `check_config` once per forward: it takes as long as the rest of a call."""
     config: Any = module.config
     if torch.compiler.is_compiling():
         check_config(config, module.training)
         if fixed_lengths(config):
-            # torch then runs the layer as it is, unless it is told to compile all of it
+            # torch then runs the layer uncompiled, unless it must compile all of it
             raise UnsupportedError(
                 "compiled layers cannot see how long sequences are, on which dynamic and longrope "
                 "RoPE depend: leave the layers uncompiled"
@@ -265,15 +262,15 @@ def _check_config(module: nn.Module, mask: TreeMask, is_first: bool) -> None:
 
 
 def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
-    """Refuses position_ids other than the tokens' positions in the forest.
+    """Refuses position_ids [1, Tq] other than the tokens' positions in the forest.
 
-    The model's default counts packed tokens, which would make RoPE wrong without an error. Those of
+    The model's default counts packed tokens, which would make RoPE wrong without an error.
+    Positions of
     `packed.model_inputs()` are known by their memory. Others cost one comparison per forward, for
-    which the host waits. It is skipped where values cannot be read: while a CUDA graph is captured,
-    and for tensors of a trace.
-
-    Args:
-        position_ids: [1, Tq]. None: the model shows its attention none.
+    which
+    the host waits. It is skipped while a CUDA graph is captured and for tensors of a trace, where
+    values
+    cannot be read. None: the model does not pass positions to attention.
     """
     if position_ids is None:
         raise UnsupportedError(
@@ -306,12 +303,13 @@ def prefixtree_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | LayerMask | None:
-    """The mask function that is registered with transformers.
+    """Makes the attention mask of a call: the mask function registered with transformers.
 
-    It returns None for a packed forest, which needs no T x T mask (of layers with an indexer
-    something that knows no pairs either). transformers does not give it
-    the tree mask. A batch with padding or cached keys gets an ordinary mask, which the attention
-    function refuses beside a tree mask.
+    A packed forest needs no T x T mask and gets None (a LayerMask without pairs where layers have
+    an
+    indexer). transformers does not pass the tree mask here. A batch with padding or cached keys
+    gets an
+    ordinary mask, which the attention function refuses together with a tree mask.
     """
     if getattr(kwargs.get("config"), "model_type", None) in ENCODERS:
         lengths = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}

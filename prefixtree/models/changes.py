@@ -1,13 +1,10 @@
-"""Changes of a model: those that one call makes, with their way back, and those of others between
-two calls.
+"""Changes of a model: those of one call, which are taken back, and those of others between two
+calls.
 
-A model that an interrupt left changed dies in its next call, or scores something else. So what is
-changed for one call is changed through `changing`: the way back is noted before each change, and
-every step of it may run twice.
-
-The backward of steps runs their forwards again, and the keys of a sampler are of the weights that
-read the forest. Both go on only with the same model, which a `ModelStamp` tells. A stamp reads no
-numbers of tensors, so it never waits for a GPU.
+A model that an interrupt left changed fails in its next call, or scores something else. So a call
+changes a model through `changing`: the way back is noted before each change, and every step of it
+may run twice. The backward of steps and a sampler's keys need the model they began with. A
+`ModelStamp` tells, without reading numbers of tensors, so that it never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +27,7 @@ _ABSENT = object()
 
 
 class Changes:
-    """Changes of modules, and the way back.
-
-    Args:
-        lock: held by the thread that makes them.
-    """
+    """Changes of modules, and the way back; `lock` is held by the thread that makes them."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
@@ -42,7 +35,7 @@ class Changes:
         self._way_back: list[Callable[[], None]] = []
 
     def note(self, module: Any, *names: str) -> None:
-        """Notes attributes of an instance, to be as they are now or absent as they are now."""
+        """Notes attributes of an instance, present or absent, as they are now."""
         held = vars(module)
         for name in names:
             self._way_back.append(partial(_put, held, name, held.get(name, _ABSENT)))
@@ -53,12 +46,7 @@ class Changes:
         vars(module).update(attributes)
 
     def hook(self, register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> None:
-        """Registers a hook.
-
-        Args:
-            register: a method such as `module.register_forward_hook`.
-            hook: what it takes. options: its other arguments.
-        """
+        """Registers a hook through a method such as `module.register_forward_hook`."""
         handles: list[Any] = []
         self._way_back.append(partial(_remove, handles))
         handles.append(register(hook, **options))
@@ -68,7 +56,7 @@ class Changes:
         self._way_back.clear()
 
     def take_back(self) -> None:
-        """Takes all changes back, last to first; after an interrupt, those that are left."""
+        """Takes all changes back, last to first; after an interrupt, the remaining ones."""
         while self._way_back:
             self._way_back[-1]()
             self._way_back.pop()
@@ -88,13 +76,11 @@ def _remove(handles: list[Any]) -> None:
 
 @contextmanager
 def changing(model: Any) -> Iterator[Changes]:
-    """While open, this thread may change a model and what is inside of it.
+    """A context in which this thread may change a model and what is inside of it.
 
-    Behind it everything is as before, whatever was raised and wherever. Other threads that want to
+    Everything is as before once it closes, whatever was raised and wherever. Other threads that
+    want to
     change the model wait; the same thread may open it again.
-
-    Args:
-        model: a module, or another object with attributes.
     """
     lock = _lock_of(model)
     with lock:
@@ -124,18 +110,19 @@ def _lock_of(model: Any) -> threading.RLock:
 
 
 def _after_fork() -> None:
-    """In the child of a fork only the thread that forked goes on.
+    """Takes other threads' changes back and releases their locks in the child of a fork.
 
-    Nobody else would take back there what other threads had changed, or release their locks. A fork
-    that waited for the locks instead would wait for whole forwards.
+    Only the thread that forked goes on there. A fork that waited for the locks instead would wait
+    for
+    whole forwards.
     """
     global _locks_lock
     _locks_lock = threading.Lock()
-    found, thread = list(_open), threading.get_ident()
-    for changes in reversed(found):
+    open_changes, thread = list(_open), threading.get_ident()
+    for changes in reversed(open_changes):
         if changes.thread != thread:
             changes.take_back()
-    held = [changes.lock for changes in found if changes.thread == thread]
+    held = [changes.lock for changes in open_changes if changes.thread == thread]
     for model, lock in list(_locks.items()):
         if lock not in held:
             _locks[model] = threading.RLock()
@@ -145,11 +132,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# ---- what a model was at one moment ------------------------------------------------------------
+# ---- the state of a model at one moment --------------------------------------------------------
 
 # wrappers whose plain attributes are their machinery
 _WRAPPERS = DistributedDataParallel, FullyShardedDataParallel
-# of PEFT's layers: private ones, and one that some layers have of their class
+# private attributes of PEFT's layers, and one that some layers have from their class
 _OF_ADAPTERS = "_active_adapter", "_disable_adapters", "merged_adapters"
 # they change no number that a forward gives
 _HARMLESS = frozenset({"gradient_checkpointing", "use_cache"})
@@ -159,21 +146,21 @@ _CHILDREN = "_modules"
 
 
 class _Tensor(NamedTuple):
-    """A parameter, a buffer or another tensor, and what it was."""
+    """A parameter, a buffer or another tensor, and its state when it was recorded."""
 
     owner: Any
     name: str
-    # what holds it under this name
+    # the module that holds it under this name
     where: Mapping[str, Any]
     tensor: torch.Tensor
     address: int
-    # None: of a tensor made in inference mode, which has none, or one that forwards write
+    # None for a tensor of inference mode, which has no version, or one that forwards write
     version: int | None
     is_trained: bool
 
 
 class _Setting(NamedTuple):
-    """A plain attribute, or the children of a module, and what it was."""
+    """A plain attribute, or the children of a module, and its value when it was recorded."""
 
     owner: Any
     name: str
@@ -182,17 +169,17 @@ class _Setting(NamedTuple):
 
 
 class ModelStamp:
-    """Records what a model is, to tell later whether it changed.
+    """Records the state of a model, to tell later whether it changed.
 
-    Noticed are: another module in a place; parameters, buffers and other tensors of modules that
-    were replaced, got other memory (`.data =`) or were written, by an optimizer of torch too;
-    plain attributes of modules and configurations (numbers, words, and lists and dictionaries of
-    them), among them the active adapters, their scaling and whether they are merged.
+    It notices another module in a place; parameters, buffers and other tensors of modules that were
+    replaced, got other memory (`.data =`) or were written, also by torch's optimizers; plain
+    attributes
+    of modules and configurations (numbers, words, lists and dictionaries of them), among them the
+    active adapters, their scaling and whether they are merged.
 
-    Not noticed is what writes numbers through `.data`, and the state of hooks.
+    It does not notice numbers written through `.data`, or the state of hooks.
 
     Args:
-        model: wrapped or not.
         others: names and tensors that must stay the same too. Default: none.
         for_backward: whether `training` and `requires_grad` must stay the same. Default: False.
     """
@@ -229,9 +216,10 @@ class ModelStamp:
         weakref.finalize(self, hook.remove)
 
     def settle(self) -> None:
-        """Behind the forwards after which the model is looked at: what these changed themselves
-        says nothing. PEFT sets the parameters that `target_parameters` names, and modules count
-        their calls."""
+        """Accepts what the first forwards changed themselves.
+
+        PEFT sets the parameters that `target_parameters` names, and modules count their calls.
+        """
         self._tensors = [
             held._replace(version=None) if _is_written(held) else held
             for held in self._tensors
@@ -240,7 +228,8 @@ class ModelStamp:
         self._settings = [held for held in self._settings if not _is_other(held)]
 
     def change(self) -> str | None:
-        """The first change found, in words: "NAME changed", "A of NAME became X (it was Y)"."""
+        """Says the first change, "NAME changed" or "A of NAME became X (it was Y)"; None
+        without."""
         # settings first: another adapter also changes which parameters are trained
         for setting in self._settings:
             if _is_other(setting):
@@ -267,7 +256,7 @@ class ModelStamp:
         return f"{self._path_of(held.owner)}.{held.name}"
 
     def _path_of(self, owner: Any) -> str:
-        """Where a module or a configuration is; slow, so only once something changed."""
+        """Finds the place of a module or a configuration; slow, so only once something changed."""
         if owner is self._model:
             return "the model"
         names = (name for name, module in self._model.named_modules() if module is owner)
@@ -289,12 +278,12 @@ def _is_other(held: _Setting) -> bool:
     return now is not held.value and (not isinstance(now, _PLAIN) or now != held.value)
 
 
-# ---- what is looked at -------------------------------------------------------------------------
+# ---- tensors and settings to compare -----------------------------------------------------------
 
 
 def _tensors_of(modules: Sequence[nn.Module], with_attributes: bool) -> Iterator[_Tensor]:
     copied = [m for m in modules if isinstance(m, DistributedDataParallel)]
-    # in some forwards it writes what rank 0 has, and not in others
+    # some of its forwards write what rank 0 has, and others do not
     written = {id(buffer) for module in copied for buffer in module.buffers()}
     for module in modules:
         yield from _tensors_in(module, module._parameters, written)
@@ -349,7 +338,7 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a number, a word, or a list or dictionary of these; `_OTHER` of all else."""
+    """Copies a number, a word, or a list or dictionary of these; `_OTHER` for anything else."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Which module of a model is the language model, and whether all of it runs along the tree.
+"""Finds the language model inside a model, and checks that all of it runs along the tree.
 
-A model type on the allow-list (`models.families`) is not enough: layers may keep another
-configuration, and classes, patches and hooks may change logits, or see parts of a gradient.
+A listed model type (`models.families`) is not enough: layers may keep another configuration, and
+classes, patches and hooks may change logits, or see parts of a gradient.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 
 _NAME = "prefixtree"
-# whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
-# TRL's fused head is for calls that ask for it
+# packages whose wrappers and hooks hand on a forward's output; Liger Kernel's forwards are
+# verified, and TRL's fused head is for calls that ask for it
 KNOWN_PACKAGES = (
     "transformers",
     "torch",
@@ -51,7 +51,7 @@ KNOWN_PACKAGES = (
     "prefixtree",
     "functools",
 )
-# whose hooks gather and release parameters around a forward, and hand on what it gives
+# packages whose hooks gather and release parameters around a forward, and hand on its output
 _KNOWN_HOOKS = (
     *KNOWN_PACKAGES,
     "deepspeed.runtime.engine",
@@ -61,7 +61,7 @@ _KNOWN_HOOKS = (
 
 
 def find_causal_lm(model: nn.Module) -> Any:
-    """The transformers model with a language-model head inside wrappers and adapters.
+    """Finds the transformers model with a language-model head inside wrappers and adapters.
 
     Raises:
         TypeError: not a module. UnsupportedError: there is none.
@@ -85,8 +85,7 @@ def check_model(
     """Refuses what would not give the scores of the replicated batch.
 
     Args:
-        model: what is called. causal_lm: the transformers model inside it.
-        divided: what cuts the forest into several forwards, in words. Default: one forward.
+        divided: words for what cuts the forest into several forwards. Default: one forward.
         known: int64 [T], the token ids that the model gets. Default: the forest's.
 
     Raises:
@@ -96,7 +95,7 @@ def check_model(
     check_forest(model, causal_lm, packed, divided, known)
     _check_treatment_of_logits(causal_lm)
     device = device_of(causal_lm)
-    # parameters on the CPU may be those of hooks that move them: then the forward will tell
+    # hooks may move parameters from the CPU: if they do not, the forward will tell
     if device.type not in ("cpu", "meta") and device != packed.device:
         raise ValueError(
             f"the packed forest is on {packed.device}, the model on {device}: "
@@ -112,10 +111,9 @@ def check_forest(
     known: np.ndarray | None = None,
     sees: bool = True,
 ) -> None:
-    """Refuses a forest that a model cannot run exactly, whatever becomes of its hidden states.
+    """Refuses a forest that a model cannot run exactly; `check_model` without the checks of logits.
 
     Args:
-        model, packed, divided, known: as in `check_model`. transformer: the transformers model.
         sees: whether the caller takes images.
     """
     check_loaded(transformer)
@@ -130,7 +128,11 @@ def check_forest(
 
 
 def check_parts(model: nn.Module, causal_lm: Any) -> None:
-    """Refuses a configuration, layers, noise or adapters that are not exact; as `check_model`."""
+    """Refuses a configuration, layers, noise or adapters that are not exact.
+
+    Raises:
+        UnsupportedError: as `check_model`.
+    """
     config, text = causal_lm.config, causal_lm.config.get_text_config()
     check_config(config, causal_lm.training)
     if text is not config:
@@ -140,18 +142,18 @@ def check_parts(model: nn.Module, causal_lm: Any) -> None:
 
 
 def runs_deepspeed(model: nn.Module) -> bool:
-    """Whether DeepSpeed wraps a model, or its ZeRO-3 owns the parameters, whatever is called."""
+    """Whether DeepSpeed wraps a model, or its ZeRO-3 owns the parameters."""
     return any(type(m).__module__.startswith("deepspeed.") for m in model.modules()) or any(
         "ds_id" in vars(parameter) for parameter in model.parameters()
     )
 
 
 def check_loaded(causal_lm: nn.Module) -> None:
-    """Refuses parameters without numbers: on the meta device, or partitioned by ZeRO-3, where no
-    hook loads or gathers them for a forward.
+    """Refuses parameters without numbers: on the meta device, or partitioned and not gathered.
 
     Raises:
-        ValueError: on the meta device. UnsupportedError: partitioned.
+        ValueError: on the meta device.
+        UnsupportedError: partitioned by ZeRO-3, with no hook that loads them for a forward.
     """
     meta = next((name for name, p in causal_lm.named_parameters() if p.is_meta), None)
     # accelerate's hooks load what they offload
@@ -168,7 +170,7 @@ def check_loaded(causal_lm: nn.Module) -> None:
         ),
         None,
     )
-    # DeepSpeed gives every module its hooks at once
+    # DeepSpeed gives all modules their hooks at once, so one module tells
     hooks = causal_lm._forward_pre_hooks.values()
     origins = [foreign_module(hook) or "" for hook in hooks]
     if partitioned is None or any(origin.startswith("deepspeed.") for origin in origins):
@@ -183,15 +185,11 @@ def check_loaded(causal_lm: nn.Module) -> None:
 
 @contextmanager
 def every_layer_attends(model: nn.Module, mask: TreeMask) -> Iterator[None]:
-    """One forward over a packed forest, in which every attention layer must follow the tree.
+    """A context for one forward over a packed forest that every attention layer must follow.
 
     Before the forward, every causal attention module must be set to "prefixtree". After it, as many
     calls must have reached `tree_attention` as there are layers: modules that compute attention
     elsewhere ignore the mask without an error.
-
-    Args:
-        model: what is called.
-        mask: the mask of the forward.
 
     Raises:
         UnsupportedError: a layer that runs another attention.
@@ -214,7 +212,7 @@ def every_layer_attends(model: nn.Module, mask: TreeMask) -> Iterator[None]:
 
 
 def _check_states(transformer: Any, calls: int) -> None:
-    """Every recurrent layer must have called its functions along the tree."""
+    """Refuses a model whose recurrent layers did not all call their functions along the tree."""
     config = transformer.config.get_text_config()
     family = family_of(config)
     layers = sum(kind in family.recurrent_types for kind in layer_types_of(config))
@@ -228,7 +226,7 @@ def _check_states(transformer: Any, calls: int) -> None:
 
 
 def transformer_of(model: nn.Module) -> Any:
-    """The transformers model inside wrappers and adapters.
+    """Finds the transformers model inside wrappers and adapters.
 
     Raises:
         TypeError: not a module. UnsupportedError: there is none.
@@ -240,7 +238,7 @@ def transformer_of(model: nn.Module) -> Any:
 
 
 def check_module(model: Any) -> None:
-    """Raises a TypeError for what is no instance of a torch module."""
+    """Raises a TypeError for anything but a torch module."""
     if isinstance(model, nn.Module):
         return
     mend = "AutoModelForCausalLM.from_pretrained(path) makes one"
@@ -257,8 +255,7 @@ def _outermost(model: nn.Module) -> Any:
 
 
 def set_attention(transformer: Any) -> None:
-    """Gives the text part of a transformers model attn_implementation="prefixtree"; a vision
-    encoder keeps its own attention, with which the model generates."""
+    """Gives the text model attn_implementation="prefixtree"; a vision encoder keeps its own."""
     config = transformer.config
     vision = getattr(config, "vision_config", None)
     encoder = getattr(vision, "_attn_implementation", None) or "sdpa"
@@ -272,7 +269,7 @@ def set_attention(transformer: Any) -> None:
 
 
 def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
-    """Name and module of every causal attention, a shared one once per place it stands in.
+    """Lists name and module of every causal attention, a shared one once per place.
 
     Raises:
         UnsupportedError: one that is not set to "prefixtree".
@@ -281,7 +278,7 @@ def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
     modules = [
         (name, module)
         for name, module in transformer.named_modules(remove_duplicate=False)
-        # getattr of what most modules do not have would take most of the time
+        # getattr of an attribute that most modules lack would take most of the time
         if ("is_causal" in vars(module) or hasattr(type(module), "is_causal"))
         and module.is_causal is True
         and hasattr(module, "config")
@@ -316,11 +313,11 @@ def _attention_layers(transformer: Any) -> int:
     return max(len(modules), attending)
 
 
-# ---- what becomes of logits --------------------------------------------------------------------
+# ---- code that works on logits -----------------------------------------------------------------
 
 
 def _check_treatment_of_logits(causal_lm: Any) -> None:
-    """Scores take the place of logits, so nothing unknown may work on these."""
+    """Refuses unknown code that works on logits, as scores take their place."""
     kind, model_type = type(causal_lm).__name__, causal_lm.config.model_type
     forward = causal_lm.forward
     if family_of(causal_lm.config).is_tested and (origin := foreign_module(forward)) is not None:
@@ -344,13 +341,12 @@ def check_hook(hook: Callable[..., Any], owner: str) -> None:
 
 
 def foreign_module(function: Any, known: Sequence[str] = KNOWN_PACKAGES) -> str | None:
-    """The module of a function that is outside of `known` (packages and modules): that of this
-    one, or of one that it wraps."""
-    left, seen = [function], set()
-    while left:
-        function = left.pop()
+    """Finds the module, outside of `known`, of a function or of one that it wraps; None without."""
+    functions, seen = [function], set()
+    while functions:
+        function = functions.pop()
         if isinstance(function, functools.partial):
-            left.append(function.func)
+            functions.append(function.func)
         function = getattr(function, "__func__", function)
         if id(function) in seen:
             continue
@@ -360,11 +356,11 @@ def foreign_module(function: Any, known: Sequence[str] = KNOWN_PACKAGES) -> str 
         module = type(function).__module__ if names is None else names.get("__name__", "?")
         if not any(f"{module}.".startswith(f"{name}.") for name in known):
             return str(module)
-        left.append(getattr(function, "__wrapped__", None))
-        # what a wrapper calls need not be what it says it wraps
+        functions.append(getattr(function, "__wrapped__", None))
+        # a wrapper need not call what it says it wraps
         if isinstance(function, FunctionType):
-            left += inspect.getclosurevars(function).nonlocals.values()
-        left = [f for f in left if isinstance(f, _FUNCTIONS) or hasattr(f, "__wrapped__")]
+            functions += inspect.getclosurevars(function).nonlocals.values()
+        functions = [f for f in functions if isinstance(f, _FUNCTIONS) or hasattr(f, "__wrapped__")]
     return None
 
 
@@ -390,7 +386,7 @@ def check_positions(causal_lm: Any, longest: int, counted: str = "") -> None:
     """Refuses sequences of more tokens than a model has learned positions.
 
     Args:
-        longest: the tokens of the longest sequence. counted: what of it is still to come, in words.
+        longest: the length of the longest sequence. counted: words for what of it is still to come.
     """
     config = causal_lm.config.get_text_config()
     if not family_of(config).learns_positions or longest <= config.max_position_embeddings:
@@ -406,19 +402,19 @@ def check_positions(causal_lm: Any, longest: int, counted: str = "") -> None:
 
 
 def refuse_pooled(classifier: nn.Module) -> None:
-    """From now on the classifier refuses to give one row for a forest of several paths."""
+    """Makes the classifier refuse to give one row for a forest of several paths."""
     hooks = classifier._forward_hooks.values()
     if isinstance(getattr(classifier, "score", None), nn.Module) and _check_rows not in hooks:
         classifier.register_forward_hook(_check_rows, with_kwargs=True)
 
 
 def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """A hook that copies and pickles of the model have too."""
+    """Refuses pooled rows: a hook that copies and pickles of the model have too."""
     mask = kwargs.get("tree_mask")
     logits = getattr(output, "logits", None)
     if mask is None or not isinstance(logits, torch.Tensor) or logits.ndim != 2:
         return
-    # of a single path its last token is meant
+    # a forest of a single path pools to its last token
     if (mask.host.subtree_end == mask.host.num_tokens).all():
         return
     raise UnsupportedError(
@@ -428,11 +424,11 @@ def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any], output: An
     )
 
 
-# ---- warnings, once each, of gradients that would not be those of the loss ---------------------
+# ---- warnings, once each, of gradients that would differ from the loss's -----------------------
 
-# whose hooks mask gradients (PEFT), average them over ranks, which twice is once (transformers'
-# Trainer), or are the machinery of wrappers. Those of transformers' tensor parallelism sum `.grad`
-# over ranks, and so sum the sum of an earlier backward again
+# packages whose hooks may run in several backwards: they mask gradients (PEFT), average them over
+# ranks, where twice is as once (transformers' Trainer), or are the machinery of wrappers. Hooks of
+# transformers' tensor parallelism sum `.grad` over ranks, so they sum an earlier sum again
 _OF_PARTS = "torch", "accelerate", "peft", "transformers.trainer", "prefixtree"
 _WRAPPERS = DistributedDataParallel, FullyShardedDataParallel, FSDPModule
 
@@ -443,11 +439,9 @@ _looked_for_ddp: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def warn_of_hooks(model: nn.Module, backwards: str) -> None:
     """Warns of hooks on gradients of parameters where one update has several backwards.
 
-    Called behind a forward: some hooks are set in it.
-
-    Args:
-        model: wrapped or not.
-        backwards: what they are, as "each step of max_step_tokens=".
+    It is called after a forward, as some hooks are set in it. `backwards` names them, for example
+    "each
+    step of max_step_tokens=".
     """
     if model in _told_of_hooks:
         return
@@ -470,9 +464,9 @@ def warn_of_hooks(model: nn.Module, backwards: str) -> None:
 
 
 def warn_past_ddp(model: nn.Module) -> None:
-    """Warns where a model that trains is called without the DistributedDataParallel around it.
+    """Warns of a model that trains and is called past its DistributedDataParallel.
 
-    Once per model it looks for one among all objects of this process.
+    It searches all objects of this process, once per model.
     """
     if not torch.is_grad_enabled() or not torch.distributed.is_available():
         return
@@ -482,12 +476,12 @@ def warn_past_ddp(model: nn.Module) -> None:
     if any(isinstance(module, _WRAPPERS) for module in model.modules()):
         return
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    for found in gc.get_objects():
+    for candidate in gc.get_objects():
         # isinstance asks proxies for their class, and issubclass is slow where one is an ABC
-        if DistributedDataParallel not in type(found).__mro__:
+        if DistributedDataParallel not in type(candidate).__mro__:
             continue
-        ranks = found.process_group.size()
-        if ranks > 1 and any(id(p) in trained for p in found.module.parameters()):
+        ranks = candidate.process_group.size()
+        if ranks > 1 and any(id(p) in trained for p in candidate.module.parameters()):
             warnings.warn(
                 "the model is called without the DistributedDataParallel around it, so its "
                 f"gradients stay on this rank and are not averaged over {ranks}: pass the wrapper "

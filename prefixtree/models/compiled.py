@@ -13,39 +13,46 @@ from prefixtree.models.layers import layers_of
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.wings import load
 
-# graphs of one kind of code that torch keeps: layers of every kind in every mode of recomputation,
-# with gradients and without
+# the number of graphs that torch keeps for one kind of code: layers of every kind, in every mode of
+# recomputation, with gradients and without
 _GRAPHS = 64
 # the options of layers that are compiled
 _OPTIONS: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def compile_layers(model: nn.Module, **options: Any) -> None:
-    """Compiles every decoder layer of a model with torch.compile, in place, and the blocks of its
-    vision encoder.
+    """Compiles every decoder layer of a model, and its vision encoder's blocks, in place.
 
-    Norms, activations and rotary embeddings become few kernels, so an update takes less time and
-    less memory. Layers of one kind share a graph, and a new forest compiles nothing anew. The first
-    forward and the first backward compile; so does the first use of each mode of `recompute`, which
-    holds in compiled layers too. The model may be sharded (`fully_shard`) before or after.
+    torch.compile turns norms, activations and rotary embeddings into few kernels, so an update
+    takes
+    less time and less memory. Layers of one kind share a graph, and a new forest compiles nothing
+    anew.
+    The first forward and the first backward compile; so does the first use of each mode of
+    `recompute`,
+    which works in compiled layers too. Call `fully_shard` before or after.
 
-    A vision encoder's blocks (Gemma 4's not) are compiled in parts, around attention, for calls
-    with `images=`. They run uncompiled where transformers recomputes each block, and under
-    attention other than "prefixtree" and "sdpa".
-
-    The layers of LongCat-Flash are compiled in parts, because its experts look at numbers, and
-    those with indexers without their attention, because an indexer loops over paths.
+    A vision encoder's blocks are compiled in parts, around attention, for calls with `images=`.
+    They
+    run uncompiled in Gemma 4, where transformers recomputes each block, and under attention other
+    than
+    "prefixtree" and "sdpa". The layers of LongCat-Flash are compiled in parts, because its experts
+    look
+    at numbers. Layers with indexers are compiled without their attention, because an indexer loops
+    over
+    paths.
 
     torch keeps 8 graphs of one kind of code and then runs eagerly; this raises the limit
     (`torch._dynamo.config.recompile_limit`) to 64.
 
     torch does not see hooks that are set inside a layer after its first forward, or inside one
-    layer of a kind alone: set them before, on all.
+    layer of
+    a kind alone: set them before, on all.
 
     Args:
-        model: as `sequence_logprobs` or `sequence_values` takes it.
-        options: of torch.compile. Default: dynamic=True, so that no graph is made for the size of
-            one forest.
+        model: as in `sequence_logprobs` or `sequence_values`.
+        options: keywords of torch.compile. Default: dynamic=True, so that one graph serves forests
+            of
+            every size.
 
     Raises:
         TypeError: not a module.
@@ -53,15 +60,15 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     """
     transformer = transformer_of(model)
     layers = layers_of(transformer)
-    # it replaces functions that would be compiled otherwise
+    # prepares first: it replaces functions that would otherwise be compiled
     prepare_layers(transformer)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     options = {"dynamic": True, **options}
     if getattr(transformer.config, "vision_config", None) is not None:
         load("images").compile_blocks(model, **{**options, "fullgraph": False})
     for layer in layers:
-        # of the layer and not of its class, as `recompute` sets it: so a forward that recomputes
-        # nothing by a plan finds the graph of one without a plan
+        # sets it on the layer and not on its class, as `recompute` does: so a forward whose plan
+        # recomputes nothing finds the graph of one without a plan
         layer.gradient_checkpointing = layer.gradient_checkpointing
         layer.compile(**options)
         _OPTIONS[layer] = options

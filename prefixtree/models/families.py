@@ -1,7 +1,5 @@
-"""Which transformers model types run exactly, and the checks that keep the others out.
-
-The list is `models.family_table`.
-"""
+"""Checks that keep out transformers models that do not run exactly (list:
+`models.family_table`)."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
-# asked for once: layers check it in compiled code
+# read once: layers check it in compiled code
 _TRANSFORMERS = metadata.version("transformers")
 _IS_TOO_OLD = version.parse(_TRANSFORMERS) < version.parse(OLDEST_WITH_STATES)
 
 
-# whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's
+# model types whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's
 # (tests/models/test_liger.py, on a GPU)
 LIGER_LAYERS = (
     "deepseek_v2",
@@ -62,7 +60,7 @@ LIGER_LAYERS = (
     "smollm3",
 )
 
-# model types of vision encoders, which attend both ways in an image
+# model types of vision encoders, which attend both ways within an image
 ENCODERS = frozenset(
     {
         "gemma4_vision",
@@ -75,14 +73,13 @@ ENCODERS = frozenset(
     }
 )
 
-# the keyword of the function with which a vision encoder attends while images of a forest are
-# encoded
+# the keyword that holds a vision encoder's attention function while images of a forest are encoded
 ENCODES = "tree_encodes"
 
-# the keywords by which layers that choose keys say which
+# the keywords in which layers with indexers pass their choice of keys
 CHOICES = ("indices", "block_indices")
 
-# of another way of packing, as layers and the functions that they call know them
+# keywords of other ways of packing, as layers and their functions name them
 PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # says that the caller's load-balancing loss counts a shared token once per sequence
 COUNTS_COPIES = "router_loss_counts_copies"
@@ -112,7 +109,7 @@ _DROPOUTS = (
     "dropout",
     "layerdrop",
 )
-# the layers of torch that draw, each by its public name
+# torch's layers that draw random numbers, by their public names
 DROPOUT_LAYERS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -124,8 +121,8 @@ def supported_model_types() -> list[str]:
     """Lists the model types that run.
 
     Returns:
-        Values of `config.model_type`, sorted: those that a test compares with their eager run, and
-        those that `allow_model_type` let through in this process.
+        Values of `config.model_type`, sorted: the types that a test compares with their eager run,
+        and those that `allow_model_type` added in this process.
     """
     return sorted(FAMILIES)
 
@@ -139,18 +136,19 @@ def allow_model_type(
 ) -> None:
     """Allows a model type that this project has not tested; verify it yourself first.
 
-    For a type that is on the list already, the call allows a class or a forward that you changed.
+    For a listed type, the call allows a class or a forward that you changed.
 
-    Run `prefixtree verify --model CONFIG FILE` (or compare log-probabilities and every parameter
-    gradient with eager attention per sequence): a model that ignores the mask, keeps a recurrent
-    state or looks at the whole batch gives wrong gradients without an error.
+    Run `prefixtree verify --model CONFIG FILE`, or compare log-probabilities and every parameter
+    gradient with eager attention per sequence. A model that ignores the mask, keeps a recurrent
+    state
+    or looks at the whole batch gives wrong gradients without an error.
 
     Args:
         model_type: `config.model_type` of the text model.
-        softcap: configuration attribute c of a forward that caps the logits after the lm_head:
-            c tanh(logits / c). Default: none.
-        scale: configuration attribute that the forward multiplies the logits by. Default: none.
-        divisor: configuration attribute that the forward divides the logits by. Default: none.
+        softcap: the configuration attribute that holds c, where the forward caps logits after the
+            lm_head to c tanh(logits / c). Default: none.
+        scale: the configuration attribute that the forward multiplies logits by. Default: none.
+        divisor: the configuration attribute that the forward divides logits by. Default: none.
     """
     FAMILIES[model_type] = replace(
         FAMILIES.get(model_type, Family()),
@@ -176,7 +174,7 @@ def family_of(config: Any) -> Family:
 
 
 def check_config(config: Any, training: bool) -> None:
-    """Refuses what would make a packed run differ from the replicated one, by configuration."""
+    """Refuses settings of a configuration with which packed and replicated runs differ."""
     family = family_of(config)
     if family.functions:
         _check_version(config)
@@ -196,7 +194,7 @@ def check_config(config: Any, training: bool) -> None:
             "tokens by packed order, not along the tree; only "
             f"{', '.join(sorted(family.layer_types))} run exactly"
         )
-    # "vision" is of images, which text models do not take
+    # "vision" is for images, which text models do not take
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways not in (None, False, "vision") or not getattr(config, "is_causal", True):
         raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
@@ -220,7 +218,7 @@ def _check_groups(config: Any) -> None:
 
 
 def check_noise(config: Any, name: str = "config") -> None:
-    """Refuses a configuration with dropout or jitter in training; `name` is what it is called."""
+    """Refuses a configuration with dropout or jitter in training; `name` is for messages."""
     for attribute in (*_DROPOUTS, *_JITTERS):
         if isinstance(value := getattr(config, attribute, None), (int, float)) and value > 0:
             raise UnsupportedError(
@@ -239,8 +237,9 @@ def _check_version(config: Any) -> None:
 
 
 def check_tokens(config: Any, tokens: np.ndarray, sees: bool = True) -> None:
-    """Warns of placeholders of images, videos and sound that are read as text, as transformers
-    reads them without pixels: a policy may have sampled them.
+    """Warns of placeholders of images, videos and sound that are read as text.
+
+    transformers reads them so without pixels: a policy may have sampled them.
 
     Args:
         sees: whether the caller takes images.
@@ -275,7 +274,7 @@ def _dropout(given: tuple[str, nn.Module]) -> Any:
     return is_active and {"layer": name, "p": module.p}
 
 
-#: Of a module and its name. What configurations say stays plain: layers ask in compiled code.
+#: Refusals of a module and its name. Configurations have plain checks, which layers run compiled.
 MODULES = (
     Refusal(
         "use_kernels",
@@ -300,9 +299,11 @@ MODULES = (
 
 
 def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
-    """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
-    included; linear layers of low precision that mix tokens, models that transformers loaded
-    quantised, and layers replaced by kernels of the hub.
+    """Refuses modules that draw noise, mix tokens in low precision, or were replaced by kernels.
+
+    These are active dropout and embedding noise, an adapter's dropout, linear layers of low
+    precision
+    that mix tokens, models that transformers loaded quantised, and kernels of the hub.
 
     Args:
         may_change: whether other parameters may train before the next check.
@@ -315,7 +316,7 @@ def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
 
 
 def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
-    """The keywords of a forward over a packed forest, positions with as many rows as are taken."""
+    """Makes the keywords of a forward over a packed forest, with the rows of positions it takes."""
     inputs = packed.model_inputs()
     if (rows := family_of(config).position_rows) > 1:
         inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
@@ -323,8 +324,11 @@ def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
 
 
 def check_checkpointing(model: nn.Module, config: Any) -> None:
-    """Refuses reentrant checkpointing where layers use keys of earlier ones: transformers passes
-    those beside the checkpoint's inputs, and their gradients are lost, packed or not."""
+    """Refuses reentrant checkpointing where layers use keys of earlier ones.
+
+    transformers passes those keys outside of the checkpoint's inputs, so their gradients are lost,
+    packed or not.
+    """
     if getattr(config, "num_kv_shared_layers", 0) and checkpoints_reentrantly(model):
         raise UnsupportedError(
             f"reentrant checkpointing loses gradients in {config.model_type} with "
@@ -333,9 +337,9 @@ def check_checkpointing(model: nn.Module, config: Any) -> None:
 
 
 def checkpoint_wrappers(model: nn.Module) -> list[Any]:
-    """torch's CheckpointWrappers in a model, which recompute what they hold whatever is planned.
+    """Lists torch's CheckpointWrappers, which recompute what they hold whatever is planned.
 
-    Known by name: the class is not public, and FSDP2 puts a subclass in its place.
+    They are known by name: the class is not public, and FSDP2 puts a subclass in its place.
     """
     name = "CheckpointWrapper"
     return [m for m in model.modules() if name in (c.__name__ for c in type(m).__mro__)]
@@ -346,7 +350,7 @@ def checkpoints_reentrantly(model: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     modules = list(model.modules())
-    # what holds such layers has the switch as well, and does not use it
+    # the module that holds such layers has the switch too, and does not use it
     layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
     for module in layers or modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -357,19 +361,14 @@ def checkpoints_reentrantly(model: nn.Module) -> bool:
 
 
 def router_keywords(config: Any, computes_loss: bool) -> dict[str, Any]:
-    """The keywords of a forward that computes the load-balancing loss, or of one that does not
-    whatever the configuration says. Families without experts get none."""
+    """Makes the keywords that turn the load-balancing loss on or off despite the configuration."""
     if not hasattr(config.get_text_config(), "output_router_logits"):
         return {}
     return {"output_router_logits": computes_loss, COUNTS_COPIES: True}
 
 
 def check_replayed(module: nn.Module, keywords: dict[str, Any]) -> None:
-    """Refuses recorded routes in a model whose routers would choose by themselves.
-
-    Args:
-        module: an attention layer. keywords: those that it got.
-    """
+    """Refuses recorded routes in a model whose routers would choose by themselves."""
     if keywords.get(ROUTES) is not None and not getattr(module, REPLAYS, False):
         raise UnsupportedError(
             "the forest has recorded routes, and the model's routers would choose by themselves: "
@@ -378,11 +377,7 @@ def check_replayed(module: nn.Module, keywords: dict[str, Any]) -> None:
 
 
 def check_router_logits(config: Any, keywords: dict[str, Any]) -> None:
-    """Refuses a forward over a packed forest whose load-balancing loss the model would compute.
-
-    Args:
-        config: of an attention layer. keywords: those that the layer got.
-    """
+    """Refuses a forward over a packed forest whose load-balancing loss the model would compute."""
     if keywords.get(COUNTS_COPIES):
         return
     asked = keywords.get("output_router_logits")

@@ -1,7 +1,7 @@
 """The model types that run exactly, and what is special about each.
 
-A type is here because a test compares it with eager attention, log-probabilities and all parameter
-gradients (tests/models/test_families.py). Nothing is inferred from what a class declares.
+A type is listed because a test compares its log-probabilities and all parameter gradients with
+eager attention (tests/models/test_families.py). Nothing is inferred from what a class declares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
 # a convolution alone: its inputs are all of its state
 CONVOLUTION = "conv"
 _RECURRENT_TYPES = frozenset({"linear_attention", CONVOLUTION, "hybrid"})
-# a kernel of all of a layer, which is left out along the tree
+# a kernel for the whole layer, which is not used along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
 #: The functions of transformers that recurrent layers call by name, which their wing replaces by
 #: those along the tree.
@@ -36,13 +36,13 @@ REPLACED_FUNCTIONS = frozenset(
     }
 )
 OLDEST_WITH_STATES = "5.17"
-# earlier ones call layers with indexers otherwise
+# earlier versions call layers with indexers in another way
 OLDEST_WITH_INDEXERS = "5.23"
 
 
 @functools.cache
 def functions_of(kind: Any) -> frozenset[str]:
-    """Which of `REPLACED_FUNCTIONS` the forward of a module's class calls."""
+    """The `REPLACED_FUNCTIONS` that the forward of a module's class calls."""
     forward = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     if code is None:
@@ -52,7 +52,7 @@ def functions_of(kind: Any) -> frozenset[str]:
 
 
 def layer_types_of(config: Any) -> Sequence[str]:
-    """transformers' names of a configuration's layers; none where it has no such list."""
+    """transformers' names of a configuration's layers; empty where it has no such list."""
     return getattr(config, "layer_types", None) or ()
 
 
@@ -63,22 +63,23 @@ def has_indexers(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family turns its lm_head's output into logits, besides the lm_head itself.
+    """Properties of a family: its treatment of logits, its positions, its layers.
 
     Attributes:
         softcap: config attribute holding c in c tanh(logits / c), or None.
-        scale: attribute logits are multiplied by, or None: of the first that has it of the model,
-            its base model and the configuration.
-        divisor: config attribute logits are divided by, or None.
+        scale: attribute that logits are multiplied by, or None; the model, its base model and its
+            configuration are searched in this order.
+        divisor: config attribute that logits are divided by, or None.
         position_rows: rows of position_ids that the text model takes: those of the text, which
             its attention gets, and those of a multi-dimensional RoPE.
-        ignores_window: its layers attend to everything whatever sliding_window says.
-        hides_positions: its layers are not shown position_ids, whatever they do with them.
-        learns_positions: it has an embedding per position, up to config.max_position_embeddings.
-        layer_types: what config.layer_types may name.
-        functions: those of `REPLACED_FUNCTIONS` that its recurrent layers call; none where no layer
+        ignores_window: whether its layers attend to everything whatever sliding_window says.
+        hides_positions: whether its layers do not get position_ids.
+        learns_positions: whether it has an embedding per position, up to
+            config.max_position_embeddings.
+        layer_types: the names that config.layer_types may hold.
+        functions: the `REPLACED_FUNCTIONS` that its recurrent layers call; none where no layer
             carries a state.
-        is_tested: False for what a user let through.
+        is_tested: False for what a user allowed.
     """
 
     softcap: str | None = None
@@ -99,17 +100,17 @@ class Family:
 
     @property
     def has_indexers(self) -> bool:
-        """Whether indexers choose keys in it, which `sparse.indexers` teaches the tree."""
+        """Whether its layers have indexers, which `sparse.indexers` runs along the tree."""
         return not self.layer_types.isdisjoint(INDEXED_TYPES)
 
     @property
     def wings(self) -> tuple[str, ...]:
-        """Names of the wings (`prefixtree.wings`) without which its layers do not know the tree."""
+        """Names of the wings (`prefixtree.wings`) that its layers need to know the tree."""
         return ("sparse",) * self.has_indexers + ("states",) * bool(self.functions)
 
     @property
     def called_functions(self) -> tuple[str, ...]:
-        """Those of `functions` that a recurrent layer calls once per packed forward."""
+        """The `functions` that a recurrent layer calls once per packed forward."""
         return tuple(name for name in self.functions if name != FUSED)
 
 
@@ -127,7 +128,7 @@ _DELTA_RULE = (*_CONV, "torch_chunk_gated_delta_rule")
 _KIMI = (*_CONV, "chunk_kimi_delta_attention")
 _SSD = (*_CONV, "mamba2_chunk_scan", FUSED)
 
-#: by `config.model_type`; `allow_model_type` adds to it
+#: Families by `config.model_type`; `allow_model_type` adds to it.
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(),
     "apertus": Family(),

@@ -1,5 +1,6 @@
-"""The parts of a model: its decoder, the layers that are checkpointed, the groups it runs in; and
-through which layers gradients must pass."""
+"""Parts of a model: its decoder, the layers that are checkpointed, the groups it runs in, and the
+layers that gradients must pass.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +25,7 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The layers that transformers checkpoints, first to last.
-
-    Args:
-        model: a causal language model of transformers; layers of image encoders are not counted.
+    """Lists the decoder layers that transformers checkpoints, first to last.
 
     Raises:
         UnsupportedError: transformers does not checkpoint this family.
@@ -35,17 +33,17 @@ def layers_of(model: Any) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers, seen = [], set()
-    left: list[nn.Module] = [decoder_of(model)]
-    while left:
-        module = left.pop()
+    pending: list[nn.Module] = [decoder_of(model)]
+    while pending:
+        module = pending.pop()
         if module in seen:
             continue
         seen.add(module)
         if isinstance(module, GradientCheckpointingLayer):
-            # not what is inside: Zamba2 has such layers in such layers
+            # does not look inside them: Zamba2 has such layers within such layers
             layers.append(module)
         else:
-            left += reversed(list(module.children()))
+            pending += reversed(list(module.children()))
     if not layers or not model.supports_gradient_checkpointing:
         raise UnsupportedError(
             f"transformers does not checkpoint the layers of {type(model).__name__}, so nothing "
@@ -59,7 +57,7 @@ def groups_of(model: nn.Module) -> list[Any]:
     kinds = DistributedDataParallel, FullyShardedDataParallel
     groups = [m.process_group for m in model.modules() if isinstance(m, kinds)]
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
-    # between a forward and its backward FSDP2 may leave whole parameters in the place of shards
+    # FSDP2 may leave whole parameters in the place of shards between a forward and its backward
     units = (unit for module in model.modules() for unit in fsdp2_units(module))
     meshes += [unit.mesh_info.mesh for unit in units]
     for mesh in dict.fromkeys(meshes):
@@ -79,7 +77,7 @@ def fsdp2_units(module: nn.Module) -> list[Any]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes. Parameters that FSDP offloads are on the CPU between its calls."""
+    """The device on which a model computes; FSDP may keep offloaded parameters on the CPU."""
     parameter = next(model.parameters())
     if parameter.device.type not in ("cpu", "meta"):
         return parameter.device
@@ -89,15 +87,14 @@ def device_of(model: nn.Module) -> torch.device:
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.device_type == parameter.device.type:
         return parameter.device
-    kind = torch.device(mesh.device_type)
-    # "cpu" of CPUs
-    index = torch.get_device_module(kind).current_device()
-    return torch.device(kind.type, index) if isinstance(index, int) else kind
+    mesh_device = torch.device(mesh.device_type)
+    # CPUs are "cpu", without a number
+    index = torch.get_device_module(mesh_device).current_device()
+    return torch.device(mesh_device.type, index) if isinstance(index, int) else mesh_device
 
 
 def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
-    """The largest of each number of any rank: those that shard or copy the model run it equally
-    often."""
+    """Computes the largest of each number over the ranks, which all run the model equally often."""
     if not (groups := groups_of(model)):
         return numbers
     most = torch.tensor(numbers, device=device)
@@ -110,14 +107,17 @@ def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device
 
 
 class GradientPaths:
-    """Whether a parameter that trains stands before a layer, in the order of a forward.
+    """Tells whether a parameter that trains stands before a layer, in the order of a forward.
 
-    The layers of the decoder run one after another, and the output embedding behind them. What
-    stands within one of these counts as before one another. Of everything else the place is not
-    known: its parameters count as before all layers, and all parameters as before it.
+    The layers of the decoder run one after another, then the output embedding. Modules within one
+    of
+    these count as before one another. The place of anything else is unknown: its parameters count
+    as
+    before all layers, and all parameters as before it. What trains, and whether gradients are on,
+    is
+    read once.
 
     Args:
-        model: the model, wrapped or not. What trains, and whether gradients are on, is read once.
         may_change: whether other parameters may train later: any then stands before a layer.
     """
 
@@ -126,23 +126,22 @@ class GradientPaths:
         self._enabled = torch.is_grad_enabled()
 
     def pass_through(self, module: nn.Module) -> bool:
-        """Whether a layer's input needs a gradient, for parameters that are not the layer's."""
+        """Whether a layer's input needs a gradient, for parameters outside the layer."""
         if not self._enabled or not self._trained:
             return False
         if self._may_change:
             return True
-        own = {id(part) for part in module.modules()}
+        modules_inside = {id(part) for part in module.modules()}
         last = self._places[1].get(id(module))
         if last is None:
-            return not own.issuperset(set().union(*self._trained.values()))
+            return not modules_inside.issuperset(set().union(*self._trained.values()))
         if min(self._trained) < last:
             return True
-        return not own.issuperset(self._trained.get(last, ()))
+        return not modules_inside.issuperset(self._trained.get(last, ()))
 
     @cached_property
     def _places(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By the id of a module, the first and the last of the parts in order that hold it: layers
-        may share modules."""
+        """The first and the last part that hold a module, by its id: layers may share modules."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for place, part in enumerate(parts_in_order(self._model)):
@@ -153,8 +152,10 @@ class GradientPaths:
 
     @cached_property
     def _trained(self) -> dict[int, set[int]]:
-        """By the first place, -1 where it is not known, the modules with a parameter of their own
-        that trains. A tied weight counts where each of them stands."""
+        """Modules with a trained parameter of their own, by their first place; -1 if it is unknown.
+
+        A tied weight counts in the place of each module that has it.
+        """
         first, found = self._places[0], dict[int, set[int]]()
         for module in self._model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -163,7 +164,7 @@ class GradientPaths:
 
 
 def parts_in_order(model: nn.Module) -> list[nn.Module]:
-    """The layers of the decoder and the output embedding; nothing where they are not known."""
+    """Lists the layers of the decoder and the output embedding; empty where they are not known."""
     from transformers import PreTrainedModel
 
     transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)

@@ -1,8 +1,8 @@
 """Linear layers of low precision: whether they treat every token alone.
 
-In a packed forest a token stands beside others than in the replicated batch. Weights that are
-quantised give it the same output there; so do activations that are quantised with a scale per
-token. One scale for all tokens of a call gives it another one.
+A token has other neighbours in a packed forest than in the replicated batch. Quantised weights give
+it the same output there; so do activations quantised with a scale per token. One scale for all
+tokens of a call gives it another output.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.layers import GradientPaths
 
-# rows of a probe: what kernels of low precision take
+# rows of a probe: a number that kernels of low precision accept
 _ROWS = 32
-# how torchao calls one scale for all tokens
+# torchao's names of one scale for all tokens
 _ONE_SCALE = ("TENSORWISE", "PerTensor")
-# by module, the kind of weight with which it was tried, and whether its gradient was
+# by module: the kind of weight that was tried, and whether its gradient was tried
 _tried: weakref.WeakKeyDictionary[nn.Module, tuple[type, bool]] = weakref.WeakKeyDictionary()
 
 
 def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | None = None) -> None:
-    """Refuses a layer whose output for a token depends on the tokens beside it.
+    """Refuses a layer whose output for a token depends on other tokens.
 
     torchao's and bitsandbytes' are known by name. Other linear layers whose class or weight is not
-    torch's are tried once, on two batches of a few rows, where their weight is on one device and
-    whole.
+    torch's are tried once, on two batches of a few rows, if their weight is whole and on one
+    device.
 
     Args:
         paths: those of the model, which say whether gradients must pass the layer. Default: none
@@ -83,8 +83,7 @@ def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | Non
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight, or this rank's part of it, is torch's own tensor: products with others are
-    what their `linear` makes of them."""
+    """Whether a weight, or this rank's part of it, is torch's own tensor class."""
     return type(_local(weight)) in (nn.Parameter, torch.Tensor)
 
 
@@ -113,8 +112,7 @@ def is_quantised(transformer: nn.Module) -> bool:
 
 
 def _check_bitsandbytes(name: str, module: Any) -> None:
-    """Weights in 4 bits are multiplied as they are; in 8 bits, columns with a large entry in any
-    row are kept apart."""
+    """Refuses unknown layers, 8-bit ones that keep large columns apart, and trained weights."""
     kind = type(module).__name__
     if kind not in ("Linear4bit", "Linear8bitLt", "LinearNF4", "LinearFP4"):
         raise UnsupportedError(f"{name} ({kind} of bitsandbytes) is not verified")
@@ -138,16 +136,16 @@ _INSTEAD = (
 
 def _one_scale_of(module: Any, weight: Any) -> bool:
     """Whether torchao quantises a layer's input with one scale (`Float8Linear`, tensor classes)."""
-    found = []
+    granularities = []
     cast: Any = getattr(vars(module).get("config"), "cast_config_input", None)
     if getattr(getattr(cast, "scaling_type", None), "name", None) == "DYNAMIC":
-        found.append(cast.scaling_granularity.name)
+        granularities.append(cast.scaling_granularity.name)
     if (options := getattr(weight, "act_quant_kwargs", None)) is not None:
-        found.append(type(getattr(options, "granularity", None)).__name__)
-        # of NVFP4, above its scales of blocks
+        granularities.append(type(getattr(options, "granularity", None)).__name__)
+        # NVFP4 has this scale above those of blocks
         if getattr(options, "use_dynamic_per_tensor_scale", False):
             return True
-    return any(name in _ONE_SCALE for name in found)
+    return any(name in _ONE_SCALE for name in granularities)
 
 
 def _local(weight: Any) -> Any:
@@ -156,36 +154,39 @@ def _local(weight: Any) -> Any:
 
 
 def _try(module: nn.Linear, weight: torch.Tensor, trains: bool) -> tuple[bool, bool] | None:
-    """Whether a layer treats a row alone, and whether gradients pass it if it `trains`; None where
-    it cannot be tried: on the wrong device, or partitioned."""
+    """Tries whether a layer treats a row alone, and whether gradients pass it if it `trains`.
+
+    It gives None where it cannot be tried: on the wrong device, or partitioned.
+    """
     if weight.is_meta or weight.numel() == 0:
         return None
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, 1, module.in_features, generator=generator).to(weight.device, weight.dtype)
-    # much larger ones, which take a common scale with them
+    # much larger rows, which raise a scale that all rows share
     among_others = torch.cat([row, row.flip(-1) * 1000] * (_ROWS // 2), 1)
     rows = row.repeat(1, _ROWS, 1)
     try:
         with torch.no_grad():
-            expected, found = module.forward(rows)[:, 0], module.forward(among_others)[:, 0]
+            expected, among = module.forward(rows)[:, 0], module.forward(among_others)[:, 0]
     except Exception:
         return None
     # far above the rounding of kernels that take rows in another order
-    alone = not bool((found - expected).abs().max() > 0.01 * expected.abs().max())
+    alone = not bool((among - expected).abs().max() > 0.01 * expected.abs().max())
     return alone, not trains or _passes_gradients(module, rows)
 
 
 def _passes_gradients(module: nn.Linear, rows: torch.Tensor) -> bool:
-    """Whether a gradient of the output reaches the input, beside a bias that takes one; also where
-    that cannot be tried."""
+    """Whether a gradient reaches the input, not the bias alone; True where it cannot be tried."""
     try:
         with torch.enable_grad():
             rows.requires_grad_()
-            # as in a model: no leaf, and a gradient in memory of its own
+            # cloned as in a model: the input is no leaf, and its gradient has memory of its own
             output = module.forward(rows.clone())
             if not output.requires_grad:
                 return False
-            (found,) = torch.autograd.grad(output, rows, torch.ones_like(output), allow_unused=True)
+            (gradient,) = torch.autograd.grad(
+                output, rows, torch.ones_like(output), allow_unused=True
+            )
     except Exception:
         return True
-    return found is not None
+    return gradient is not None

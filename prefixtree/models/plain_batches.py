@@ -1,10 +1,11 @@
 """Ordinary batches on a model with attn_implementation="prefixtree": what `generate` runs.
 
-A call without a tree mask must never train on a causal mask by accident. So with gradients it
-always raises; without, it is taken for an ordinary batch only if its positions run on by one along
-every row, which those of a forest do not wherever there is more than one sequence. Then it gets the
-masks and the attention of "sdpa". Nothing else tells the two apart in every family: some do not
-show their attention whether a cache is used, and `generate` drops masks without padding.
+A call without a tree mask must never train on a causal mask by accident, so it always raises with
+gradients. Without them, a batch is ordinary only if its positions grow by one along every row:
+those
+of a forest of several sequences do not. It gets the masks and the attention of "sdpa". Nothing else
+tells the two apart in every family: some do not show attention whether a cache is used, and
+`generate` drops masks without padding.
 
 Legend: B rows, n queries, m keys (cached ones included).
 """
@@ -53,7 +54,9 @@ def plain_attention(
     chosen: dict[str, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, n, D], key and value [B, Hk, m, D] -> ([B, n, H, Dv], None), as under "sdpa".
+    """Computes attention as "sdpa" does.
+
+    query [B, H, n, D], key [B, Hk, m, D], value [B, Hk, m, Dv] -> ([B, n, H, Dv], None).
 
     Args:
         attention_mask: [B, 1, n, m], true (or 0) where a query sees a key; None for a causal one.
@@ -81,7 +84,7 @@ def plain_attention(
         raise ValueError(
             f"a compiled layer cannot tell a prompt of one token from this: {_LOST_CACHE}"
         )
-    # one token beside cached keys is no forest; looking at its position would wait for the GPU
+    # one token with cached keys is no forest; reading its position would wait for the GPU
     if shows_positions(module) and (length > 1 or (attention_mask is None and keys == 1)):
         positions = shown_positions(kwargs)
         if positions is None and family_of(config).hides_positions:
@@ -112,9 +115,9 @@ def plain_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # sdpa has neither: the family's eager attention, with the mask it adds to the scores
+    # sdpa has neither softcap nor sinks; the family's eager attention adds the mask to the scores
     if attention_mask is None:
-        # keys behind the queries are places of a static cache that nothing was written to
+        # keys after the queries are places of a static cache that nothing was written to
         seen = query.new_ones(1, 1, length, keys, dtype=torch.bool)
         attention_mask = seen if length == 1 else seen.tril()
     if attention_mask.dtype == torch.bool:
@@ -130,7 +133,8 @@ def shows_positions(module: nn.Module) -> bool:
     """Whether this layer checks the positions: the first layer that attends does, once per forward.
 
     No layer does in compiled code: values cannot be read there, and reading a layer's number would
-    give one graph per layer.
+    give
+    one graph per layer.
     """
     if torch.compiler.is_compiling():
         return False
@@ -139,29 +143,30 @@ def shows_positions(module: nn.Module) -> bool:
         # one that several layers share has no number of its own
         return index is not None
     kinds = layer_types_of(module.config)
-    # of hybrids the first layers may carry a state and see no positions
+    # the first layers of hybrids may carry a state and see no positions
     return len(kinds) > index and not any(k in ATTENDING_TYPES for k in kinds[:index])
 
 
 def shown_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """position_ids among the keywords of an attention function; None where it is not shown them."""
+    """The position_ids among the keywords of an attention function; None where it gets none."""
     found = kwargs.get("position_ids")
     return kwargs.get(SHOWN_POSITIONS) if found is None else found
 
 
 def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor | None:
-    """The mask [B, 1, n, m] of a batch with padding or cached keys.
+    """Makes the mask [B, 1, n, m] of a batch with padding or cached keys.
 
-    None where "sdpa" gets None, as its fast kernels and those for grouped heads take no mask.
+    It gives None where "sdpa" gets None, as its fast kernels and those for grouped heads take no
+    mask.
 
     Raises:
         ValueError: with gradients, where only packed forests run.
     """
     if torch.is_grad_enabled():
-        what = "attention_mask" if attention_mask is not None else "key-value cache"
+        given = "attention_mask" if attention_mask is not None else "key-value cache"
         raise ValueError(
             'with gradients, attn_implementation="prefixtree" runs packed forests alone, and these '
-            f"take no {what}. A padded batch is prefixtree.batch_logprobs(model, input_ids, "
+            f"take no {given}. A padded batch is prefixtree.batch_logprobs(model, input_ids, "
             "attention_mask); a packed forest is model(**packed.model_inputs()), whose tree_mask "
             "says what sees what; other batches run under torch.no_grad(), or with "
             'model.set_attn_implementation("sdpa")'
@@ -172,19 +177,19 @@ def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tens
 
 
 def _drops_rows(config: Any) -> bool:
-    """Whether layers may get fewer queries than keys, the last ones, where layers share keys."""
+    """Whether layers that share keys may get only the last queries."""
     return bool(getattr(config, "num_kv_shared_layers", None))
 
 
 def _may_have_lost_its_cache(module: nn.Module) -> bool:
-    """Whether checkpointing could have: it does in training, and compiled code reads no values."""
+    """Whether checkpointing may have dropped the cache, in compiled code, which reads no values."""
     return module.training and torch.compiler.is_compiling()
 
 
 def _check_positions_do_not_jump(
     position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int
 ) -> None:
-    """Packed positions jump at branches; an ordinary row's only at padding, which nobody sees."""
+    """Refuses positions that jump elsewhere than at padding: those of a forest do at branches."""
     if position_ids is None:
         raise UnsupportedError(
             "this model does not pass position_ids to its attention, which tell ordinary batches "
@@ -208,7 +213,7 @@ def _check_positions_do_not_jump(
 
 
 def family_eager(module: nn.Module) -> Any:
-    """The eager attention function that an attention layer's family defines beside its class."""
+    """The eager attention function that an attention layer's family defines next to its class."""
     for cls in type(module).__mro__:
         eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if eager is not None:

@@ -1,6 +1,6 @@
 """`prepare`: makes a model ready for forwards over packed forests.
 
-Layers that do not only attend get a forward along the tree from their wing (`prefixtree.wings`).
+Layers that do more than attend get a forward along the tree from their wing (`prefixtree.wings`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def prepare(model: _Model) -> _Model:
-    """Makes a model of transformers ready for forwards over packed forests, however it was loaded.
+    """Makes a model of transformers ready for forwards over packed forests, in place.
 
-    It sets attn_implementation="prefixtree" where the model has another attention; a vision encoder
-    keeps its own. Where layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others),
-    recurrent layers get a class of their own, which runs the family's forward along the tree.
-    Indexers, which choose the keys of a query (DeepSeek V3.2, GLM-5), get one likewise;
-    `sequence_logprobs` does that by itself. A sequence classifier refuses to give one row for a
-    forest of several. It checks what no single layer sees: that the type is
-    verified, that every layer runs this attention, and that no dropout is active.
+    It sets attn_implementation="prefixtree" if the model has another attention; a vision encoder
+    keeps
+    its own. Recurrent layers (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others) get a class that
+    runs
+    the family's forward along the tree. Indexers, which choose the keys of a query (DeepSeek V3.2,
+    GLM-5), get one too. `sequence_logprobs` prepares both kinds of layers by itself. A sequence
+    classifier then refuses to give one row for a forest of several sequences.
 
-    The model still generates, and runs ordinary batches without gradients: as under "sdpa".
+    It checks what no single layer sees: the model type is verified, every layer runs this
+    attention,
+    and no dropout is active.
 
-    A second call changes nothing. Copies and pickles of a prepared model are prepared;
-    `from_pretrained` gives a model that is not.
+    The model still generates, and runs ordinary batches without gradients, as under "sdpa". A
+    second
+    call changes nothing. Copies and pickles of a prepared model are prepared; `from_pretrained`
+    gives a
+    model that is not.
 
     Args:
         model: a model of transformers, wrapped (PEFT, DDP, FSDP2) or not.
@@ -61,14 +66,14 @@ def prepare(model: _Model) -> _Model:
 
 
 class _Registers:
-    """Held by prepared models: unpickling it imports prefixtree, which registers that."""
+    """A mark of prepared models: unpickling imports prefixtree, which registers the attention."""
 
 
 def prepare_layers(transformer: Any) -> None:
     """Gives the layers of wings their forward along the tree.
 
     Raises:
-        UnsupportedError: a layer that is not as the family's proof had it.
+        UnsupportedError: a layer that differs from the one that was verified.
     """
     config = transformer.config.get_text_config()
     for name in wings_of(transformer, config):
@@ -80,20 +85,16 @@ def prepare_layers(transformer: Any) -> None:
 
 
 def wings_of(transformer: nn.Module, config: Any) -> list[str]:
-    """The wings whose layers a model has: those of its family, and those that its modules show.
-
-    Args:
-        config: of the model's text.
-    """
+    """The wings whose layers a model has: those of its family, and those that its modules show."""
     kinds: set[Any] = {type(module) for module in transformer.modules()}
-    found = dict.fromkeys(family_of(config).wings)
+    names = dict.fromkeys(family_of(config).wings)
     if any(map(functions_of, kinds)):
-        # in a family without, they are refused
-        found["states"] = None
+        # a family without them refuses them
+        names["states"] = None
     if any(hasattr(kind, "_apply_gate") for kind in kinds):
         # transformers' interface of experts
-        found["experts"] = None
-    return list(found)
+        names["experts"] = None
+    return list(names)
 
 
 def _chooses_keys(config: Any) -> Any:
@@ -104,8 +105,8 @@ def _carries_states(config: Any) -> Any:
     return family_of(config).functions and {"model_type": config.model_type}
 
 
-#: Of a configuration, where layers of a wing do not know the tree yet. They would choose keys, or
-#: mix tokens, by packed order.
+#: Refusals of a configuration whose wing layers do not know the tree yet: they would choose keys
+#: or mix tokens by packed order.
 UNPREPARED = (
     Refusal(
         "indexers",
@@ -124,7 +125,7 @@ UNPREPARED = (
 
 
 def unprepared(config: Any) -> UnsupportedError:
-    """The refusal of a layer that would attend to keys which the tree did not choose."""
+    """Makes the refusal of a layer that would attend to keys which the tree did not choose."""
     return UnsupportedError(UNPREPARED[0].message.format(model_type=config.model_type))
 
 

@@ -1,10 +1,10 @@
 """RoPE whose frequencies depend on the longest sequence of a forward: where it is exact.
 
-transformers looks at the largest position of a forward (`dynamic_rope_update`): of a packed forest
-that is the longest sequence's, of a part that of its own deepest token, and of a sequence alone its
-own. A forest is exact where all of these choose the same frequencies. Those of `dynamic` are fixed
-up to `max_position_embeddings` and change with every token behind it. `longrope` has one set up to
-`original_max_position_embeddings` and another behind it.
+transformers looks at the largest position of a forward (`dynamic_rope_update`): a packed forest's
+is that of its longest sequence, a part's that of its own deepest token. A forest is exact where all
+of these choose the frequencies of each sequence alone. `dynamic` has fixed ones up to
+`max_position_embeddings` and changes them with every token after it. `longrope` has one set up to
+`original_max_position_embeddings` and another after it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def check_rope_types(config: Any) -> None:
 
 
 def fixed_lengths(config: Any) -> list[tuple[str, int]]:
-    """The types of RoPE that depend on lengths, each with the longest sequence whose frequencies
-    are those of all shorter ones; none where lengths say nothing."""
+    """Lists types of RoPE that depend on lengths, each with the length up to which they do not."""
     return [
         (kind, _original_length(config, entry) if kind == "longrope" else _most_positions(config))
         for kind, entry in ropes_of(config)
@@ -47,8 +46,7 @@ def check_lengths(config: Any, host: HostMask, divided: str | None = None) -> No
     """Refuses forests whose sequences, each alone, would be rotated by other frequencies.
 
     Args:
-        config: of the text model. host: the mask of a forest, or of a part of one.
-        divided: what cuts the forest into several forwards, in words. Default: one forward.
+        divided: words for what cuts the forest into several forwards. Default: one forward.
 
     Raises:
         UnsupportedError: with the lengths, and what to do.
@@ -87,11 +85,7 @@ def check_lengths(config: Any, host: HostMask, divided: str | None = None) -> No
 
 
 def check_rope(model: nn.Module, host: HostMask, divided: str | None = None) -> None:
-    """Refuses a forest that the RoPE of a model, as it stands now, would rotate otherwise.
-
-    Args:
-        model: of transformers. host: of the forest's mask. divided: as in `check_lengths`.
-    """
+    """Refuses a forest that the model's RoPE, as it stands now, would rotate otherwise."""
     config: Any = model.config
     config = config.get_text_config()
     check_lengths(config, host, divided)
@@ -109,8 +103,7 @@ def check_rope(model: nn.Module, host: HostMask, divided: str | None = None) -> 
 
 
 def longest_row(model: nn.Module, host: HostMask) -> int | None:
-    """The most tokens that rows of a forest may grow to, with keys of the forest's forward; None
-    where nothing bounds them."""
+    """The length to which a row may grow with keys of its forest's forward; None without bound."""
     config: Any = model.config
     limits = [limit for _, limit in fixed_lengths(config.get_text_config())]
     # rows of `longrope` that are all beyond it stay there
@@ -121,14 +114,14 @@ def as_default_rope(config: Any) -> None:
     """Gives a text configuration, in place, RoPE of frequencies that do not depend on lengths."""
     for kind, entry in ropes_of(config):
         if kind in _BY_LENGTH:
-            # what other types have too stays
+            # keeps the entries that other types have too
             for name in entry.keys() - {"rope_theta", "partial_rotary_factor", "mrope_section"}:
                 del entry[name]
             entry["rope_type"] = "default"
 
 
 def ropes_of(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and parameters of RoPE, one for all layers or one per layer type."""
+    """Yields types and parameters of RoPE, one for all layers or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]
     for entry in nested or [parameters]:

@@ -1,12 +1,10 @@
-"""Whether the layers of a model treat every token alone: a probe of a few tokens, once per model.
+"""A probe of whether the layers of a model treat every token alone: a few tokens, once per model.
 
-A packed row has other neighbours and other places than a sequence alone. Attention and recurrences
-follow the tree; code between them that looks along the row (a hook on the tokens behind a prompt, a
-convolution, one scale for all activations) gives other results without an error. So a model reads
-rows of sequences of one token, in two orders and among different tokens, and what its layers give a
-token must stay the same. What is not of a known package is named in a warning besides.
-
-Legend: N tokens of the probe, K of them that two rows hold, D numbers of an output.
+A packed row has other neighbours and other places than a sequence alone. Code that looks along the
+row (a hook on the tokens after a prompt, a convolution, one scale for all activations) gives other
+results without an error. So a model reads sequences of one token, in two orders and among different
+tokens, and what its layers give a token must stay the same. Code of no known package is named in a
+warning too. Legend: N tokens of the probe, K of them that two rows hold, D numbers of an output.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ from prefixtree.packing.layout import pack
 _TOKENS = 64
 # distinct tokens of the third row
 _FEW = 4
-# of the tokens that both orders hold, how many at once are no router's near tie
+# the number of differing tokens of both orders that cannot be near ties of a router
 _MANY = 1 / 4
-# what rounding may do to a token's output, by norm: one step of a short dtype, and above what
-# kernels for other numbers of rows do in float32
+# the rounding of a token's output, by norm: one step of a short dtype, and more than kernels for
+# other numbers of rows differ in float32
 _FLOAT32_ROUNDING = 1e-4
-# an error that grows by less than this in one module came from those before
+# an error that grows by less than this in one module came from earlier modules
 _GROWTH = 8
-# what trainers put into models has tests beside their adapters; "?" are forwards along the tree
+# code that trainers put into models is tested with their adapters; "?" are forwards along the tree
 _KNOWN = (
     *KNOWN_PACKAGES,
     *("deepspeed", "torchao", "bitsandbytes", "fla", "kernels", "verl", "swift", "skyrl"),
@@ -64,16 +62,16 @@ _probed: weakref.WeakKeyDictionary[nn.Module, _Probed] = weakref.WeakKeyDictiona
 
 
 def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> None:
-    """Refuses layers that give a token something else when others stand beside it, and warns of
-    code in the model that is not known; once, and again when hooks, forwards, classes or the
-    training mode changed.
+    """Refuses layers that give a token something else among others, and warns of unknown code.
 
-    All ranks that share a model run equally many forwards: of a sharded one, what changed later is
-    not probed, as it may have changed on one rank.
+    It runs once, and again when hooks, forwards, classes or the training mode changed. All ranks
+    that
+    share a model run equally many forwards: a later change of a sharded one is not probed, as it
+    may
+    have happened on one rank.
 
     Args:
-        model: what is called. transformer: the transformers model inside it, prepared.
-        device: of its inputs.
+        device: the device of the model's inputs.
 
     Raises:
         UnsupportedError: with the first module that differs, and the code that is not known.
@@ -85,11 +83,11 @@ def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> No
     foreign = foreign_code(transformer)
     sharded = is_sharded(model)
     mode = hash(("sharded", transformer.training))
-    found = None
+    difference = None
     if not (sharded and mode in known.states) and device.type != "meta":
-        found = _difference(model, transformer, device)
-    if found is not None:
-        _refuse(transformer, found, foreign)
+        difference = _difference(model, transformer, device)
+    if difference is not None:
+        _refuse(transformer, difference, foreign)
     if foreign and not known.warned:
         known.warned = True
         warnings.warn(_warning(transformer, foreign), stacklevel=5)
@@ -99,9 +97,9 @@ def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> No
 def state_of(transformer: nn.Module) -> int:
     """A number that changes with the modules, hooks, forwards, classes and modes of a model."""
     parts: list[Any] = []
-    kinds, left = dict[Any, None](), [transformer]
-    while left:
-        module = left.pop()
+    kinds, pending = dict[Any, None](), [transformer]
+    while pending:
+        module = pending.pop()
         held = module.__dict__
         kinds[type(module)] = None
         parts.append(type(module))
@@ -114,24 +112,24 @@ def state_of(transformer: nn.Module) -> int:
         if "forward" in held:
             parts.append(id(held["forward"]))
         if children := held.get("_modules"):
-            left += [child for child in children.values() if child is not None]
+            pending += [child for child in children.values() if child is not None]
     parts += [id(kind.forward) for kind in kinds]
     return hash(tuple(parts))
 
 
 def foreign_code(transformer: Any) -> list[str]:
-    """The hooks, forwards and classes below a model that are of no known package, in words."""
+    """Names the hooks, forwards and classes below a model that are of no known package."""
     known: tuple[str, ...] = _KNOWN
     if not is_tested(transformer):
-        # of a type that the user allowed, the layers are the user's
+        # the layers of a type that the user allowed are the user's to check
         known = *known, type(transformer).__module__
-    found = []
+    foreign = []
 
     def note(what: str, where: str, function: Any) -> None:
         if (origin := foreign_module(function, known)) is not None:
             function = getattr(function, "__func__", function)
             name = getattr(function, "__qualname__", type(function).__name__)
-            found.append(f"{what} {where} ({name} of {origin})")
+            foreign.append(f"{what} {where} ({name} of {origin})")
 
     # these are looked at in every call
     head = transformer.get_output_embeddings()
@@ -141,17 +139,17 @@ def foreign_code(transformer: Any) -> list[str]:
             continue
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             note("a hook on", name, hook)
-        kind = type(module)
+        module_class = type(module)
         if "forward" in vars(module):
             note("the forward of", name, module.forward)
-        elif kind not in seen:
-            seen.add(kind)
-            note(f"the forward of class {kind.__name__},", name, kind.forward)
-    return found
+        elif module_class not in seen:
+            seen.add(module_class)
+            note(f"the forward of class {module_class.__name__},", name, module_class.forward)
+    return foreign
 
 
 def is_tested(transformer: Any) -> bool:
-    """Whether no user allowed its model type."""
+    """Whether a model type is listed, and not only allowed by the user."""
     config = transformer.config
     return all(family_of(c).is_tested for c in (config, config.get_text_config()))
 
@@ -169,7 +167,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class _Difference(NamedTuple):
-    """The first module whose outputs differ: its name and class, and by how much of their norm."""
+    """The first module whose outputs differ: name, class, and the difference over the norm."""
 
     name: str
     kind: str
@@ -209,8 +207,11 @@ def _warning(transformer: Any, foreign: list[str]) -> str:
 
 
 def _difference(model: nn.Module, transformer: Any, device: torch.device) -> _Difference | None:
-    """The first module that gives a token something else in another row; None where there is none,
-    or where the model does not run: then the forward itself will tell."""
+    """Finds the first module that gives a token something else in another row.
+
+    It gives None where there is none, or where the model does not run: the forward itself will
+    tell.
+    """
     while True:
         # DDP would send buffers, and compiled code would be compiled for the probe
         if isinstance(model, DistributedDataParallel):
@@ -232,14 +233,14 @@ def _difference(model: nn.Module, transformer: Any, device: torch.device) -> _Di
 
 
 class _Rows(NamedTuple):
-    """Three rows int64 [N]: tokens, most of them in another order among others, and a few, each
-    many times.
+    """Three rows int64 [N]: tokens, most of them in another order, and a few, each many times.
 
-    A few, because one scale for all tokens is the largest one's, which most rows would share.
+    The third row has few tokens because one scale for all is the largest token's, which most rows
+    would
+    share.
 
     Attributes:
-        first, second, few: the rows.
-        in_first, in_second: int64 [K], the places of the tokens that the first two hold.
+        in_first, in_second: int64 [K], the places of the tokens that the first two rows hold.
         which: int64 [N], the place in the first row of the tokens of the third, below `_FEW`.
     """
 
@@ -252,7 +253,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> _Rows:
-        """Text tokens spread over the vocabulary, the same on all ranks."""
+        """Makes rows of text tokens spread over the vocabulary, the same on all ranks."""
         rng = np.random.default_rng(0)
         size = config.get_text_config().vocab_size
         special = _special_tokens(config) | _special_tokens(config.get_text_config())
@@ -278,8 +279,10 @@ def _special_tokens(config: Any) -> set[int]:
 
 @contextlib.contextmanager
 def _left_as_it_was(transformer: nn.Module, device: torch.device) -> Iterator[None]:
-    """Without gradients; random numbers, buffers and counters of modules are restored, and nothing
-    is compiled or checkpointed."""
+    """A context without gradients, compilation or checkpoints that restores all state of a model.
+
+    Random numbers, buffers and counters of modules are restored.
+    """
     modules = list(transformer.modules())
     buffers = [(b, b.clone()) for b in _small_buffers(transformer)]
     numbers = [(vars(module), _numbers_of(module)) for module in modules]
@@ -308,7 +311,7 @@ def _left_as_it_was(transformer: nn.Module, device: torch.device) -> Iterator[No
 
 
 def _numbers_of(module: nn.Module) -> dict[str, float]:
-    """Counters and the like; not those of DeepSpeed, which count its forwards."""
+    """The counters and other numbers of a module, without DeepSpeed's, which count its forwards."""
     found = {k: v for k, v in vars(module).items() if isinstance(v, (int, float))}
     return {k: v for k, v in found.items() if not k.startswith(("_", "ds_"))}
 
@@ -327,7 +330,7 @@ _Output = tuple[str, nn.Module, torch.Tensor]
 def _outputs(
     model: nn.Module, transformer: Any, tokens: np.ndarray, device: torch.device
 ) -> list[_Output]:
-    """The outputs of modules for N tokens, each a sequence, in the order of calls: [N, D] each."""
+    """Runs N tokens, each a sequence: the outputs of modules in the order of calls, [N, D] each."""
     alone = np.full(_TOKENS, -1), np.ones(_TOKENS, int), tokens
     packed = pack(PrefixForest.from_parents(*alone, order="input"))
     if device.type == "cuda":
@@ -338,14 +341,14 @@ def _outputs(
     head = transformer.get_output_embeddings()
     if head is not None:
         inputs["logits_to_keep"] = torch.arange(_TOKENS, device=device)
-    found: list[_Output] = []
+    outputs: list[_Output] = []
     thread = threading.get_ident()
 
     def note(name: str, module: nn.Module, output: Any) -> None:
         rows = _rows_of(output)
         if rows is not None and threading.get_ident() == thread:
             # a later module may write into it
-            found.append((name, module, rows.detach().clone()))
+            outputs.append((name, module, rows.detach().clone()))
 
     with changing(transformer) as changes:
         for name, module in _watched(transformer):
@@ -361,33 +364,33 @@ def _outputs(
                 if threading.get_ident() != thread:
                     return forward(hidden, *args, **kwargs)
                 note("the input of the output embedding", head, hidden)
-                # the family's forward does to it what it does to logits
+                # the family's forward treats it as logits
                 return hidden[..., :1].clone()
 
             changes.set(head, forward=torch.compiler.disable(no_logits))
         with every_layer_attends(transformer, packed.mask):
             model(**inputs)
-    return found
+    return outputs
 
 
 def _watched(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder, what is in it, its layers and what is in these: names and modules."""
+    """Yields the decoder, its parts, its layers and their parts: names and modules."""
     decoder = decoder_of(transformer)
     names = {module: name for name, module in transformer.named_modules()}
-    left = [(decoder, 0)]
+    pending = [(decoder, 0)]
     if transformer.base_model is not decoder:
-        left.append((transformer.base_model, 2))
-    while left:
-        module, depth = left.pop()
+        pending.append((transformer.base_model, 2))
+    while pending:
+        module, depth = pending.pop()
         is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if not is_list:
             yield names[module] or type(module).__name__, module
         if depth < 2 or is_list:
-            left += [(child, depth + (not is_list)) for child in module.children()]
+            pending += [(child, depth + (not is_list)) for child in module.children()]
 
 
 def _rows_of(output: Any) -> torch.Tensor | None:
-    """[N, D] of a module's output that has a row per token; None of another."""
+    """The rows [N, D] of a module's output; None where it has no row per token."""
     output = getattr(output, "last_hidden_state", output)
     if isinstance(output, tuple) and output:
         output = output[0]
@@ -403,22 +406,22 @@ def _rows_of(output: Any) -> torch.Tensor | None:
 
 
 def _compare(runs: list[list[_Output]], rows: _Rows, transformer: nn.Module) -> _Difference | None:
-    """The first module whose outputs differ by more than rounding where those before did not.
+    """Finds the first module whose outputs differ by more than rounding where earlier ones did not.
 
     It counts if many tokens differ at once, or all of the few of the third row, or one whose place
     differs among equal tokens of that row: one alone may be the near tie of a router.
     """
     shared = min(map(len, runs))
     which, few = torch.from_numpy(rows.which), torch.arange(_FEW)
-    # a place in the third row of each token there
+    # one place in the third row for each token there
     reference = torch.from_numpy(np.array([np.flatnonzero(rows.which == t)[1] for t in few]))
     apart: list[list[torch.Tensor]] = []
     for outputs in zip(*(run[:shared] for run in runs), strict=True):
-        a, b, c = (rows_of.float() for _, _, rows_of in outputs)
+        first, second, third = (rows_of.float() for _, _, rows_of in outputs)
         pairs = (
-            (a[rows.in_first], b[rows.in_second]),
-            (a[:_FEW], c[reference]),
-            (c[reference[which]], c),
+            (first[rows.in_first], second[rows.in_second]),
+            (first[:_FEW], third[reference]),
+            (third[reference[which]], third),
         )
         apart.append([_apart(x, y) for x, y in pairs])
     if not apart:
@@ -454,7 +457,7 @@ class _Growing:
         self._differed = torch.zeros(count, dtype=torch.bool)
 
     def new(self, now: torch.Tensor, rounding: float) -> torch.Tensor:
-        """bool [count], of differences [count] in the order of calls."""
+        """Marks differences [count] that are new, bool [count]; called in the order of modules."""
         new = ~self._differed & (now > rounding) & (now > _GROWTH * self._before)
         self._differed |= now > rounding
         self._before = now
@@ -462,7 +465,7 @@ class _Growing:
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[K]: how far rows are apart, by norm; 0 where one is not finite, which scores will show."""
+    """The distance of rows by norm, [K]; 0 where one is not finite, which scores will show."""
     norms = a.norm(dim=1)
     scale = torch.maximum(norms, norms.nanmedian() / 10).clamp_min(torch.finfo(a.dtype).tiny)
     return ((a - b).norm(dim=1) / scale).nan_to_num(0.0, posinf=0.0)
@@ -472,8 +475,8 @@ def _rounding(output: torch.Tensor, module: nn.Module, transformer: nn.Module) -
     """The share of their norm by which rounding may change a module's outputs."""
     dtypes = {output.dtype, next(transformer.parameters()).dtype}
     dtypes |= {p.dtype for p in module.parameters()}
-    kind = output.device.type
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
+    device_type = output.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtypes.add(torch.get_autocast_dtype(device_type))
     short = [torch.finfo(d).eps for d in (torch.float16, torch.bfloat16) if d in dtypes]
     return max([_FLOAT32_ROUNDING, *short])

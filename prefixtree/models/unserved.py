@@ -1,8 +1,8 @@
-"""Model types of transformers that do not run, with what stands in the way."""
+"""Model types of transformers that do not run, with the reasons."""
 
 from __future__ import annotations
 
-# what stands in the way, with the types it concerns
+# the reason, with the model types it concerns
 _REASONS: dict[str, tuple[str, ...]] = {
     "its Mamba-1 layers keep one decay per channel and state, which no tree operator computes": (
         "falcon_mamba",

@@ -1,4 +1,4 @@
-"""`batch_logprobs`: a trainer's batch in, scores where its tokens stand out.
+"""`batch_logprobs`: scores of a trainer's batch, each at the place of its token.
 
 Legend: B rows, L columns, S sequences, n tokens of one, C columns of a measure.
 """
@@ -27,17 +27,18 @@ from prefixtree.wings import load
 
 @dataclass(frozen=True)
 class BatchScores:
-    """The scores of a batch [B, L]: that of a token stands where the token stands.
+    """The scores of a batch [B, L]; the score of a token stands where the token stands.
 
     Attributes:
-        logprobs: float32 [B, L], the natural log-probabilities; 0 where nothing is scored.
-        scored: bool [B, L], where a score stands: not on padding, on the first token of a sequence,
-            or where loss_mask is 0.
-        packed: the forest that was computed.
+        logprobs: float32 [B, L], natural log-probabilities; 0 where nothing is scored.
+        scored: bool [B, L], whether a token is scored. False on padding, on the first token of a
+            sequence and where `loss_mask` is 0.
+        packed: the packed forest that the model ran over.
         entropy: float32 [B, L], in nats; None without `return_entropy`.
         statistics: name -> float32 [B, L], without gradients.
-        measured: [B, L, C], what `measure` gave; None without it.
-        aux_loss, router_logits: as in `SequenceScores`.
+        measured: [B, L, C], the values of `measure`; None without it.
+        aux_loss: float32 [], the load-balancing loss of a mixture of experts; see `SequenceScores`.
+        router_logits: [T, E] per layer of experts; see `SequenceScores`.
     """
 
     logprobs: torch.Tensor
@@ -62,43 +63,43 @@ def batch_logprobs(
     loss_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> BatchScores:
-    """`sequence_logprobs` in the layout of a trainer's micro-batch.
+    """Scores the tokens of a padded or packed batch: `sequence_logprobs` for a trainer's layout.
 
-    It takes the place of forward, shift and log-softmax. The forest is that of this batch, so what
-    is shared is what the micro-batches hold: `plan_micro_batches` puts histories together.
+    It replaces forward, shift and log-softmax. Prefixes are shared within this batch alone:
+    `plan_micro_batches` puts sequences of one history into one micro-batch.
 
-    One of `attention_mask`, `position_ids` and `cu_seqlens` says where sequences stand. A batch of
-    padding alone runs a dummy (`PrefixForest.dummy`), as other ranks may wait.
+    `attention_mask`, `position_ids` or `cu_seqlens` says where sequences stand. A batch of padding
+    alone runs a dummy forward (`PrefixForest.dummy`), because other ranks may wait for this one.
 
     Args:
         model: as in `sequence_logprobs`.
-        input_ids: int64 [B, L], on the model's device; or lists or an array.
-        attention_mask: [B, L], 1 on tokens and 0 elsewhere: one sequence per row, padded on either
-            side or both. Rows without tokens are fine.
-        position_ids: [B, L] or [1, L]. Without a mask, several sequences per row, each of which
-            restarts at 0; with one, they count from 0 along it.
+        input_ids: int64 [B, L], on the model's device; or nested lists, or an array.
+        attention_mask: [B, L], 1 on tokens and 0 elsewhere: one sequence per row, padded on the
+            left, on the right or on both sides. A row may hold no token.
+        position_ids: [B, L] or [1, L]. Without a mask, a row may hold several sequences, each of
+            which restarts at 0. With a mask, positions must count its tokens from 0.
         cu_seqlens: int [S + 1], the borders of sequences in the flattened rows, as FlashAttention
-            has them; what is behind the last is padding.
-        temperature: the divisor of the logits: a number, one per row [B], or one per token [B, L],
-            where the entry of a token divided the logits that it was drawn from. Default: 1.0.
+            takes them. Tokens after the last border are padding.
+        temperature: the divisor of the logits: one number, one per row [B], or one per token
+            [B, L], at each token the divisor of the logits that it was drawn from. Default: 1.0.
         loss_mask: [B, L], 1 where a token is scored. Default: every token of a sequence but the
             first.
-        **options: the other keywords of `sequence_logprobs`. `images` must be made of the
-            sequences of this batch, in its order: token ids are compared. Rows of one text with
-            images of one size cannot be told apart.
+        **options: the other keywords of `sequence_logprobs`. `images` must be made from the
+            sequences of this batch, in its order; token ids are compared. Rows of equal text with
+            images of equal size cannot be told apart.
 
     Returns:
-        BatchScores, differentiable as `SequenceScores`. Trainers that keep the score of token t at
-        t - 1 take `[:, 1:]`, or roll.
+        BatchScores, differentiable as `SequenceScores` is. A trainer that keeps the score of token
+        t at t - 1 takes `[:, 1:]`, or rolls.
 
     Raises:
-        ForestError: none of the three arguments, or cu_seqlens beside another; a hole in a row of
-            the mask; positions that do not restart at 0, or that do not follow the mask; borders
-            that descend or lie beyond the batch; a loss_mask of another shape, or with a 1 where no
-            token stands; images of other sequences; and what `sequence_logprobs` raises.
-        ValueError: a temperature of another shape, and what `sequence_logprobs` raises.
-        TypeError: input_ids that are no batch, and what `sequence_logprobs` raises.
-        UnsupportedError, RuntimeError: what `sequence_logprobs` raises.
+        ForestError: no layout (none of the three arguments), or cu_seqlens with another of them; a
+            hole in a row of the mask; positions that do not restart at 0, or do not follow the
+            mask; borders that descend or lie beyond the batch; a loss_mask of another shape, or
+            with a 1 on padding; images of other sequences; and as `sequence_logprobs`.
+        ValueError: a temperature of another shape; and as `sequence_logprobs`.
+        TypeError: input_ids that are no batch; and as `sequence_logprobs`.
+        UnsupportedError, RuntimeError: as `sequence_logprobs`.
     """
     if isinstance(input_ids, (str, Mapping, PackedForest)) or input_ids is None:
         raise TypeError(
@@ -117,7 +118,7 @@ def batch_logprobs(
     if images is not None:
         load("images").check_sequences(sequences, images)
         sequences = images.sequences
-    # of padding alone a dummy runs; any id does
+    # a batch of padding alone runs a dummy, for which any id does
     forest = PrefixForest.from_sequences(sequences or [np.zeros(1, np.int64)])
     packed = pack(forest if sequences else forest.dummy()).to(device)
     masks, scored = _masks(layout, loss_mask)
@@ -139,34 +140,34 @@ def batch_logprobs(
 
 
 def _masks(layout: BatchLayout, loss_mask: Any) -> tuple[list[np.ndarray] | None, np.ndarray]:
-    """loss_mask per sequence, and bool [B, L], where a score stands."""
+    """Makes a loss_mask [n] per sequence, and bool [B, L] that says where a score stands."""
     scored = np.zeros(layout.shape, bool)
     scored.reshape(-1)[layout.predicted] = True
     if loss_mask is None:
         return None, scored
-    given = to_numpy(loss_mask, "loss_mask")
-    masks = layout.sequences("loss_mask", given)
-    wanted = given != 0
+    mask = to_numpy(loss_mask, "loss_mask")
+    masks = layout.sequences("loss_mask", mask)
+    is_scored = mask != 0
     holds = np.zeros(layout.shape, bool)
     holds.reshape(-1)[layout.place] = True
-    for row, column in np.argwhere(wanted & ~holds)[:1]:
+    for row, column in np.argwhere(is_scored & ~holds)[:1]:
         raise ForestError(
             f"loss_mask is 1 in row {row}, column {column}, where no sequence has a token; set it "
             "to 0 on padding"
         )
-    return masks, scored & wanted
+    return masks, scored & is_scored
 
 
 def _temperatures(layout: BatchLayout, temperature: Any) -> Any:
-    """As `sequence_logprobs` takes it: a number, one per sequence, or [n] per sequence."""
+    """Temperatures as `sequence_logprobs` takes them: a number, or one or [n] per sequence."""
     if np.ndim(temperature) == 0:
         return temperature
-    found = to_numpy(temperature, "temperature")
-    if found.shape == layout.shape[:1]:
-        return found[layout.rows].tolist()
-    if found.shape == layout.shape:
-        return layout.sequences("temperature", found)
+    values = to_numpy(temperature, "temperature")
+    if values.shape == layout.shape[:1]:
+        return values[layout.rows].tolist()
+    if values.shape == layout.shape:
+        return layout.sequences("temperature", values)
     raise ValueError(
         f"temperature must be a number, one per row [{layout.shape[0]}] or one per token "
-        f"{list(layout.shape)}, got shape {list(found.shape)}"
+        f"{list(layout.shape)}, got shape {list(values.shape)}"
     )

@@ -1,8 +1,8 @@
-"""The edges of a packed forest that are scored, and the way of scores back to its sequences.
+"""The scored edges of a packed forest, and the copy of their scores to its sequences.
 
-A number of an edge means something in one forest and for one loss mask alone. So what is read by
-the edges of another call (a teacher's rows, values at packed tokens, what another call measured) is
-found by the edge in its forest (`ForestEdges`): its path, and its temperature.
+The number of an edge has a meaning in one forest and for one loss mask alone. Another call (a
+teacher's rows, values at packed tokens, an earlier measure) finds an edge by its path and its
+temperature (`ForestEdges`).
 
 Legend: S sequences, T packed tokens, R replicated tokens, U scored edges, one per temperature, P
 predictors, d hidden size, E experts.
@@ -45,10 +45,9 @@ class ForestEdges:
     """The (edge, temperature) pairs that a call scores, on the host.
 
     Attributes:
-        forest: the forest.
         predictor, token: int64 [U], packed tokens.
         temperature: float32 [U].
-        handle: stands for these edges in the operator.
+        handle: int64 [], the number of this object in the operator `rows_in`.
     """
 
     forest: PrefixForest
@@ -65,11 +64,11 @@ class ForestEdges:
         return type(self), (self.forest, self.predictor, self.token, self.temperature)
 
     def tokens_in(self, packed: PackedForest, device: torch.device) -> torch.Tensor:
-        """int64 [U] on a device: the tokens of a packed forest that the edges score.
+        """Finds the tokens that the edges score in another packed forest: int64 [U] on a device.
 
         Raises:
             TypeError: no packed forest.
-            ForestError: an edge that it does not have, or has more than once.
+            ForestError: an edge that the forest lacks, or holds more than once.
         """
         if not isinstance(packed, PackedForest):
             raise TypeError(f"tokens_in takes a packed forest, got {type(packed).__name__}")
@@ -77,19 +76,19 @@ class ForestEdges:
         return self.kept(other, device, lambda: self._tokens_in(other))
 
     def rows_of(self, other: ForestEdges, device: torch.device) -> torch.Tensor:
-        """int64 [U] on a device: the numbers of these pairs among those of another call.
+        """Finds the numbers of these pairs among those of another call: int64 [U] on a device.
 
         Raises:
-            ForestError: a pair that it does not have. ValueError: at another temperature.
+            ForestError: a pair that the other call lacks. ValueError: one at another temperature.
         """
         return self.kept(other, device, lambda: self._rows_of(other))
 
     def _tokens_in(self, other: PrefixForest) -> np.ndarray:
-        found = find_paths(self.forest, other)
-        at = found.at[self.token]
+        paths = find_paths(self.forest, other)
+        at = paths.at[self.token]
         self.refuse(at < 0, f"are not in the forest that they are looked up in; {MEND}")
         self.refuse(
-            found.is_one_of_several[self.token],
+            paths.is_one_of_several[self.token],
             "are in the forest that they are looked up in more than once (namespaces, routes, "
             "from_groups), and which is meant nobody knows; give the forest that is scored",
         )
@@ -102,13 +101,13 @@ class ForestEdges:
             "were not measured in the call whose measured_edges are read; measure there with the "
             "same loss_mask, or without one",
         )
-        # the pairs of a call are in order of temperatures, then of tokens
+        # the pairs of a call are ordered by temperature, then by token
         temperatures, number = np.unique(other.temperature, return_inverse=True)
         most, count = max(len(temperatures) - 1, 0), other.forest.num_tokens
-        wanted = np.searchsorted(temperatures, self.temperature).clip(max=most) * count + token
+        sought = np.searchsorted(temperatures, self.temperature).clip(max=most) * count + token
         keys = number * count + other.token
-        rows = np.searchsorted(keys, wanted).clip(max=max(len(keys) - 1, 0))
-        is_same = (keys[rows] == wanted) & (other.temperature[rows] == self.temperature)
+        rows = np.searchsorted(keys, sought).clip(max=max(len(keys) - 1, 0))
+        is_same = (keys[rows] == sought) & (other.temperature[rows] == self.temperature)
         for one in np.flatnonzero(~is_same)[:1]:
             raise ValueError(
                 f"{described(self.forest, int(self.token[one]))} is scored at temperature "
@@ -118,10 +117,10 @@ class ForestEdges:
         return rows
 
     def refuse(self, which: np.ndarray, problem: str) -> None:
-        """Raises a ForestError if any edge has a problem; it says how many, and the first of them.
+        """Raises a ForestError if an edge of bool [U] `which` is True.
 
         Args:
-            which: bool [U], the edges. problem: a verb and the mend.
+            problem: a verb and the mend, for the message.
         """
         for first in np.flatnonzero(which)[:1]:
             raise ForestError(
@@ -133,7 +132,7 @@ class ForestEdges:
     def kept(
         self, other: Any, device: torch.device, find: Callable[[], np.ndarray]
     ) -> torch.Tensor:
-        """The result of `find` for these edges and another object, moved to a device once."""
+        """Moves the result of `find` for these edges and another object to a device, once."""
         of_these = _found.setdefault(self, WeakKeyDictionary())
         of_both: dict[torch.device, torch.Tensor] = of_these.setdefault(other, {})
         if device not in of_both:
@@ -141,20 +140,20 @@ class ForestEdges:
         return of_both[device]
 
 
-# look-ups that were made, by the edges and by what they were looked up in
+# look-ups already made, by the edges and by the object they were looked up in
 _found: WeakKeyDictionary[ForestEdges, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
 # ---- in compiled code --------------------------------------------------------------------------
 
-# A graph holds no look-up on the host, so it is an operator there, in which objects are numbers
+# A compiled graph holds no look-up on the host: it calls an operator that gets objects as numbers
 _known: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
 
 
 @lasting
 def make_handle(this: Any) -> torch.Tensor:
-    """int64 [] on the CPU, which stands for an object in `rows_in` while the object lives."""
+    """Makes an int64 [] on the CPU that stands for a live object in `rows_in`."""
     number = next(_numbers)
     _known[number] = this
     return torch.tensor(number)
@@ -167,8 +166,8 @@ def _rows_in(edges: torch.Tensor, other: torch.Tensor, which: torch.Tensor) -> t
 
 
 _edges_library = new_library("_edges_library")
-#: (handle of `ForestEdges`, of an object, int64 [r]) -> int64 [r]: for some of the edges what the
-#: object's `rows_of(edges, device)` gives for all, int64 [U]
+#: (handle of `ForestEdges`, handle of an object, int64 [r]) -> int64 [r]: those rows of what the
+#: object's `rows_of(edges, device)` gives for all edges, int64 [U]
 rows_in = register(
     _edges_library,
     "edge_rows_in",
@@ -186,30 +185,30 @@ _LEAST_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True)
 class SequenceScores:
-    """The scores of a replicated batch, sequence by sequence, in input order.
+    """The scores of every sequence, in input order.
 
     Attributes:
         logprobs: one float32 tensor [n - 1] per sequence, on the model's device: the natural
             log-probabilities of tokens 1 .. n - 1; 0 where the loss mask is 0. They are float64
-            where a Megatron model computes in it.
+            where a Megatron model computes in float64.
         entropy: one float32 tensor [n - 1] per sequence, in nats: the entropies of the
             distributions of those tokens; 0 where the loss mask is 0. None without
             `return_entropy`.
-        statistics: name -> one float32 tensor [n - 1] per sequence, without gradients; 0 where the
-            loss mask is 0. It has the names of `return_statistics`.
-        aux_loss: float32 [], differentiable: the load-balancing loss of a mixture of experts, as
-            transformers' forward gives it for one padded batch of all sequences with its
-            attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None where
-            it was not asked for.
+        statistics: one entry per name of `return_statistics`: one float32 tensor [n - 1] per
+            sequence, without gradients; 0 where the loss mask is 0.
+        aux_loss: float32 [], differentiable: the load-balancing loss of a mixture of experts, equal
+            to that of transformers' forward over one padded batch of all sequences with its
+            attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None unless
+            it was asked for.
         measured: one float32 tensor [n - 1, C] per sequence: the values of `measure` at those
             tokens, with gradients; 0 where the loss mask is 0. None without a measure.
-        measured_edges: float32 [U, C], the same once per scored edge, without gradients: row i is
-            that of `MeasuredEdges.scored_edge` i of this call; another call reads `of_edges`. None
-            without a measure.
-        router_logits: [T, E] per layer of experts, differentiable, the logits by which
-            `aux_loss` was computed, for losses of your own: weigh each packed token by
-            `packed.multiplicity`. Empty without `aux_loss`.
-        source: the edges of `measured_edges` in their forest, for `of_edges`.
+        measured_edges: float32 [U, C], the same values once per scored edge, without gradients. Row
+            i belongs to `MeasuredEdges.scored_edge` i of this call; `of_edges` finds rows for
+            another call. None without a measure.
+        router_logits: [T, E] per layer of experts, differentiable, the logits that gave `aux_loss`,
+            for losses of your own: weigh each packed token by `packed.multiplicity`. Empty without
+            `aux_loss`.
+        source: the edges of `measured_edges` in their forest, which `of_edges` reads.
     """
 
     logprobs: list[torch.Tensor]
@@ -223,10 +222,10 @@ class SequenceScores:
 
     @uncompiled
     def of_edges(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The rows of `measured_edges` for the edges that the measure of another call gets.
+        """Finds the rows of `measured_edges` for the edges that another call's measure gets.
 
         Args:
-            edges: of a call over the same forest, or another one that holds the edges.
+            edges: edges of a call over the same forest, or over another forest that holds them.
 
         Returns:
             [r, C], without gradients.
@@ -234,7 +233,8 @@ class SequenceScores:
         Raises:
             ForestError: an edge that was not measured here.
             ValueError: no `measured_edges`, an edge at another temperature, or edges that were made
-                by hand.
+                by
+                hand.
         """
         if self.measured_edges is None or self.source is None:
             raise ValueError(
@@ -247,12 +247,12 @@ class SequenceScores:
 
 @dataclass(frozen=True)
 class ScoredUnits:
-    """The edges, or tokens, for each of which a model gives a row once, on the host.
+    """The edges or tokens that get one row each from a model, on the host.
 
     Attributes:
         predictor: int64 [U], the packed token whose hidden state gives each row.
-        find_copies: gives `of_copies`, which nobody needs before a forward was launched.
-        lengths: how many copies each sequence has.
+        find_copies: makes `of_copies`, which is first needed after a forward was launched.
+        lengths: the number of copies in each sequence.
     """
 
     predictor: np.ndarray
@@ -261,12 +261,12 @@ class ScoredUnits:
 
     @cached_property
     def of_copies(self) -> np.ndarray:
-        """int32, the unit of each copy, sequence after sequence; -1 where it is not scored."""
+        """The unit of each copy, int32, sequence after sequence; -1 where it is not scored."""
         return self.find_copies()
 
     @property
     def count(self) -> int:
-        """U."""
+        """The number U of units."""
         return len(self.predictor)
 
 
@@ -280,7 +280,6 @@ class ScoredEdges(ScoredUnits):
     Attributes:
         token: int64 [U], the packed token of each edge.
         temperature: float32 [U].
-        forest: whose packed tokens these are.
     """
 
     token: np.ndarray
@@ -289,7 +288,7 @@ class ScoredEdges(ScoredUnits):
 
     @cached_property
     def source(self) -> ForestEdges:
-        """The same, to be found in other forests."""
+        """The same pairs, in a form that other forests can look up."""
         return ForestEdges(self.forest, self.predictor, self.token, self.temperature)
 
 
@@ -298,11 +297,11 @@ class DeviceEdges:
     """The distinct (edge, temperature) pairs that an lm_head scores, on the device.
 
     Attributes:
-        predictors: int64 [P], rows of the model's input whose hidden states the lm_head needs,
+        predictors: int64 [P], the rows of the model's input whose hidden states the lm_head needs,
             ascending.
-        to_predictors: from hidden states [P, d] to one row per edge [U, d].
+        to_predictors: gathers hidden states [P, d] to one row per edge [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
-        found: all edges. which: int64 [U], which of them these are; None for all.
+        which: int64 [U], the numbers of these edges in `found`; None for all.
     """
 
     predictors: torch.Tensor
@@ -313,8 +312,11 @@ class DeviceEdges:
     which: np.ndarray | None
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor, ForestEdges]:
-        """For a measure, int64 [U] twice, the number of each edge among the rows of
-        `packed.edges(loss_mask)`, and among all (edge, temperature) pairs; and all edges."""
+        """Numbers edges for a measure.
+
+        Returns:
+            int64 [U] in `packed.edges(loss_mask)`; int64 [U] in `found`; and the source of `found`.
+        """
         found = self.found
         which = np.arange(found.count) if self.which is None else self.which
         edge = loops.sequence_copies.distinct(found.token)[1][which]
@@ -325,11 +327,7 @@ class DeviceEdges:
 def find_edges(
     packed: PackedForest, temperature: float | Sequence[Any], loss_mask: Sequence[Any] | None
 ) -> ScoredEdges:
-    """Finds what is scored; arguments as in `sequence_logprobs`.
-
-    Raises:
-        TypeError, ValueError, ForestError: as in `sequence_logprobs`.
-    """
+    """Finds what is scored; arguments and errors as in `sequence_logprobs`."""
     lengths = packed.forest.sequence_lengths
     selected = None if loss_mask is None else packed.flat_selection(loss_mask)
     per_token = _per_token(temperature, lengths)
@@ -339,7 +337,7 @@ def find_edges(
             return _of_one_temperature(packed, selected, values.astype(np.float32))
     ends = np.cumsum(lengths)
     index, counts = packed.copy_index(np.arange(len(lengths)), selected)
-    # where they stand among all replicated tokens
+    # their places among all replicated tokens
     place = np.arange(ends[-1]) if selected is None else np.flatnonzero(selected)
     predictor = packed.mask.host.predictor
     has_edge = predictor[index] >= 0
@@ -365,12 +363,7 @@ def find_edges(
 def _of_one_temperature(
     packed: PackedForest, selected: np.ndarray | None, temperature: np.ndarray
 ) -> ScoredEdges:
-    """The edges where all copies have one temperature, float32 [1]: tokens, not copies, are gone
-    through.
-
-    Args:
-        selected: uint8 [R], the tokens that are scored. None: all.
-    """
+    """Finds the edges of one temperature, float32 [1], token by token; `selected` is uint8 [R]."""
     token, lengths = packed.scored_tokens(selected), packed.forest.sequence_lengths
 
     def find_copies() -> np.ndarray:
@@ -392,7 +385,7 @@ def _of_one_temperature(
 
 
 def _unique_of_runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """np.unique(values, return_inverse=True) of [r], that sorts one entry per run of equal ones."""
+    """Computes np.unique(values, return_inverse=True) of [r], with one entry per run to sort."""
     begins = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
     unique, number = np.unique(values[begins], return_inverse=True)
     return unique, np.repeat(number, np.diff(begins, append=len(values)))
@@ -404,10 +397,8 @@ def edges_on_device(
     """Moves edges to the device, in two copies: the integers and the temperatures.
 
     Args:
-        packed: the packed forest.
-        found: all its edges.
         which: int64 [*], the edges to move. Default: all.
-        rows: int64 [*], for each of these the row of the model's output that scores it.
+        rows: int64 [*], the row of the model's output that scores each of them.
     """
     device = packed.device
     token = found.token if which is None else found.token[which]
@@ -436,12 +427,11 @@ def scores_of(
     """Copies the scores of edges to the sequences that hold them.
 
     Args:
-        scores: [U, columns], at the rows that `to_sequences` reads.
-        to_sequences: to [R - S] rows, every sequence but its first token.
+        scores: [U, columns], in the order that `to_sequences` reads.
+        to_sequences: gathers [R - S] rows: every token of a sequence but the first.
         lengths: n - 1 of each sequence.
-        options: what the columns are.
-        order: gives int64 [U], where each scored edge's row is. Default: they are in order.
-        found: the edges, for `SequenceScores.of_edges`.
+        options: what the columns hold.
+        order: gives int64 [U], the row of each scored edge. Default: rows are in edge order.
     """
     columns = gather(scores, to_sequences).split(lengths)
     if scores.requires_grad:
@@ -467,7 +457,7 @@ def scores_of(
 
 
 def _per_token(temperature: Any, lengths: np.ndarray) -> np.ndarray | None:
-    """Temperatures of all replicated tokens, float32 [R]; None where no sequence has more than one.
+    """Spreads temperatures over replicated tokens, float32 [R]; None where each sequence has one.
 
     Raises:
         ForestError: arrays of other lengths than the sequences.
@@ -478,14 +468,14 @@ def _per_token(temperature: Any, lengths: np.ndarray) -> np.ndarray | None:
         and any(isinstance(t, (list, tuple)) or getattr(t, "ndim", 0) for t in temperature)
     ):
         return None
-    given = per_sequence("temperature", temperature, len(lengths))
+    listed = per_sequence("temperature", temperature, len(lengths))
     expected = "a number, or one number or one array [n] per sequence"
-    each = [numbers(f"temperature[{i}]", t, expected, TypeError) for i, t in enumerate(given)]
+    arrays = [numbers(f"temperature[{i}]", t, expected, TypeError) for i, t in enumerate(listed)]
     # one number serves its whole sequence
-    each = [np.full(n, t) if t.ndim == 0 else t for t, n in zip(each, lengths, strict=True)]
-    check_lengths("temperature", [len(t) if t.ndim == 1 else -1 for t in each], lengths)
+    arrays = [np.full(n, t) if t.ndim == 0 else t for t, n in zip(arrays, lengths, strict=True)]
+    check_lengths("temperature", [len(t) if t.ndim == 1 else -1 for t in arrays], lengths)
     with np.errstate(over="ignore"):
-        return np.concatenate(each).astype(np.float32)
+        return np.concatenate(arrays).astype(np.float32)
 
 
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:

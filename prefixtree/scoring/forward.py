@@ -1,6 +1,6 @@
 """One forward of a model over a packed forest, or over a part of one, with the wings of its call.
 
-Legend: u edges that are scored, t own tokens.
+Legend: u scored edges, t own tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AskedWings(NamedTuple):
-    """The keywords of a call for scores that ask for wings; as in `sequence_logprobs`."""
+    """The keywords of `sequence_logprobs` that ask for wings."""
 
     images: Images | None = None
     output_router_logits: bool | None = None
@@ -41,11 +41,7 @@ class AskedWings(NamedTuple):
     def check(
         self, model: nn.Module, causal_lm: Any, packed: PackedForest, divided: str | None
     ) -> None:
-        """Refuses what would not give the scores of the replicated batch; as `check_model`.
-
-        Raises:
-            TypeError, UnsupportedError, ValueError: as `sequence_logprobs`.
-        """
+        """Refuses what would not give the scores of the replicated batch, as `check_model` does."""
         known = None
         if self.images is not None:
             known = load("images").check_images(model, causal_lm, packed, self.images)
@@ -57,11 +53,10 @@ class AskedWings(NamedTuple):
     def open(
         self, model: nn.Module, causal_lm: Any, packed: PackedForest, whole: PackedForest
     ) -> tuple[PackedForest, dict[str, CallWing]]:
-        """The wings of a call, by name, and the forest with the token ids that the model knows.
+        """Opens the wings of a call, by name; makes the forest with the token ids the model knows.
 
         Args:
-            model: what is called. causal_lm: the transformers model inside it.
-            packed: the forest of the caller. whole: the same, padded where ranks need it.
+            whole: `packed`, padded where ranks need it.
         """
         wings: dict[str, CallWing] = {}
         if self.images is not None:
@@ -82,10 +77,8 @@ class ModelForward:
     """Calls a model over a packed forest, or over a part of one, for the scores of its edges.
 
     Args:
-        model, causal_lm, packed: as `sequence_logprobs` has them.
         options: what is computed of each edge; the rule of the model's family is added.
-        wings: of the call, by name.
-        share: of a rank's part, as in `LocalPart`. Default: a forest that no ranks divide.
+        share: the part of a rank, as in `LocalTokens`. Default: no ranks divide the forest.
     """
 
     def __init__(
@@ -111,29 +104,25 @@ class ModelForward:
         recompute: Recompute,
         own: np.ndarray | None = None,
     ) -> Rows:
-        """One forward: the scores [u, columns], and [t, ...] each what a wing hands on of tokens.
+        """Runs one forward: the scores [u, columns], then [t, ...] per tensor that a wing hands on.
 
         Args:
-            mask: that of the tokens.
-            inputs: keywords of the model.
-            edges: what its lm_head scores.
-            recompute: as in `sequence_logprobs`.
             own: int64 [t], the packed tokens that it computes, ascending. Default: all.
         """
         model, causal_lm, count = self._model, self._causal_lm, len(edges.target)
         forwards = {name: wing.forward(own) for name, wing in self.wings.items()}
-        # a forward of its own, which other ranks run where this one does
+        # runs a forward of its own, which the other ranks run at the same point
         check_layers(model, causal_lm, self.packed.device)
-        held_bytes = sum(each.held_bytes for each in forwards.values())
+        held_bytes = sum(wing_forward.held_bytes for wing_forward in forwards.values())
         if self.options.measure is not None:
             held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
         planned = recompute, held_bytes, forwards, self._share
         chosen, recomputing = recomputed(model, causal_lm, self.packed, count, *planned)
         with ExitStack() as around:
             around.enter_context(recomputing)
-            for each in forwards.values():
-                around.enter_context(each.around(chosen))
-                inputs = {**inputs, **each.inputs}
+            for wing_forward in forwards.values():
+                around.enter_context(wing_forward.around(chosen))
+                inputs = {**inputs, **wing_forward.inputs}
             around.enter_context(every_layer_attends(causal_lm, mask))
             handed = around.enter_context(scoring_lm_head(causal_lm, edges, self.options))
             output = model(**inputs, logits_to_keep=edges.predictors)
@@ -142,7 +131,7 @@ class ModelForward:
         handed.check_treatment(causal_lm, self.options.rule)
         tokens = inputs["input_ids"].shape[-1]
         of_tokens = [rows for x in forwards.values() if (rows := x.rows(output, tokens))]
-        # else `CallWing.result` could not tell whose they are
+        # without it, `CallWing.result` could not tell whose rows they are
         assert len(of_tokens) < 2
         return scores, *sum(of_tokens, ())
 
@@ -157,34 +146,27 @@ def recomputed(
     forwards: Mapping[str, ForwardWing] = MappingProxyType({}),
     share: GroupShare | None = None,
 ) -> tuple[Any, AbstractContextManager[Any]]:
-    """Chooses what layers compute again in the backward of one forward.
+    """Chooses what layers compute again in one forward's backward, and makes the context of it.
 
     Args:
-        model: what is called. transformer: the transformers model inside it.
-        scored: edges whose log-probability is computed.
-        recompute: as in `sequence_logprobs`.
-        held_bytes: what is held until the backward beside activations of layers. Default: 0.
-        forwards: the wings of the forward, by name. Default: none.
-        share: of a rank of a group, which computes a part of the forest. Default: all of it.
-
-    Returns:
-        The choice, and the context in which they do.
+        scored: the number of edges whose log-probability is computed.
+        held_bytes: bytes held until the backward that are not activations of layers.
+        share: the part of the forest that a rank of a group computes. Default: all of it.
     """
     if recompute is None or not torch.is_grad_enabled():
         return None, nullcontext()
     more = recompute, held_bytes, forwards, share
-    found: tuple[Any, AbstractContextManager[Any]] = load("recompute").recomputed_forward(
+    chosen: tuple[Any, AbstractContextManager[Any]] = load("recompute").recomputed_forward(
         model, transformer, packed, scored, *more
     )
-    return found
+    return chosen
 
 
 class ScoresOfParts:
     """The scores of the edges whose predictors a part owns: a `PartForward`.
 
     Args:
-        forward: over the forest.
-        inputs: keywords of a forward over all of it.
+        inputs: keywords of a forward over the whole forest.
         edges: all that are scored.
     """
 

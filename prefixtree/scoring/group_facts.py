@@ -22,7 +22,7 @@ WINGS = {
     ),
     "experts": "the ranks of a group must ask the same of routers",
 }
-#: What ranks must have alike -> how the message begins where they have not.
+#: Fact that ranks must have alike -> beginning of the message where they differ.
 FACTS = {
     "forest": (
         "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
@@ -38,7 +38,7 @@ FACTS = {
 }
 
 
-# by model: reading a configuration takes longer than dividing a forest
+# cached by model: reading a configuration takes longer than dividing a forest
 _known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, ImportCost]] = (
     weakref.WeakKeyDictionary()
 )
@@ -52,7 +52,7 @@ def costs_of(model: Any) -> tuple[CostModel, ImportCost]:
 
 
 def parts_of_forest(packed: PackedForest) -> Parts:
-    """Of a forest, the parts that ranks of a group must have alike."""
+    """Lists the parts of a forest that ranks of a group must have alike."""
     forest = packed.forest
     return {
         "its number of packed tokens": packed.num_tokens,
@@ -65,7 +65,7 @@ def parts_of_forest(packed: PackedForest) -> Parts:
 
 
 def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
-    """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
+    """Lists the parts of the scored edges that ranks of a group must have alike, by fact."""
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
     is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
@@ -92,7 +92,7 @@ def parts_of_model(model: Any) -> Parts:
 
 
 def parts_of_state(model: Any, packed: PackedForest) -> Parts:
-    """The state that decides which collectives a forward and a backward have, and their dtype."""
+    """Lists the state that decides which collectives run, forward and backward, and their dtype."""
     kind, mask = packed.device.type, packed.mask
     config = model.config.get_text_config()
     parts = {
@@ -105,7 +105,7 @@ def parts_of_state(model: Any, packed: PackedForest) -> Parts:
     }
     switch = "gradient_checkpointing"
     for name, module in model.named_modules():
-        # of an instance or its class: getattr of what modules do not have takes longer
+        # looks in the instance and its class: getattr of an attribute that is missing takes longer
         found = vars(module).get(switch, getattr(type(module), switch, None))
         parts[f"{switch} of {name or 'the model'}"] = found
     for name, parameter in model.named_parameters():

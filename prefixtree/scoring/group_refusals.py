@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _placed(model: nn.Module) -> Any:
-    """The first parameter that is spread by more than one dimension of FSDP2's."""
+    """The first parameter that FSDP2 spreads over more than one dimension of its mesh."""
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     for name, parameter in model.named_parameters():
         placements: Any = getattr(parameter, "placements", ())
@@ -30,7 +30,7 @@ def _placed(model: nn.Module) -> Any:
     return None
 
 
-#: Of a model, wrapped or not, with `group`.
+#: Refusals of a model, wrapped or not, with `group`.
 GROUPS = (
     Refusal(
         "DeepSpeed",
@@ -53,12 +53,12 @@ GROUPS = (
 
 
 def check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) -> None:
-    """Refuses what cannot be divided among ranks in this way."""
+    """Refuses a forest that this mode cannot divide among the ranks."""
     for heads, kv_heads in heads_of(config):
         if mode == "parts":
             check_backend_of_parts(packed, heads, kv_heads)
             continue
-        # groups of heads that choose keys apart are divided one by one
+        # each group of heads that chooses its own keys is divided by itself
         groups = kv_heads if INDEXED_BLOCKS in layer_types_of(config) else 1
         if problem := heads_problem(heads // groups, kv_heads // groups, ranks):
             each = "" if groups == 1 else f"of each of {groups} groups of heads that choose keys, "
@@ -66,7 +66,7 @@ def check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) -
 
 
 def heads_of(config: Any) -> set[tuple[int, int]]:
-    """The query heads and kv heads of a model's layers; none where they have no attention."""
+    """The (query heads, kv heads) of a model's layers; empty where no layer has attention."""
     layers = getattr(config, "per_layer_config", None)
     each = [config] if layers is None else [layers[i] for i in range(config.num_hidden_layers)]
     heads = ((c, getattr(c, "num_attention_heads", None)) for c in each)
@@ -83,7 +83,7 @@ def check_backend_of_parts(packed: PackedForest, heads: int, kv_heads: int) -> N
 
 
 def check_averages(model: nn.Module, group: ProcessGroup) -> None:
-    """Refuses wrappers that average gradients over some ranks of the group alone."""
+    """Refuses wrappers that average gradients over only some ranks of the group."""
     import torch.distributed as dist
 
     if not torch.is_grad_enabled():
@@ -92,7 +92,7 @@ def check_averages(model: nn.Module, group: ProcessGroup) -> None:
     for module in model.modules():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             averaged.update(dist.get_process_group_ranks(module.process_group))
-            # of FSDP1's hybrid sharding
+            # FSDP1's hybrid sharding has it
             if (others := getattr(module, "_inter_node_pg", None)) is not None:
                 averaged.update(dist.get_process_group_ranks(others))
     meshes: Any = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}

@@ -1,4 +1,4 @@
-"""The part of a packed forest that this process computes: all, or a rank's part in a group.
+"""The part of a packed forest that one rank of a group computes.
 
 Legend: U scored edges, one per temperature, n ranks of the group.
 """
@@ -62,15 +62,12 @@ class SplitInSlots:
     """Divides slots of a packed forest among the ranks of a group, of which this is one.
 
     Args:
-        model: the transformers model. packed: the forest, of a token per rank or more.
-        found: what is scored; None of values, which are of every token.
-        group: the process group. mode: what its ranks exchange.
+        packed: the forest, with a token per rank or more.
+        found: what is scored; None for values, which every token has.
 
     Attributes:
-        packed, group: as given.
         ranks: n.
-        rank: this rank's place in the group.
-        by_heads: whether ranks exchange tokens for heads in attention too.
+        by_heads: whether attention too exchanges tokens for heads (`group_mode="ulysses"`).
     """
 
     def __init__(
@@ -88,13 +85,13 @@ class SplitInSlots:
         self._scored = edges_of(found)
         cost_model, import_cost = costs_of(model)
         if self.by_heads:
-            # attention is even anyway, and nobody imports
+            # attention is divided evenly by heads, and no rank imports
             cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
             import_cost = replace(import_cost, kv_heads=0)
         self._cost_model, self._import_cost = cost_model, import_cost
 
     def __call__(self, border: np.ndarray, on_host: bool = False) -> Divided:
-        """The slots between these borders, int64 [S + 1]; `on_host` as in `Divided`."""
+        """Divides the slots between these borders, int64 [S + 1]; `on_host` as in `Divided`."""
         costs = self._cost_model, self._scored
         parts = split_slots(self.packed, border, self.ranks, *costs, import_cost=self._import_cost)
         where = on_host, self.rank, self.group, self.by_heads
@@ -106,18 +103,18 @@ Divide = Callable[[Any, SplitInSlots], Divided]
 
 
 def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
-    """The keywords of a forward over a part, from those of the whole forest."""
+    """Makes the keywords of a forward over a part, from those of the whole forest."""
     own = part.index_on(inputs["input_ids"].device)
     rows = {name: x.index_select(axis, own) for name, axis, x in of_tokens(inputs)}
     of_all, of_part = (x["position_ids"].flatten(0, -2)[0] for x in (inputs, rows))
     if inputs["tree_mask"].is_given(of_all):
-        # else the host would wait for a GPU, to compare them
+        # without this, the host would wait for a GPU to compare them
         mask.mask = mask.mask.given_with(of_part)
     return {**inputs, **rows, "tree_mask": mask}
 
 
 def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The keywords of a forward that have an entry per packed token: name, axis, tensor."""
+    """Yields the keywords of a forward that have an entry per packed token: name, axis, tensor."""
     for name, axis in (("input_ids", -1), ("position_ids", -1), (ROUTES, 0)):
         if name in inputs:
             yield name, axis, inputs[name]
@@ -161,8 +158,7 @@ def values_of_rank(classifier: Any, found: None, part: RankPart) -> LocalTokens:
 
 
 class _Together(torch.autograd.Function):
-    """Joins gathered rows: the backwards of all run where that of one does, as ranks wait for one
-    another in each."""
+    """Ties gathered rows together: their backwards all run, or none, as ranks wait in each."""
 
     @staticmethod
     def forward(ctx: Any, *gathered: torch.Tensor) -> Rows:
@@ -174,18 +170,16 @@ class _Together(torch.autograd.Function):
 
 
 class RankPart:
-    """A rank's part of a forest.
+    """The part of a forest that one rank computes.
 
     Args:
-        given: the forest of the caller. divided: slots and ranks, of a forest that may be padded.
-        wings: of the call. recompute: as in `sequence_logprobs`.
+        given: the forest of the caller, before it was padded.
         in_steps: whether there may be several slots.
 
     Attributes:
-        packed: the forest.
-        divided, group: slots and ranks, and the process group.
+        packed: the forest, padded to a token per rank.
         owner: int [T], the rank of each token.
-        mask: in the place of a mask in a forward over the first slot.
+        mask: the mask of a forward over the first slot.
         computes_above: whether ranks compute the tokens above their own again, for states.
     """
 
@@ -206,7 +200,7 @@ class RankPart:
         self.mask = part_mask(divided.at_once(), divided.by_heads)
 
     def tokens(self, config: Any) -> dict[str, Any]:
-        """The fields of `LocalTokens` but `gathered`."""
+        """The fields of `LocalTokens` except `gathered`."""
         of_all = inputs_of(self.packed, config, self._wings)
         where = self.divided.division.parts, self.divided.rank, self.group
         return {
@@ -219,27 +213,30 @@ class RankPart:
         }
 
     def _share(self, config: Any) -> GroupShare:
-        """The part as "auto" plans it."""
+        """The part as recompute="auto" plans it."""
         tokens = self.mask.part
-        work, own = PartWork.of(tokens, 0, True), tokens.num_tokens
+        work, num_own = PartWork.of(tokens, 0, True), tokens.num_tokens
         imported, sent = tokens.num_imported, tokens.num_exported
         if self.divided.by_heads:
-            # all tokens for some heads are as many rows as own tokens for all. Those of queries,
-            # keys and values travel both ways, and outputs are kept before and after
+            # all tokens for some heads are as many rows as own tokens for all heads. Rows of
+            # queries, keys and values travel both ways; outputs are kept before and after
             groups = [n / kv for n, kv in heads_of(config.get_text_config())]
-            most = max(groups, default=0.0)
-            work = replace(work, imported=round(own * most / 2), wide=own * (most + 1))
+            largest_group = max(groups, default=0.0)
+            work = replace(
+                work,
+                imported=round(num_own * largest_group / 2),
+                wide=num_own * (largest_group + 1),
+            )
         else:
             above = imported if self.computes_above else 0
-            # gradients of all rows and of own ones, those that go back and those that come
-            wide = 2 * (own + imported) + sent if imported or sent else 0
+            # gradients of all rows and of own rows, and gradients sent back and received
+            wide = 2 * (num_own + imported) + sent if imported or sent else 0
             work = replace(work, wide=wide, above=above)
         return GroupShare(work, self.group)
 
     def of_all_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """From the values [t, C] of the own tokens to those of all tokens of the caller's forest,
-        [T, C]."""
-        # of the forest that may be padded, so that every rank has a token
+        """Gathers values [t, C] of own tokens to [T, C], all tokens of the caller's forest."""
+        # counts tokens of the padded forest, in which every rank has a token
         every = np.arange(self.packed.num_tokens)
         gathered = gathering(self.owner, self.divided.rank, self.group, every)
         return gather(gathered(values), self._order)
@@ -254,42 +251,39 @@ class RankPart:
 def edges_of_part(
     packed: PackedForest, owner: np.ndarray, rank: int, found: ScoredEdges
 ) -> tuple[DeviceEdges, GatherIndex, Callable[[], np.ndarray]]:
-    """The edges that a rank of a group scores, and how all scores are read once gathered.
+    """Finds the edges that a rank of a group scores, and how gathered scores are read.
 
     Args:
-        packed: the forest. owner: int [T], the rank of each token.
-        rank: this rank's place in the group. found: all that is scored.
+        owner: int [T], the rank of each token.
 
     Returns:
-        Its edges; from the gathered scores to the sequences; and what gives int64 [U], the row of
-        each edge's scores among those that are gathered.
+        The edges of this rank; the gather from all scores to the sequences; and a function that
+        gives int64 [U], the row of each edge among the gathered scores.
     """
-    own = np.flatnonzero(owner == rank)
-    which = np.flatnonzero(owner[found.predictor] == rank)
+    own_tokens = np.flatnonzero(owner == rank)
+    own_edges = np.flatnonzero(owner[found.predictor] == rank)
 
     def row() -> np.ndarray:
         return arrival(owner[found.predictor], 1 + int(owner.max()))[0]
 
     def of_copies() -> np.ndarray:
-        # -1, of what is not scored, stays
+        # -1 (not scored) stays -1
         return np.append(row(), -1).astype(np.int32)[found.of_copies]
 
-    rows = np.searchsorted(own, found.predictor[which])
-    edges = edges_on_device(packed, found, which, rows)
+    rows = np.searchsorted(own_tokens, found.predictor[own_edges])
+    edges = edges_on_device(packed, found, own_edges, rows)
     return edges, GatherIndex(of_copies, found.count, packed.device), row
 
 
 def gathering(
     owner: np.ndarray, rank: int, group: ProcessGroup, tokens: np.ndarray
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gathers the values of some packed tokens, which their owners compute.
+    """Makes a function that gathers values [u, C] of this rank to those of all ranks, [U, C].
 
     Args:
-        owner: int [T], the rank of each token. rank: this rank's place in the group.
-        tokens: int64 [U], a token per value. Each rank has its values in this order.
-
-    Returns:
-        From this rank's values [u, C] to those of all, [U, C], rank by rank: see `arrival`.
+        owner: int [T], the rank of each token.
+        tokens: int64 [U], the token of each value. Each rank has its values in this order; the
+            gathered ones are rank by rank (see `arrival`).
     """
     counts = np.bincount(owner[tokens], minlength=group.size()).tolist()
     return lambda values: gather_rows(values, counts, rank, group)
@@ -306,24 +300,17 @@ def part_of_rank(
     divide: Divide | None = None,
     asked: AskedWings | None = None,
 ) -> tuple[Any, _Local]:
-    """This rank's part of what the ranks of a group compute together, once all of them agree.
+    """Makes this rank's part of a group's work once all ranks agree, and finds the inner model.
 
-    All is made before ranks wait for one another, and for what their GPUs have still to do: the
-    first kernel may then follow at once.
+    Everything is made before ranks wait for one another and for the work their GPUs still have to
+    do: the first kernel may then follow at once.
 
     Args:
-        model: what is called.
-        packed: the packed forest.
-        group: the process group, of two ranks or more.
         check: gives the transformers model inside and what is scored, or raises.
-        local: makes what the call needs, of these two and of the part of this rank.
+        local: makes what the call needs, from these two and this rank's part.
         options: further arguments that must be the same on all ranks, `recompute` among them.
-        mode: what ranks exchange.
         divide: divides the forest into steps. Default: one forward.
-        asked: what the call asks of wings. Default: there are none.
-
-    Returns:
-        The transformers model, and what `local` made.
+        asked: what the call asks of wings. Default: none.
 
     Raises:
         ValueError, RuntimeError: as `agree`.
@@ -334,27 +321,27 @@ def part_of_rank(
     ranks = dist.get_world_size(group)
 
     def prepare() -> tuple[tuple[Any, _Local], dict[str, Parts]]:
-        inner, found = check()
+        inner, scored = check()
         refuse(GROUPS, model)
-        # what one layer refuses, all ranks do
+        # a layer that refuses here makes all ranks raise
         prepare_layers(inner)
         check_averages(model, group)
         check_mode(mode, inner.config.get_text_config(), packed, ranks)
-        whole, wings = padded_to_ranks(packed, ranks), dict[str, CallWing]()
+        padded, wings = padded_to_ranks(packed, ranks), dict[str, CallWing]()
         if asked is not None:
-            whole, wings = asked.open(model, inner, packed, whole)
-        split = SplitInSlots(inner, whole, found, group, mode)
-        at_once = np.array([0, whole.num_tokens])
+            padded, wings = asked.open(model, inner, packed, padded)
+        split = SplitInSlots(inner, padded, scored, group, mode)
+        at_once = np.array([0, padded.num_tokens])
         divided = split(at_once) if divide is None else divide(inner, split)
-        own = RankPart(packed, divided, wings, options["recompute"], divide is not None)
+        rank_part = RankPart(packed, divided, wings, options["recompute"], divide is not None)
         for heads, shared in state_heads(inner):
             problem = state_heads_problem(heads, shared, ranks)
-            if problem and not own.computes_above:
+            if problem and not rank_part.computes_above:
                 raise ValueError(problem)
-        part, runs = local(inner, found, own), divided.division.parts.runs
+        part, runs = local(inner, scored, rank_part), divided.division.parts.runs
         return (inner, part), {
             "forest": parts_of_forest(packed),
-            **parts_of_scores(found),
+            **parts_of_scores(scored),
             **{name: wings[name].facts() if name in wings else {} for name in WINGS},
             "model": parts_of_model(inner),
             "options": {"group_mode": mode, **options, **parts_of_state(inner, packed)},
@@ -365,7 +352,7 @@ def part_of_rank(
 
 
 def padded_to_ranks(packed: PackedForest, least: int) -> PackedForest:
-    """The forest; one with fewer tokens is padded to `least`."""
+    """The forest, padded to `least` tokens where it has fewer."""
     if packed.num_tokens >= least:
         return packed
     mask = packed.mask
@@ -374,7 +361,7 @@ def padded_to_ranks(packed: PackedForest, least: int) -> PackedForest:
 
 
 def edges_of(found: ScoredEdges | None) -> Edges | None:
-    """The edges that are scored, as `split_tokens` takes them."""
+    """The scored edges in the form that `split_slots` takes."""
     if found is None:
         return None
     return Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))

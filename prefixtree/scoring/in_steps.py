@@ -1,7 +1,8 @@
-"""A packed forest in steps through a model: `sequence_logprobs(max_step_tokens=)`, and of values.
+"""Steps of a packed forest (`max_step_tokens=`): how large they are, how ranks agree on their
+number.
 
-Here stands how large steps may be, and how ranks agree on their number. How they run is in
-`parallel.run`, through what in `scoring.part_runs`, and what they hand on in `parallel.ledger`.
+How steps run is in `parallel.run`, each one's call of the model in `scoring.part_runs`, and what
+they hand on in `parallel.ledger`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from prefixtree.scoring.in_groups import SplitInSlots
 from prefixtree.scoring.part_runs import PartForward, PartRuns
 from prefixtree.scoring.refusals import SEVERAL_STEPS, STEPS, STEPS_IN_GROUPS
 
-# what a rank whose steps cannot be planned tells the others
+# the number that a rank sends the others if its steps cannot be planned
 _FAILED = 1 << 40
-# tokens between which the memory of a token is read off
+# forest sizes whose difference in memory gives the bytes of a token
 _FEW, _MANY = 1 << 12, 1 << 13
 
 
 def _refusal(model: nn.Module) -> UnsupportedError | None:
-    """Why a forest cannot be computed in several steps; None where it can."""
+    """The reason why a model cannot compute a forest in several steps; None where it can."""
     try:
         refuse(SEVERAL_STEPS, model)
     except UnsupportedError as refusal:
@@ -59,19 +60,20 @@ def import_cost(
     recompute: Recompute = None,
     recompute_trunks: Recompute | Literal["again"] = None,
 ) -> ImportCost:
-    """The bytes of a model for plans with trunks, as it trains now.
+    """Measures the bytes per token that plans with trunks need, for a model as it trains now.
 
         plan = plan_micro_batches(rollouts, max_tokens, trunks=True, import_cost=import_cost(model))
 
     Args:
-        model: as `sequence_logprobs` or `sequence_values` takes it, on the device it trains on, in
-            training mode if layers are recomputed.
-        recompute: as `kept_trunks` will get it; of "auto" the least that it may take counts: all
-            layers recomputed, and no graph of a trunk.
-        recompute_trunks: as `kept_trunks` will get it.
+        model: as in `sequence_logprobs` or `sequence_values`, on the device it trains on; in
+            training
+            mode if layers are recomputed.
+        recompute: the `recompute` that `kept_trunks` will get. "auto" counts as the least memory it
+            can reach: all layers recomputed, and no graph of a trunk.
+        recompute_trunks: the `recompute_trunks` that `kept_trunks` will get.
 
     Returns:
-        The bytes of an own token, of an imported one and of a kept trunk's.
+        ImportCost: the bytes of an own token, of an imported token and of a kept trunk's token.
 
     Raises:
         UnsupportedError: layers whose memory is not known and cannot be probed (FSDP1).
@@ -90,7 +92,7 @@ def step_cost_of(
     recompute: Recompute,
     recompute_trunks: Recompute | Literal["again"] = None,
 ) -> ImportCost:
-    """The memory of an imported token beside that of an own one, as the model trains now.
+    """Measures the memory of imported and own tokens, as the model trains now.
 
     Raises:
         UnsupportedError: layers whose memory is not known and cannot be probed (FSDP1).
@@ -108,8 +110,8 @@ def step_cost_of(
         ) from None
     peaks = [memory.peak(tokens, modes) for tokens in (_FEW, _MANY)]
     cost = import_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
-    # a layer that is not recomputed whole holds its rows from its forward to its backward, if it
-    # has one
+    # a layer that is not recomputed as a whole holds its rows from its forward to its backward;
+    # frozen layers have no backward
     kept = sum(mode != "all" for mode in modes[memory.frozen :]) / len(modes)
     if recompute == "auto" or recompute_trunks == "again":
         return replace(cost, kept_copies=kept, graph_bytes=0)
@@ -136,11 +138,9 @@ class Dividing:
     """Divides a forest into steps, each of which one process or the ranks of a group compute.
 
     Args:
-        model: what is called.
         max_step_tokens: what a process may hold of one step, in own tokens; imported ones are
             weighed.
-        import_cost: what an imported token weighs. Default: read from the model.
-        recompute, images: as in `sequence_logprobs`.
+        import_cost: the weight of an imported token. Default: read from the model.
 
     Its methods raise an UnsupportedError (`STEPS`, `SEVERAL_STEPS`, `STEPS_IN_GROUPS`), or a
     ForestError for a path that fits no steps.
@@ -158,7 +158,7 @@ class Dividing:
         self._recompute, self._images = recompute, images
 
     def alone(self, transformer: Any, packed: PackedForest) -> Divided:
-        """The steps of this process. One where the forest fits: that of another rank may not."""
+        """The steps of this process: one where the forest fits, as another rank's may not fit."""
         steps = self._steps(transformer, packed)
         if steps is None:
             return Divided(Division(Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)))
@@ -175,31 +175,31 @@ class Dividing:
     def _steps(
         self, transformer: Any, packed: PackedForest, ranks: int = 1, by_heads: bool = False
     ) -> Steps | None:
-        """The steps that fit so many ranks; None where one does."""
-        most = at_least_one("max_step_tokens", self._most)
-        # however large the forest is
+        """Plans steps that fit `ranks` ranks; None where one step holds the forest."""
+        limit = at_least_one("max_step_tokens", self._most)
+        # applies however large the forest is
         refuse(STEPS, self._model)
-        if packed.num_tokens <= most * ranks:
+        if packed.num_tokens <= limit * ranks:
             return None
         refuse(SEVERAL_STEPS, self._model)
         check_rope(transformer, packed.mask.host, divided="each step of max_step_tokens")
         cost = self._cost or step_cost_of(self._model, transformer, packed.device, self._recompute)
-        # of a token of a step a rank owns its share, and may import the rest; of some heads of all
-        # tokens it imports no larger share than it owns
+        # a rank owns its share of a step's tokens and may import the rest; where ranks divide
+        # heads, it imports no larger share than it owns
         share = 1 / ranks
         if ranks > 1 and not by_heads:
             share += cost.weight * (1 - share)
             cost = replace(cost, token_bytes=share * (cost.token_bytes or 0.0))
-        return plan_any_steps(packed, max(1, int(most / share)), import_cost=cost)
+        return plan_any_steps(packed, max(1, int(limit / share)), import_cost=cost)
 
 
 def with_at_least(border: np.ndarray, least: int) -> np.ndarray:
-    """Borders of slots between which at least so many tokens lie, as each rank needs one."""
-    found = [int(border[-1])]
+    """Moves and drops borders of slots so that `least` tokens or more lie between two."""
+    kept = [int(border[-1])]
     for start in border[-2:0:-1].tolist():
-        if least <= (start := min(start, found[-1] - least)):
-            found.append(start)
-    return np.array([0, *found[::-1]])
+        if least <= (start := min(start, kept[-1] - least)):
+            kept.append(start)
+    return np.array([0, *kept[::-1]])
 
 
 def rows_in_steps(
@@ -209,23 +209,20 @@ def rows_in_steps(
     recompute: Recompute,
     divide: Callable[[], Divided],
 ) -> Rows | None:
-    """The rows of all units and tokens, in steps.
+    """Computes the rows of all units and tokens in steps; None where every rank's forest fits one.
 
     Args:
-        model: what is called. transformer: the transformers model inside it.
-        forward: calls it over a step.
-        recompute: as in `sequence_logprobs`.
+        forward: calls the model over a step.
         divide: gives the steps of this process, or raises, which the other ranks then learn. In a
             group all ranks have agreed on them.
 
     Returns:
-        As `forward`, of all units and tokens (in a group: those of this rank), with one node of the
-        graph behind them where gradients are enabled. None where the forests of all ranks fit one
-        forward.
+        Rows as `forward` gives them, of all units and tokens (in a group: of this rank's), with one
+        node of autograd's graph for all steps.
 
     Raises:
-        UnsupportedError: a forest of several steps, see `SEVERAL_STEPS`; and what `divide` raises.
-        ForestError: steps that are refused or do not fit, on another rank.
+        UnsupportedError: a model refused by `SEVERAL_STEPS`; and what `divide` raises.
+        ForestError: another rank's steps are refused or do not fit.
     """
     packed = forward.packed
     device = packed.device
@@ -233,7 +230,7 @@ def rows_in_steps(
     problem, undivided, modes, divided = None, None, None, None
     scored: list[tuple[np.ndarray, np.ndarray]] = []
     try:
-        # what each forward would refuse
+        # raises what each forward would refuse
         recomputed(model, transformer, packed, 0, recompute)
         undivided = _refusal(model)
         divided = divide()
@@ -247,7 +244,7 @@ def rows_in_steps(
         problem, count = failure, _FAILED
     num_runs, refuses = most_of_all_ranks(model, [count, undivided is not None], device)
     if problem is None and num_runs > 1:
-        # a forest that fits is divided too where that of another rank is
+        # a forest that fits is divided too if another rank's is
         problem = undivided
     if problem is not None:
         raise problem
@@ -271,19 +268,19 @@ def rows_in_steps(
 
     events = schedule.steps(num_runs, trains)
     ledger, gives = divided.ledger(events, parks=True), [range(len(scored))]
-    found = Run(events, ledger, gives, runs, check, inline=True).give()
-    assert found is not None
+    rows_of_steps = Run(events, ledger, gives, runs, check, inline=True).give()
+    assert rows_of_steps is not None
     runs.settle("each step of max_step_tokens=")
     units = np.concatenate([units for units, _ in scored])
     tokens = np.concatenate([part.own_tokens for part in divided.cells])
     return tuple(
         _in_order(torch.cat(rows), units if kind == 0 else tokens)
-        for kind, rows in enumerate(zip(*found, strict=True))
+        for kind, rows in enumerate(zip(*rows_of_steps, strict=True))
     )
 
 
 def _in_order(rows: torch.Tensor, place: np.ndarray) -> torch.Tensor:
-    """Rows as they are numbered: units by their tokens, which others than their steps may own."""
+    """Sorts rows by the number of their unit: a step may score units whose tokens others own."""
     if (np.diff(place) > 0).all():
         return rows
     return rows.index_select(0, move(torch.from_numpy(np.argsort(place)), rows.device))

@@ -1,14 +1,11 @@
 """The micro-batches of a rank and the trunks that they share, run one after another.
 
 A trunk's forward runs once and its graph is kept. Each micro-batch reads the trunk's keys and
-values (in recurrent layers its states) in every layer, and what the model gives of the trunk, as
-leaves; its backward runs at once and adds to their gradients in float32. Behind the backward of the
-last micro-batch that imports from it, the trunk's own backward runs. So every distinct token is
-computed once per rank, for a loss that is a sum over micro-batches. How parts export and return is
-in `parallel.ledger`, which parts there are in `planning.trunks`, and what the model gives of a part
-in `scoring.kept_trunks`.
-
-Legend: S sequences that were planned, U units that get a row.
+values (in recurrent layers its states) and the trunk's rows of output as leaves. Its backward runs
+at once and adds to their gradients in float32. The trunk's own backward runs after that of the last
+micro-batch that imports from it. So every distinct token is computed once per rank, for a loss that
+is a sum over micro-batches. Export and return of rows are in `parallel.ledger`, the choice of parts
+in `planning.trunks`. Legend: U units that get a row.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from prefixtree.scoring.refusals import KEPT_TRUNKS
 from prefixtree.sparse.indexers import compresses_keys
 from prefixtree.sparse.masks import not_handed_on
 
-# what cuts a forest, where it matters how long sequences are
+# the words for what cuts a forest, in refusals that depend on the length of sequences
 CUT_BY_TRUNKS = "a trunk or micro-batch of kept trunks"
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
@@ -52,7 +49,7 @@ class KeptForward(PartForward, Protocol[_Result_co]):
     """Calls a model over parts of a rank's forest, and makes what micro-batches get."""
 
     def result(self, batch: MicroBatch, found: TurnRows) -> _Result_co:
-        """The result of a micro-batch."""
+        """Makes what the caller gets for a micro-batch."""
 
 
 class TurnRows(NamedTuple):
@@ -61,8 +58,8 @@ class TurnRows(NamedTuple):
     Attributes:
         units: [u, columns], of its own parts and of the trunks above them.
         of_tokens: [t, ...] each, per packed token of the micro-batch.
-        to_sequences: from `units` to its sequences.
-        lengths: how many copies each of these has.
+        to_sequences: gathers `units` to the sequences.
+        lengths: the number of copies in each sequence.
     """
 
     units: torch.Tensor
@@ -73,7 +70,7 @@ class TurnRows(NamedTuple):
 
 @contextmanager
 def running(run: KeptRuns[_Result]) -> Iterator[KeptRuns[_Result]]:
-    """The block in which micro-batches are scored."""
+    """Opens the block in which micro-batches are scored."""
     try:
         yield run
         run.finish()
@@ -82,11 +79,7 @@ def running(run: KeptRuns[_Result]) -> Iterator[KeptRuns[_Result]]:
 
 
 def check_kept(model: nn.Module) -> None:
-    """Refuses what is not verified to run with kept trunks.
-
-    Raises:
-        UnsupportedError: with what stands in the way and the way to mend it.
-    """
+    """Refuses models that are not verified with kept trunks: an UnsupportedError with the mend."""
     if compresses_keys(transformer_of(model).config.get_text_config()):
         raise not_handed_on()
     refuse(KEPT_TRUNKS, model)
@@ -96,17 +89,12 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
     """The micro-batches of one block of kept trunks, one after another, with what they get.
 
     Args:
-        model: as `kept_trunks` takes it, or `kept_values`.
-        batches: `plan[rank]` of a plan with `trunks=True`.
-        prepare: checks the model, and gives the calls of it, for the packed forest of the rank and
-            its sequences as they were planned, ascending (int64; None where it has none).
+        prepare: checks the model and makes its calls, for the packed forest of the rank and the
+            planned numbers of its sequences (int64, ascending; None where it has none).
         modes: `recompute` and `recompute_trunks`.
 
     Attributes:
-        packed: the packed forest of all sequences of the rank, ascending as they were planned.
-
-    Raises:
-        as `kept_trunks`.
+        packed: the packed forest of all sequences of the rank, in planned order.
     """
 
     def __init__(
@@ -175,18 +163,18 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         scored = [part.scored(forward.units.predictor) for part in self._steps or ()]
         held_bytes = 0
         if trunks is not None:
-            # of a micro-batch, and of trunks that are alive
-            most = max(batch.num_tokens for batch in batches) + trunks.stats.alive_tokens
+            # tokens of a micro-batch and of the trunks alive with it
+            most_tokens = max(batch.num_tokens for batch in batches) + trunks.stats.alive_tokens
             whole = sum(wing.held_bytes for wing in forward.wings.values())
-            held_bytes = whole * most // packed.num_tokens
-        given = *modes, forward, self._trains, held_bytes
+            held_bytes = whole * most_tokens // packed.num_tokens
+        arguments = *modes, forward, self._trains, held_bytes
         counts = [len(units) for units, _ in scored]
-        self._modes = modes_of(model, trunks, self._steps, counts, *given)
+        self._modes = modes_of(model, trunks, self._steps, counts, *arguments)
         spans = () if trunks is None else trunks.spans
         again = self._modes.runs_again
         self._schedule = schedule.kept(spans, len(batches), self._trains, again)
         for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
-            # what each forward would refuse
+            # raises what each forward would refuse
             recomputed(model, self._transformer, packed, 0, mode)
         self._runs = PartRuns(
             *(model, self._transformer, forward, self._divided, scored, self._modes, self._trains),
@@ -194,8 +182,8 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         )
 
     def _run_of(self, events: schedule.Schedule) -> Run:
-        """The run of a schedule."""
-        # trunks are read again and again: what they export stays where it is
+        """Makes the run of a schedule."""
+        # trunks are read many times: what they export stays on the device
         ledger = None if self._divided is None else self._divided.ledger(events, parks=False)
         self._gives = [self._parts_of(at) for at in range(len(self._batches))]
         return Run(events, ledger, self._gives, self._runs, self._check, inline=False)
@@ -226,7 +214,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         return batch, self._forward.result(batch, self._found(batch, rows))
 
     def finish(self) -> None:
-        """Behind the last micro-batch: what is left to run.
+        """Runs what is left after the last micro-batch.
 
         Raises:
             RuntimeError: micro-batches that were not scored, or not run backward.
@@ -250,7 +238,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         self._run.close()
 
     def _found(self, batch: MicroBatch, rows: list[Rows]) -> TurnRows:
-        """The rows that the sequences of this micro-batch read."""
+        """Gathers the rows that the sequences of this micro-batch read."""
         joined = [torch.cat(of_parts) for of_parts in zip(*rows, strict=True)]
         if batch.is_empty:
             nothing = GatherIndex(np.empty(0, np.int32), 0, joined[0].device)
@@ -258,7 +246,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         assert self._trunks is not None
         parts, units = self._gives[self._at], self._forward.units
         which = np.concatenate([self._runs.scored[part][0] for part in parts])
-        # the last is that of copies that are not scored
+        # the last row is for copies that are not scored
         row = np.full(units.count + 1, -1, np.int32)
         row[which] = np.arange(len(which))
         sequences = self._trunks.sequences[self._at].tolist()
@@ -272,7 +260,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         return TurnRows(joined[0], of_tokens, index, [units.lengths[i] for i in sequences])
 
     def _places(self, batch: MicroBatch, parts: list[int]) -> np.ndarray:
-        """int64, for each packed token of a micro-batch its place among the tokens of parts."""
+        """The place of each packed token of a micro-batch among the tokens of parts, int64."""
         assert self._trunks is not None and self._steps is not None
         tokens = np.concatenate([self._steps[part].own_tokens for part in parts])
         place = np.zeros(self._steps.packed.num_tokens, np.int64)
@@ -281,12 +269,12 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         here = batch.packed.copy_index(np.arange(len(batch.sequence_indices)))[0]
         there = self._steps.packed.copy_index(self._trunks.sequences[self._at])[0]
         # padding has multiplicity 0, wherever it is read
-        found = np.zeros(batch.packed.num_tokens, np.int64)
-        found[here] = place[there]
-        return found
+        places = np.zeros(batch.packed.num_tokens, np.int64)
+        places[here] = place[there]
+        return places
 
     def _check(self) -> None:
-        """Raises a RuntimeError if the model is not what it was."""
+        """Raises a RuntimeError if the model has changed since the block began."""
         if torch.is_grad_enabled() != self._has_gradients:
             raise RuntimeError(
                 f"gradients were {'enabled' if self._has_gradients else 'disabled'} when the block "

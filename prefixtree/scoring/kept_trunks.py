@@ -1,8 +1,7 @@
-"""`kept_trunks` and `kept_values`: log-probabilities, or values, of micro-batches, with the trunks
-that they share computed once.
+"""`kept_trunks` and `kept_values`: scores of micro-batches, with shared trunks computed once.
 
-How trunks and micro-batches run is in `scoring.kept_runs`. Legend: S sequences that were planned,
-n tokens of one, C labels.
+How trunks and micro-batches run is in `scoring.kept_runs`. Legend: S planned sequences, n tokens of
+one, C labels.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def kept_trunks(
     measure: Measure | None = None,
     output_router_logits: bool | None = None,
 ) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]]]:
-    """Scores the micro-batches of a rank; every distinct token is computed once.
+    """Scores the micro-batches of a rank, and computes every distinct token once.
 
         plan = plan_micro_batches(rollouts, max_tokens, trunks=True)
         with kept_trunks(model, plan[rank], loss_mask=masks) as scored:
@@ -60,42 +59,48 @@ def kept_trunks(
                 loss.backward()
         optimizer.step()
 
-    The gradients are those of the sum of the micro-batches' losses, as if each were scored alone.
-    Each loss must run its backward within its turn of the loop. Those of trunks run in between, and
-    at the end of the block; if an exception leaves it, they do not run, and everything is let go.
-    With gradients disabled the same block computes log-probabilities alone.
+    A trunk is a prefix that several micro-batches share. Its forward runs once, before the first of
+    them, and its backward once, after the last. The gradients are those of the sum of the
+    micro-batches' losses, as if each micro-batch were scored alone.
+
+    Each loss must run its backward within its turn of the loop. The backwards of trunks run between
+    turns and at the end of the block. If an exception leaves the block, they do not run and all
+    graphs
+    are freed. With gradients disabled, the same block computes log-probabilities alone.
 
     Args:
         model: as in `sequence_logprobs`.
         batches: `plan[rank]` of a plan with `trunks=True`.
         temperature: as in `sequence_logprobs`; one number, or one per planned sequence, [S].
         loss_mask: as in `sequence_logprobs`, one mask per planned sequence.
-        images: as in `sequence_logprobs`; the plan is one of `images.sequences`. A trunk, or a
-            micro-batch, encodes those of its own tokens. Default: text alone.
+        images: as in `sequence_logprobs`; the plan must be of `images.sequences`. Each trunk and
+            each micro-batch encodes the images of its own tokens. Default: text alone.
         return_entropy: as in `sequence_logprobs`.
         chunk_size: as in `sequence_logprobs`.
+        recompute: what layers compute again in the backward of a micro-batch. None, "all",
+            "all_but_attention", "nothing" or a RecomputePlan: as in `sequence_logprobs`. "auto":
+            trunks and micro-batches recompute what does not fit the memory that is free when the
+            block begins; vision encoders then always recompute. Default: None, as the model is
+            set.
         return_statistics: as in `sequence_logprobs`.
-        recompute: what layers compute again in the backward of a micro-batch: None, "all",
-            "all_but_attention", "nothing" or a RecomputePlan; or "auto": trunks and micro-batches
-            recompute what does not fit the memory that is free when the block begins, and vision
-            vision encoders always do. Default: None, as the model is set.
-        recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
-            before their backward, so that between both only keys and values wait. Default: "again"
-            where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
-        measure: as in `sequence_logprobs`, without `measured_edges`. The numbers of edges are those
-            of `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
-        output_router_logits: as in `sequence_logprobs`: the loss of each micro-batch, over its
-            tokens and those of the trunks above them.
+        recompute_trunks: the same choice for trunks. Or "again": a trunk's whole forward runs a
+            second time just before its backward, so that only its keys and values stay in memory
+            between the two. Default: "again" where the plan says so (`TrunkStats.again`), else as
+            `recompute`; with "auto" it is planned.
+        measure: as in `sequence_logprobs`, without `measured_edges`. Edges are numbered as in
+            `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
+        output_router_logits: as in `sequence_logprobs`: one loss per micro-batch, over its tokens
+            and those of the trunks above them.
 
     Yields:
-        An iterator over the micro-batches with their scores. Its `packed` is the packed forest of
-        all sequences of the rank, in the order in which they were planned.
+        An iterator over (MicroBatch, SequenceScores). Its attribute `packed` is the packed forest
+        of all sequences of the rank, in planned order.
 
     Raises:
         TypeError, ValueError, ForestError: as `sequence_logprobs`; batches of a plan without
-            `trunks=True`; "auto" beside a mode.
+            `trunks=True`; "auto" for one of the two recompute arguments and a mode for the other.
         UnsupportedError: a model that is not verified with kept trunks, with the reason.
-        torch.OutOfMemoryError: "auto", and what does not fit with every layer recomputed.
+        torch.OutOfMemoryError: "auto", and a forest that does not fit with every layer recomputed.
         RuntimeError: a model that changed within the block; a micro-batch whose backward did not
             run, or ran late; a block that is left before all micro-batches were scored.
     """
@@ -103,16 +108,16 @@ def kept_trunks(
     check_modes(model, *modes, images is not None)
     options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     causal_lm = find_causal_lm(model)
-    asked = AskedWings(images, output_router_logits)
+    asked_wings = AskedWings(images, output_router_logits)
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptScores:
-        asked.check(model, causal_lm, packed, CUT_BY_TRUNKS)
+        asked_wings.check(model, causal_lm, packed, CUT_BY_TRUNKS)
         temperatures: float | Sequence[float] = 1.0
         masks = None
         if members is not None:
-            given = temperature, loss_mask, batches[0].num_planned
-            temperatures, masks = of_plan(*given, members)
-        packed, wings = asked.open(model, causal_lm, packed, packed)
+            planned = temperature, loss_mask, batches[0].num_planned
+            temperatures, masks = of_plan(*planned, members)
+        packed, wings = asked_wings.open(model, causal_lm, packed, packed)
         inputs = inputs_of(packed, causal_lm.config, wings)
         forward = ModelForward(model, causal_lm, packed, options, wings)
         return _KeptScores(forward, inputs, find_edges(packed, temperatures, masks))
@@ -144,7 +149,7 @@ def kept_values(
     recompute: Recompute = None,
     recompute_trunks: RecomputeTrunks = None,
 ) -> Iterator[Iterator[tuple[MicroBatch, list[torch.Tensor]]]]:
-    """The values of the micro-batches of a rank; every distinct token is computed once.
+    """Computes the values of the micro-batches of a rank, and every distinct token once.
 
         plan = plan_micro_batches(rollouts, max_tokens, trunks=True)
         with kept_values(critic, plan[rank]) as scored:
@@ -153,8 +158,9 @@ def kept_values(
                 loss.backward()
         optimizer.step()
 
-    It is `kept_trunks` of a critic or a reward model, and what is said there of losses, backwards
-    and gradients holds here.
+    It is `kept_trunks` for a critic or a reward model; the rules for losses, backwards and
+    gradients
+    are those of `kept_trunks`.
 
     Args:
         model: as in `sequence_values`.
@@ -163,8 +169,8 @@ def kept_values(
         recompute_trunks: as in `kept_trunks`.
 
     Yields:
-        An iterator over the micro-batches with their values: one tensor [n, C] per sequence, as
-        `sequence_values` gives them.
+        An iterator over (MicroBatch, values): one tensor [n, C] per sequence, as `sequence_values`
+        returns them.
 
     Raises:
         TypeError, ValueError, ForestError: as `sequence_values`; batches of a plan without

@@ -1,11 +1,9 @@
-"""While a model is scored, its output embedding scores edges and scores stand in for logits.
+"""Replaces a model's output embedding by one that scores edges, so that scores stand in for logits.
 
 transformers' tensor parallelism gives an lm_head that it cut along the vocabulary a forward of its
-own, which multiplies by this rank's slice of the weight and, as most plans say, gathers the logits.
-Scores need no gathered logits.
-
-Legend: P predictors, U scored edges, one per temperature, d hidden size, V vocabulary, W rows of a
-slice.
+own, which multiplies by this rank's slice of the weight and mostly gathers the logits. Scores need
+no gathered logits. Legend: P predictors, U scored edges, one per temperature, d hidden size, V
+vocabulary, W rows of a slice.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from prefixtree.models.low_precision import is_plain
 from prefixtree.packing.copies import gather
 from prefixtree.scoring.edges import DeviceEdges
 
-# who wrote the forward, and what it wraps: a further wrapper might change logits
+# the author of the forward and what it wraps: a further wrapper might change logits
 _COLWISE_FORWARD = ("transformers.distributed.tensor_parallel", "torch.nn.modules.linear")
 
 
@@ -41,7 +39,7 @@ class SlicedHead:
     Attributes:
         weight: [W, d], with the graph to the parameter.
         bias: [W] or None.
-        vocabulary: which rows these are.
+        vocabulary: which rows of the vocabulary these are.
     """
 
     weight: torch.Tensor
@@ -50,15 +48,14 @@ class SlicedHead:
 
 
 def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead | None:
-    """This rank's slice; None for every lm_head that is not transformers' own split of a linear
-    layer along its rows.
+    """This rank's slice of an lm_head that transformers split along its rows; None for any other.
 
-    Called inside the forward, where FSDP2 has put its parameters together and what is left of their
-    sharding is tensor parallelism's.
+    It is called inside the model's forward: FSDP2 has gathered its parameters there, and what is
+    still
+    sharded is tensor parallelism's.
 
     Args:
-        lm_head: the output embedding.
-        forward: its forward outside of scoring.
+        forward: the forward of `lm_head` outside of scoring.
     """
     if not is_linear(lm_head) or foreign_module(forward, _COLWISE_FORWARD) is not None:
         return None
@@ -76,10 +73,9 @@ def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead |
 
 
 def is_linear(lm_head: nn.Module) -> bool:
-    """Whether its class and weight compute what nn.Linear computes; its own `forward` may do
-    something else.
+    """Whether the class and weight of a head compute nn.Linear; its own `forward` may differ.
 
-    Sharding wrappers change the class by a subclass of the same forward.
+    Sharding wrappers change the class to a subclass of the same forward.
     """
     if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
         return False
@@ -102,11 +98,12 @@ class Handed:
     """The scores that an output layer gave to its model in the place of logits.
 
     Attributes:
-        values: [U, columns], float32 (or float64, of Megatron in float64), and nobody else's.
+        values: [U, columns], float32 (float64 for Megatron in float64), a copy that nobody else
+            has.
         output: [1, U, columns], what the model returns in the place of logits.
-        version: of `output` when it was handed over; None where torch keeps none.
-        times: how often the output layer was called.
-        treated: what the model made of `output` as if it were logits, until it was looked at.
+        version: torch's version of `output` when it was handed over; None where torch keeps none.
+        times: the number of calls of the output layer.
+        treated: what the model made of `output` as if it were logits, until it is checked.
     """
 
     values: torch.Tensor | None = None
@@ -116,8 +113,7 @@ class Handed:
     treated: torch.Tensor | None = None
 
     def give(self, scores: torch.Tensor) -> torch.Tensor:
-        """The output [1, U, columns] of the output layer for scores [U, columns], before the hooks
-        of its wrapper."""
+        """Makes the output [1, U, columns] of the output layer, before the hooks of its wrapper."""
         self.times += 1
         self.values = scores.detach()
         # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
@@ -126,9 +122,7 @@ class Handed:
         return self.output
 
     def keep(self, output: torch.Tensor) -> None:
-        """Takes the output of the output embedding after the hooks of its wrapper.
-
-        A wrapper can only follow the tensors that its hooks return.
+        """Takes the output after its wrapper's hooks, which can follow only what they return.
 
         Raises:
             UnsupportedError: the hooks cast or changed it.
@@ -142,12 +136,10 @@ class Handed:
         self._hold(output)
 
     def check_treatment(self, causal_lm: Any, rule: LogitRule) -> None:
-        """Holds what the model made of the lm_head's output against `rule`, which stands for it.
-
-        The host waits for a GPU at the first scoring of a model that changes logits at all.
+        """Checks that the model treats logits as `rule` says; a GPU is waited for once per model.
 
         Raises:
-            UnsupportedError: the model makes something else of it.
+            UnsupportedError: the model makes something else of its logits.
         """
         treated, self.treated = self.treated, None
         if treated is None or self.values is None or _followed.get(causal_lm) == rule:
@@ -170,7 +162,7 @@ class Handed:
             _followed[causal_lm] = rule
 
     def returned(self, output: Any) -> torch.Tensor:
-        """The scores [U, columns] of what the outermost module returned.
+        """The scores [U, columns] in the outermost module's output.
 
         Raises:
             UnsupportedError: they are not there, cast, or changed on the way.
@@ -190,7 +182,7 @@ class Handed:
         return self.unchanged(scores)
 
     def unchanged(self, scores: torch.Tensor) -> torch.Tensor:
-        """[1, U, columns] that came out of the model -> [U, columns].
+        """The scores [U, columns] in an output [1, U, columns] of the model.
 
         Raises:
             UnsupportedError: they are not what was handed over.
@@ -233,7 +225,7 @@ _followed: weakref.WeakKeyDictionary[nn.Module, LogitRule] = weakref.WeakKeyDict
 
 
 def logit_rule(causal_lm: Any) -> LogitRule:
-    """How the model's forward turns its lm_head's output into logits.
+    """Finds how the model's forward turns its lm_head's output into logits.
 
     Raises:
         ValueError: a configured softcap or divisor of 0.
@@ -263,10 +255,10 @@ def scoring_lm_head(
     edges: DeviceEdges,
     options: ScoreOptions,
 ) -> Iterator[Handed]:
-    """While open, the output embedding scores `edges` and the model's logits are the scores.
+    """A context in which the output embedding scores `edges` and the model's logits are the scores.
 
-    For the thread that entered: forwards of others run as they would without, and another that
-    wants to score the same model waits.
+    It holds for the thread that entered. Forwards of other threads run as without it, and another
+    thread that wants to score the same model waits.
     """
     with changing(causal_lm) as changes:
         lm_head = causal_lm.get_output_embeddings()
@@ -321,8 +313,8 @@ def scoring_lm_head(
             output.logits, handed.treated = handed.output, output.logits
             return output
 
-        # they are other functions in every call, which torch.compile(model) would trace anew each
-        # time; the model's forward, called inside, is compiled
+        # each call makes new functions, which torch.compile(model) would trace anew each time; the
+        # model's forward, called inside, is compiled
         changes.hook(lm_head.register_forward_hook, torch.compiler.disable(keep))
         changes.set(lm_head, forward=torch.compiler.disable(own_score))
         changes.set(causal_lm, forward=torch.compiler.disable(forward, recursive=False))
@@ -340,7 +332,7 @@ def _check_rows(causal_lm: Any, hidden: torch.Tensor, expected: int) -> None:
 
 
 def _check_whole(hidden: torch.Tensor, weight: torch.Tensor | None) -> None:
-    """Inside the forward, where FSDP2's parameters are whole: a DTensor is tensor parallelism's."""
+    """Refuses DTensors inside the forward: FSDP2's parameters are whole there, so they are TP's."""
     sharded = next((t for t in (weight, hidden) if hasattr(t, "placements")), None)
     if sharded is not None:
         raise UnsupportedError(
@@ -351,7 +343,7 @@ def _check_whole(hidden: torch.Tensor, weight: torch.Tensor | None) -> None:
 
 
 def _check_width(lm_head: nn.Module, width: int, vocabulary: int) -> None:
-    """Refuses an lm_head that gives a part of the vocabulary: one that ranks share, say."""
+    """Refuses an lm_head that gives a part of the vocabulary, such as one that ranks share."""
     if width < vocabulary:
         raise UnsupportedError(
             f"the output embedding ({type(lm_head).__name__}) gives {width} logits per token, "
@@ -367,8 +359,7 @@ def _check_rows_of_logits(
     hidden: torch.Tensor,
     vocabulary: int,
 ) -> None:
-    """Refuses an lm_head that gives less than whole rows of logits, or what `check_rows_alone`
-    refuses."""
+    """Refuses an lm_head whose rows of logits are not whole, or depend on other tokens."""
     width = check_rows_alone(lm_head, forward, hidden, "the output embedding")
     if width is not None:
         _check_width(lm_head, width, vocabulary)
@@ -380,19 +371,21 @@ def check_rows_alone(
     hidden: torch.Tensor,
     name: str,
 ) -> int | None:
-    """Refuses a head whose output for a token depends on the tokens beside it: in a packed forest
-    these are others. Hidden states [P, d] -> the width of its output; None without a row."""
+    """Refuses a head whose output for a token depends on other tokens: a packed forest has others.
+
+    Hidden states [P, d] -> the width of the head's output; None without a row.
+    """
     if len(hidden) == 0:
         return None
     with torch.no_grad():
         row = hidden[:1]
-        # a larger one, which takes a common scale with it
+        # a row three times as large, which would raise a scale that all rows share
         among_others = forward(torch.cat([row, -row, 3 * row.flip(-1), row]))[[0, -1]]
         alone = forward(row)
-    # tokens that are ruled out by -inf say nothing of the others' size
+    # logits of -inf say nothing of the size of the others
     largest = alone.nan_to_num(0.0, 0.0, 0.0).abs().max()
     tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * largest
-    # NaN is for whoever looks at the scores
+    # NaN passes here: it shows in the scores
     if bool(((among_others - alone).abs() > tolerance).any()):
         raise UnsupportedError(
             f"{name} ({type(head).__name__}) gives a token other logits when other tokens stand "

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from prefixtree.parallel.ledger import Divided
     from prefixtree.recompute.choose import GroupShare, Recompute
 
-#: What a forward gives: the scores [u, columns] of its edges, and [t, ...] each what a wing hands
-#: on of its tokens (`ForwardWing.rows`).
+#: The rows of a forward: scores [u, columns] of its edges, then [t, ...] per tensor that a wing
+#: hands on (`ForwardWing.rows`).
 Rows = tuple[torch.Tensor, ...]
 
 
@@ -34,14 +34,11 @@ class LocalTokens:
     """The tokens of a packed forest that this process computes.
 
     Attributes:
-        inputs: keywords of the model's forward.
-        mask: the mask over which its layers attend.
-        gathered: from the rows that a forward gives here to those of all ranks.
+        gathered: makes the rows of all ranks from the rows of this rank's forward.
         of_steps: keywords of a forward over the whole forest, for steps.
-        wings: of the call, by name.
-        share: of a rank's part, for recompute="auto". Default: none, as of other modes.
-        steps: gives a rank's steps, on which the group agreed. Default: one forward, or this
-            process divides.
+        share: the part of a rank, for recompute="auto"; None for other modes.
+        steps: gives a rank's steps, on which the group agreed. None: one forward, or this process
+            divides.
     """
 
     inputs: dict[str, Any]
@@ -55,14 +52,13 @@ class LocalTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPart(LocalTokens):
-    """The same where edges are scored. What a wing hands on of own tokens is gathered with their
-    scores.
+    """The tokens that this process computes, and the edges that it scores.
 
     Attributes:
         edges: what the lm_head scores here.
-        to_sequences: from the gathered scores to every sequence but its first token.
+        to_sequences: gathers scores of all ranks to every sequence but its first token.
         lengths: n - 1 of each sequence.
-        order: gives int64 [U], the row of each scored edge once gathered. Default: as they are.
+        order: gives int64 [U], the row of each scored edge once gathered. None: in edge order.
     """
 
     edges: DeviceEdges
@@ -72,7 +68,7 @@ class LocalPart(LocalTokens):
 
 
 def inputs_of(packed: PackedForest, config: Any, wings: Mapping[str, CallWing]) -> dict[str, Any]:
-    """The keywords of a forward over a packed forest. config: of the model."""
+    """Makes the keywords of a forward over a packed forest."""
     inputs = forward_inputs(packed, config)
     for wing in wings.values():
         inputs |= wing.inputs
@@ -82,7 +78,7 @@ def inputs_of(packed: PackedForest, config: Any, wings: Mapping[str, CallWing]) 
 def whole_tokens(
     packed: PackedForest, config: Any, wings: Mapping[str, CallWing] = MappingProxyType({})
 ) -> LocalTokens:
-    """All of a packed forest; the arguments as of `inputs_of`."""
+    """Makes a `LocalTokens` of the whole forest."""
     inputs = inputs_of(packed, config, wings)
     same: dict[str, Any] = {"inputs": inputs, "of_steps": inputs, "mask": packed.mask}
     return LocalTokens(**same, wings=wings, gathered=lambda rows: rows)
@@ -91,7 +87,7 @@ def whole_tokens(
 def whole_forest(
     packed: PackedForest, found: ScoredEdges, config: Any, wings: Mapping[str, CallWing]
 ) -> LocalPart:
-    """The same with what is scored of it."""
+    """Makes a `LocalPart` of the whole forest."""
     return LocalPart(
         **vars(whole_tokens(packed, config, wings)),
         edges=edges_on_device(packed, found, None, found.predictor),
@@ -104,11 +100,10 @@ class PartCall(NamedTuple):
     """One forward over a part.
 
     Attributes:
-        mask: over which its tokens attend. inputs: keywords of the model.
+        mask: the mask of its tokens. inputs: keywords of the model.
         which: int64 [u], the units whose rows it gives.
-        rows: int64 [u], for each the own token that gives it.
+        rows: int64 [u], the own token that gives each of them.
         own: int64 [t], the packed tokens that it computes.
-        recompute: as in `sequence_logprobs`.
     """
 
     mask: TreeMask

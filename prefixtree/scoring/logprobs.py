@@ -54,112 +54,121 @@ def sequence_logprobs(
     max_step_tokens: int | None = None,
     import_cost: ImportCost | None = None,
 ) -> SequenceScores:
-    """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
+    """Computes the log-probability of every token of every sequence; shared prefixes run once.
 
-    The keywords down to `output_router_logits` say what is scored; those from `chunk_size` on say
-    how the model runs, and change no result.
+    The model is called once, over the distinct tokens of the forest. Log-probabilities and
+    entropies
+    are differentiable. Their gradients are those of the replicated batch, up to rounding.
 
-    Log-probabilities and entropies are differentiable. The gradients are those of the replicated
-    batch, up to rounding.
+    The keywords down to `output_router_logits` say what is scored. Those from `chunk_size` on say
+    how
+    the model runs, and change no result.
 
     With `group`, the ranks of a process group divide the tokens of one forest (context
-    parallelism). Every rank passes the same arguments and gets all scores. The gradients of the
-    parameters, averaged over the ranks of the group as DDP and FSDP do, are those of the mean of
-    the ranks' losses. A rank's gradients alone mean nothing. Every rank must run the backward.
+    parallelism).
+    Every rank passes the same arguments, gets all scores and must run the backward. Gradients are
+    to be
+    averaged over the ranks of the group, as DDP and FSDP do: they are then those of the mean of the
+    ranks' losses. The gradients of one rank alone mean nothing.
 
-    With `max_step_tokens`, a larger forest is computed in steps, each of which imports the keys and
-    values above it from earlier ones; the backward runs them again, last to first. Any loss works.
-    Its backward adds the gradients to the parameters' `.grad`. `torch.autograd.grad` and
-    `backward(inputs=)` find none; a warning says so when scores are let go without a backward.
+    With `max_step_tokens`, a forest that is too large for one forward is computed in steps. A step
+    imports the keys and values above it from earlier steps. The backward runs the steps again, last
+    to
+    first. Any loss works. The backward adds the gradients to the parameters' `.grad`;
+    `torch.autograd.grad` and `backward(inputs=)` find none. A warning says so when scores are freed
+    without a backward.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
             wrapped (DDP, FSDP, PEFT) or not.
-        packed: the packed forest, on the model's device. Where it has routes, the model's routers
-            take them in the place of their own choice. Or a MicroBatch: it is moved to the model's
-            device, and `temperature` and `loss_mask`, where they have an entry per sequence, are
-            those of all sequences that were planned, of which it takes its own.
-        temperature: the divisor of the logits, above 0: one number, or per sequence one number or
-            an array [n] (entry t for the logits that token t was drawn from; entries of tokens that
-            are not scored are ignored). Copies of an edge with one temperature are scored once.
-            Default: 1.0.
-        loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
-            has no predictor and is ignored. Default: every token is scored.
-        images: the images and videos of a batch that the forest's sequences belong to; the forest
-            is then one of `images.sequences`, or of some of them. Each distinct image is
-            encoded once, in a group by one of the ranks, in steps once per step that has tokens of
-            it. Ranks of DDP, FSDP2 and groups either all pass images or none does. Default: text
-            alone.
+        packed: the packed forest, on the model's device. If it has routes, the model's routers use
+            them instead of their own choice. Or a MicroBatch, which is moved to the model's device:
+            a `temperature` or `loss_mask` with an entry per sequence is then that of all planned
+            sequences, of which the micro-batch takes its own.
+        temperature: the divisor of the logits, finite and above 0: one number, or per sequence one
+            number or an array [n]. Entry t of an array divides the logits that token t was drawn
+            from; entries of tokens that are not scored are ignored. Copies of an edge with one
+            temperature are scored once. Default: 1.0.
+        loss_mask: one mask [n] per sequence, 1 where a token is scored and 0 elsewhere. Entry 0 is
+            ignored, as the first token has no predictor. Default: every token is scored.
+        images: the images and videos of the batch. The forest must be of `images.sequences`, or of
+            some of them. Each distinct image is encoded once: in a group by one of the ranks, in
+            steps once per step that has tokens of it. Either all ranks of DDP, FSDP2 and groups
+            pass images, or none does. Default: text alone.
         return_entropy: whether to compute entropies too. Default: False.
-        return_statistics: which statistics of the distributions to compute too, without gradients:
-            "mean_logits", the mean over the vocabulary of the logits divided by the temperature
-            (-inf where one is);
-            "is_top1", 1 where the token has the largest logit (the first of equal ones);
-            "log_sum_sq_probs", log sum p^2. Default: none.
+        return_statistics: names of statistics of the distributions to compute too, without
+            gradients. "mean_logits": the mean over the vocabulary of the logits divided by the
+            temperature (-inf if one logit is). "is_top1": 1 where the token has the largest logit
+            (the first of equal ones). "log_sum_sq_probs": log sum p^2. Default: none.
         measure: a function of a chunk's logits [r, V] (float32, divided by the temperature) and its
             `MeasuredEdges` that returns [r, C], for divergences to a teacher and other losses
-            beyond log p: `scores.measured`. Its gradient reaches the logits. It must treat each row
-            alone, and is called again in the backward. Default: none.
+            beyond log p; it gives `scores.measured`. Its gradient reaches the logits. It must treat
+            each row alone, and is called again in the backward. Default: none.
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
-            `scores.aux_loss`. Default: what `config.output_router_logits` says.
-        chunk_size: the number of edges whose logits are in memory at once. Default: with the
-            Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
+            `scores.aux_loss`. Default: `config.output_router_logits`.
+        chunk_size: the number of edges whose logits are in memory at once. Default: with the Triton
+            kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
             (2^22 / vocabulary on a CPU).
-        recompute: what layers compute again in the backward. "auto": as little as the free memory
-            allows, planned anew for each forest (`plan_recomputation`), and alike on all ranks of a
-            group. "all" (gradient checkpointing), "all_but_attention" (outputs of attention and of
-            recurrences are kept) or "nothing": the same in all layers. Or a `RecomputePlan`.
+        recompute: what layers compute again in the backward. "all" (gradient checkpointing),
+            "all_but_attention" (outputs of attention and of recurrences are kept) or "nothing": the
+            same in all layers. "auto": as little as the free memory allows, planned anew for each
+            forest (`plan_recomputation`), and alike on all ranks of a group. Or a `RecomputePlan`.
             Default: None, as the model is set.
-        group: the ranks that compute this forest together. Default: this process alone computes it.
+        group: the process group whose ranks compute this forest together. Default: this process
+            computes it alone.
         group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
-            of the ancestors that a rank's tokens see. "ulysses" (DeepSpeed): each rank computes
-            some heads of all tokens, so all queries, keys, values and outputs move; the ranks must
-            divide the query heads. Default: "parts".
-        max_step_tokens: what one step may hold, in own tokens; with `group` what a rank may hold of
-            it, as the ranks divide each step. An imported token counts `import_cost.weight`. Ranks
-            of DDP and FSDP take as many steps as the rank with most. Where the forests of all fit,
-            each is computed in one forward. Default: the forest in one forward.
-        import_cost: bytes of own and imported tokens, for max_step_tokens. Default: read from the
-            model.
+            of the ancestors that a rank's tokens see. "ulysses" (DeepSpeed): queries, keys, values
+            and outputs of all tokens, so that each rank attends with some heads over all tokens;
+            the number of query heads must be divisible by the number of ranks. Default: "parts".
+        max_step_tokens: the number of own tokens that one step may hold; with `group`, the number
+            per rank, as the ranks divide each step. An imported token counts `import_cost.weight`.
+            Ranks of DDP and FSDP take as many steps as the rank with most. Where the forests of all
+            ranks fit, each is computed in one forward. Default: the forest in one forward.
+        import_cost: the bytes of own and imported tokens, for max_step_tokens. Default: read from
+            the model.
 
     Returns:
-        SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
+        SequenceScores: log-probabilities and what else was asked for, one tensor per sequence.
 
     Raises:
-        TypeError: anything but a PackedForest, a MicroBatch or Images, a temperature that is no
-            number, or a measure that is no function.
+        TypeError: `packed` that is no PackedForest and no MicroBatch; `images` that are no Images;
+            a
+            temperature that is no number; a measure that is no function.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason; a measure whose values depend on other edges, on draws, or on tensors
             that require a gradient.
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
-        ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
+        ForestError: masks that do not match the sequences or hold anything but 0 and 1; a forest
             without token ids; a path that fits no steps of max_step_tokens; a forest that was not
             made of images.sequences.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
             require a gradient, which they do not get; a measure that does not return [r, C]; a
-            chunk_size that is no integer >= 1; a
-            statistic that is not known; an unknown `recompute`, or a plan for another model; routes
-            of other numbers of layers or experts than the model has; ranks of a group with
-            different forests or other arguments; an unknown group_mode, or heads that do not divide
-            among the ranks; max_step_tokens below 1; an import_cost without
-            max_step_tokens; images that were made for another model.
+            chunk_size that is no integer >= 1; an unknown statistic; an unknown `recompute`, or a
+            plan for another model; routes of other numbers of layers or experts than the model has;
+            ranks of a group with different forests or other arguments; an unknown group_mode, or
+            heads that do not divide among the ranks; max_step_tokens below 1; an import_cost
+            without max_step_tokens; images that were made for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
-    given = packed
-    packed = packed_of(given, "sequence_logprobs", lambda: device_of(find_causal_lm(model)))
+    forest_or_batch = packed
+    packed = packed_of(
+        forest_or_batch, "sequence_logprobs", lambda: device_of(find_causal_lm(model))
+    )
     check_steps(max_step_tokens, import_cost)
     if group is not None and load("groups").num_ranks(group) == 1:
         group = None
-    asked = AskedWings(images, output_router_logits)
+    asked_wings = AskedWings(images, output_router_logits)
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         # refuses, on all ranks of a group
         ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
         causal_lm = find_causal_lm(model)
-        asked.check(model, causal_lm, packed, None if group is None else "the ranks of a group")
-        return causal_lm, find_edges(packed, *own_of(given, temperature, loss_mask))
+        asked_wings.check(
+            model, causal_lm, packed, None if group is None else "the ranks of a group"
+        )
+        return causal_lm, find_edges(packed, *own_of(forest_or_batch, temperature, loss_mask))
 
     dividing = None
     if max_step_tokens is not None:
@@ -178,14 +187,14 @@ def sequence_logprobs(
         }
         groups = load("groups")
         divide = dividing and dividing.in_group
-        given_to_ranks = groups.scores_of_rank, options, group_mode, divide, asked
+        given_to_ranks = groups.scores_of_rank, options, group_mode, divide, asked_wings
         causal_lm, local = groups.part_of_rank(model, packed, group, check, *given_to_ranks)
     else:
-        causal_lm, found = check()
-        packed, wings = asked.open(model, causal_lm, packed, packed)
-        local = whole_forest(packed, found, causal_lm.config, wings)
-    wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
-    forward = ModelForward(model, causal_lm, packed, wanted, local.wings, local.share)
+        causal_lm, scored_edges = check()
+        packed, wings = asked_wings.open(model, causal_lm, packed, packed)
+        local = whole_forest(packed, scored_edges, causal_lm.config, wings)
+    score_options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
+    forward = ModelForward(model, causal_lm, packed, score_options, local.wings, local.share)
     rows = None
     if dividing is not None:
         of_parts = ScoresOfParts(forward, local.of_steps, local.edges.found)
@@ -195,7 +204,7 @@ def sequence_logprobs(
         rows = forward(local.mask, local.inputs, local.edges, recompute)
     scored, *of_tokens = local.gathered(rows)
     where = local.to_sequences, local.lengths
-    scores = scores_of(scored, *where, wanted, local.order, local.edges.found)
+    scores = scores_of(scored, *where, score_options, local.order, local.edges.found)
     for wing in local.wings.values():
         scores = wing.result(scores, tuple(of_tokens), packed)
     return scores

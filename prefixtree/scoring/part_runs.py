@@ -33,7 +33,7 @@ class PartForward(Asked, Protocol):
 
     Attributes:
         packed: the forest, with the token ids that the model knows.
-        inputs: keywords of a forward over all of it.
+        inputs: keywords of a forward over the whole forest.
     """
 
     packed: PackedForest
@@ -41,27 +41,20 @@ class PartForward(Asked, Protocol):
 
     @property
     def units(self) -> ScoredUnits:
-        """All that gets a row."""
+        """The edges or tokens that get a row."""
 
     def __call__(self, part: PartCall) -> Rows:
-        """[u, columns], then as many [t, ...] in each call."""
+        """Runs a part: [u, columns], then [t, ...] each, as many of them in every call."""
 
 
 class PartRuns:
-    """The runs of parts, as `Run` calls them.
+    """Runs the parts of a forest through a model, one by one, for `Run`.
 
     Args:
-        model: what is called. transformer: the transformers model inside it.
-        forward: what it is called for.
         divided: the cells of this process; None where all parts are dummies.
         scored: per part, the units whose rows it gives, and the own tokens that give them.
-        modes: what layers compute again.
         trains: whether there are backwards.
-        inputs_of: what the caller knows as the owner of the forward's inputs, for messages.
-
-    Attributes:
-        scored: as given.
-        wrapped: the wrappers.
+        inputs_of: the caller's name for the owner of the forward's inputs, for messages.
     """
 
     def __init__(
@@ -114,12 +107,12 @@ class PartRuns:
             warn_of_hooks(self._model, runs)
 
     def change(self) -> str | None:
-        """The change of the model since then, in words; None without."""
+        """Says what changed in the model since then; None where nothing did."""
         return None if self._stamp is None else self._stamp.change()
 
 
 def dummy_of(packed: PackedForest) -> PackedForest:
-    """A dummy, which a rank runs while others have a part more."""
+    """Makes a dummy, which a rank runs while others have a part more."""
     return pack(packed.forest.dummy()).to(packed.device)
 
 
@@ -140,7 +133,7 @@ class Wrapped:
         self.synchronise_as_now()
 
     def synchronise_as_now(self) -> None:
-        """From now on the last part synchronises where DDP now does: not within no_sync."""
+        """Lets the last part synchronise if DDP now does: not within no_sync."""
         ddp = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
         self._ddp = [(module, module.require_backward_grad_sync) for module in ddp]
 

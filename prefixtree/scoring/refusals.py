@@ -14,8 +14,8 @@ from prefixtree.models.checks import runs_deepspeed
 if TYPE_CHECKING:
     from prefixtree.planning.costs import ImportCost
 
-#: What the ranks of a group exchange: keys and values that a rank's part of the tokens imports, or
-#: tokens for heads.
+#: The ways of dividing a forest among ranks: each imports the keys and values that its tokens see
+#: ("parts"), or ranks exchange tokens for heads ("ulysses").
 GroupMode = Literal["parts", "ulysses"]
 
 
@@ -25,7 +25,7 @@ _KEPT = "score each micro-batch by itself"
 
 def divided_by_transformers(model: nn.Module) -> Any:
     """The first module that transformers made tensor or expert parallel."""
-    # getattr of what most modules do not have would take most of the time
+    # getattr of an attribute that most modules lack would take most of the time
     hooked = (m for m in model.modules() if vars(m).get("_is_hooked"))
     return next(({"kind": type(module).__name__} for module in hooked), None)
 
@@ -34,7 +34,7 @@ def _is_static(model: nn.Module) -> bool:
     return any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules())
 
 
-#: Of a model with `max_step_tokens`, however large the forest is.
+#: Refusals of a model with `max_step_tokens`, however large the forest is.
 STEPS = (
     Refusal(
         # its ranks cannot agree on a number of steps
@@ -44,7 +44,7 @@ STEPS = (
         f"{_STEPS}",
     ),
 )
-#: The same where the forest is larger than max_step_tokens.
+#: Refusals of a model whose forest is larger than max_step_tokens.
 SEVERAL_STEPS = (
     Refusal(
         "static_graph",
@@ -53,7 +53,7 @@ SEVERAL_STEPS = (
         f"have several: leave static_graph at False, or {_STEPS}",
     ),
 )
-#: Of the keywords of a call with `max_step_tokens` and `group`.
+#: Refusals of keywords of a call with `max_step_tokens` and `group`.
 STEPS_IN_GROUPS = (
     Refusal(
         "images",
@@ -67,7 +67,7 @@ STEPS_IN_GROUPS = (
         "recompute='all', 'all_but_attention' or 'nothing', or leave group or max_step_tokens out",
     ),
 )
-#: Of a model with kept trunks.
+#: Refusals of a model with kept trunks.
 KEPT_TRUNKS = (
     Refusal(
         "DeepSpeed",
@@ -92,7 +92,7 @@ KEPT_TRUNKS = (
         f"{{kind}} is tensor or expert parallel, which is not verified with kept trunks; {_KEPT}",
     ),
 )
-#: Of a forest whose values are asked for.
+#: Refusals of a forest whose values are asked for.
 VALUES = (
     Refusal(
         "routes",

@@ -50,14 +50,18 @@ class Teacher:
             t = of_teacher.log_p(edges)
             return (t.exp() * (t - logits.log_softmax(-1))).sum(-1, keepdim=True)
 
-    The teacher runs once over the forest, without gradients, when it is made. The hidden states of
-    the predictors are kept, [P, d]. Its lm_head runs when a measure asks for a block of edges, or
-    `divergence` for a chunk of them; of a
-    teacher that FSDP2 or DeepSpeed shards, every rank keeps it whole.
+    The teacher runs once over the forest, without gradients, when it is made. It keeps the hidden
+    states of the predictors, [P, d]. Its lm_head runs later, when a measure asks for a block of
+    edges
+    or `divergence` for a chunk. If FSDP2 or DeepSpeed shards the teacher, every rank keeps the
+    whole
+    lm_head.
 
     A scored edge finds its row by the tokens up to its predictor. So a teacher made without a loss
-    mask serves any, and one of `pack(plan.forest)` serves every micro-batch and `kept_trunks`. An
-    edge without a row is refused.
+    mask
+    serves any mask, and one of `pack(plan.forest)` serves every micro-batch and `kept_trunks`. An
+    edge
+    without a row is refused.
 
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
@@ -69,7 +73,7 @@ class Teacher:
 
     Raises:
         TypeError: anything but a PackedForest or a MicroBatch.
-        UnsupportedError: a model that does not run exactly on packed forests; tensor parallelism, a
+        UnsupportedError: a model that does not run exactly on packed forests; tensor parallelism; a
             sharded lm_head that is not linear.
     """
 
@@ -82,7 +86,7 @@ class Teacher:
         _, loss_mask = own_of(packed, 1.0, loss_mask)
         packed = packed_of(packed, "Teacher", lambda: device_of(find_causal_lm(model)))
         causal_lm = find_causal_lm(model)
-        # on the host: packed.edges would come back from the device
+        # found on the host: packed.edges would have to come back from the device
         rows = np.unique(find_edges(packed, 1.0, loss_mask).predictor)
         row = np.full(packed.num_tokens, -1)
         row[rows] = np.arange(len(rows))
@@ -114,16 +118,20 @@ class Teacher:
                 check_rows_alone(lm_head, lm_head.forward, self._hidden, "the teacher's lm_head")
 
     def divergence(self, beta: float = 0.0) -> Measure:
-        """The divergence of the model from this teacher, a measure [r, 1], in nats.
+        """Makes a measure [r, 1] of the divergence between the model and this teacher, in nats.
 
-        The Triton kernels of the lm_head make it and its gradient beside log p, from the teacher's
-        logits of the whole chunk (`chunk_size`). Elsewhere, and where the scored model's lm_head is
-        not linear, it is computed as any measure.
+        The Triton kernels of the lm_head compute the divergence and its gradient together with log
+        p, from
+        the teacher's logits of the whole chunk (`chunk_size`). Elsewhere, and where the scored
+        model's
+        lm_head is not linear, it is computed as any measure.
 
         Args:
             beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them TRL's
-                generalised Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta)
-                KL(model || m), m being beta teacher + (1 - beta) model. Default: 0.
+                generalised
+                Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(model || m), where
+                m is
+                beta teacher + (1 - beta) model. Default: 0.
 
         Raises:
             ValueError: a beta that is no number from 0 to 1, or nearer to either than 1e-6, where
@@ -135,32 +143,37 @@ class Teacher:
         return Divergence(beta, self._output, self._rule)
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The log-probabilities of all tokens, [r, V], of logits divided by the edges' temperature;
-        without gradients. They are float32, float64 of a teacher in float64.
+        """Computes the teacher's log-probabilities of all tokens at edges, without gradients.
+
+        Args:
+            edges: the edges that a measure gets, r of them.
+
+        Returns:
+            [r, V], float32 (float64 of a teacher in float64), of logits divided by the edges'
+            temperature.
 
         Raises:
-            ForestError: edges of which the teacher has no row.
+            ForestError: edges for which the teacher has no row.
             ValueError: edges that were made by hand.
         """
         return Divergence(0.0, self._output, self._rule).log_p(edges)
 
     @torch.no_grad()
     def _output(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The lm_head's output for edges, [r, V]."""
+        """Computes the lm_head's output for edges, [r, V]."""
         rows = self._rows.of(edges)
         with self._of_forward.autocast():
             return self._of_forward.head(self._hidden[rows])
 
 
 class _Rows:
-    """Which row of a teacher's hidden states an edge reads.
+    """Finds the row of a teacher's hidden states that an edge reads.
 
     Args:
-        forest: of the teacher.
         row: int64 [T], the row of each packed token as a predictor; -1 where none was kept.
 
     Attributes:
-        handle: stands for these rows in the operator.
+        handle: int64 [], the number of this object in the operator `rows_in`.
     """
 
     def __init__(self, forest: PrefixForest, row: np.ndarray) -> None:
@@ -168,17 +181,17 @@ class _Rows:
         self.handle = make_handle(self)
 
     def of(self, edges: MeasuredEdges) -> torch.Tensor:
-        """int64 [r]"""
+        """Rows of the edges that a measure gets, int64 [r]."""
         source, which = source_of(edges), edges.scored_edge
         if torch.compiler.is_compiling():
             return rows_in(source.handle, self.handle, which)
         return self.rows_of(source, which.device)[which]
 
     def rows_of(self, source: ForestEdges, device: torch.device) -> torch.Tensor:
-        """int64 [U] on a device, of all edges of a call.
+        """Rows of all edges of a call, int64 [U] on a device.
 
         Raises:
-            ForestError: an edge that has none.
+            ForestError: an edge without a row.
         """
         return source.kept(self, device, lambda: self._find(source))
 
@@ -200,8 +213,8 @@ class _Kept(NamedTuple):
     """The output embedding of a forward, for later.
 
     Attributes:
-        hidden: [1, P, d], what it was given.
-        head: what it does to rows [r, d], later and on this rank alone.
+        hidden: [1, P, d], its input.
+        head: computes its output for rows [r, d], later and on this rank alone.
         autocast: makes contexts with the autocast that it ran in.
     """
 
@@ -212,11 +225,10 @@ class _Kept(NamedTuple):
 
 @contextmanager
 def _hidden_states(causal_lm: Any, is_sharded: bool) -> Iterator[list[_Kept]]:
-    """While open, the output embedding computes nothing: what it is given is kept.
+    """A context in which the output embedding computes nothing, and its input is kept.
 
     Args:
-        causal_lm: the teacher.
-        is_sharded: whether its weights are whole within a forward alone, and are to be copied.
+        is_sharded: whether its weights are whole only within a forward, and must be copied.
     """
     kept: list[_Kept] = []
     lm_head = causal_lm.get_output_embeddings()
@@ -233,7 +245,7 @@ def _hidden_states(causal_lm: Any, is_sharded: bool) -> Iterator[list[_Kept]]:
             bias = None if lm_head.bias is None else lm_head.bias.clone()
             head = partial(nn.functional.linear, weight=weight, bias=bias)
         kept.append(_Kept(hidden.detach(), head, _autocast_of(hidden.device.type)))
-        # the family's forward does to it what it does to logits
+        # the family's forward treats it as logits
         return hidden[..., :1].clone()
 
     with changing(causal_lm) as changes:
@@ -242,7 +254,7 @@ def _hidden_states(causal_lm: Any, is_sharded: bool) -> Iterator[list[_Kept]]:
 
 
 def _is_sharded(model: nn.Module, lm_head: nn.Module) -> bool:
-    """Whether a wrapper takes the weights of a teacher's lm_head apart behind a forward."""
+    """Whether a wrapper shards the weights of a teacher's lm_head again after a forward."""
     kinds = FSDPModule, FullyShardedDataParallel
     if not any(isinstance(m, kinds) for m in model.modules()) and not any(
         hasattr(p, "ds_id") for p in lm_head.parameters()
@@ -258,7 +270,7 @@ def _is_sharded(model: nn.Module, lm_head: nn.Module) -> bool:
 
 
 def _autocast_of(device_type: str) -> Any:
-    """Makes contexts with the autocast of now."""
+    """Gives a function that makes contexts with the autocast of now."""
     if not torch.is_autocast_enabled(device_type):
         return nullcontext
     dtype = torch.get_autocast_dtype(device_type)

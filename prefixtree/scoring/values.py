@@ -56,33 +56,35 @@ def sequence_values(
     max_step_tokens: int | None = None,
     import_cost: ImportCost | None = None,
 ) -> list[torch.Tensor]:
-    """The values at every token of every sequence; the model runs once, over the distinct tokens.
+    """Computes the values at every token of every sequence; shared prefixes run once.
 
         values = pt.sequence_values(critic, packed)                       # [n, 1] per sequence
         rewards = torch.stack([v[-1, 0] for v in pt.sequence_values(reward_model, packed)])
 
-    The gradients are those of the replicated batch, up to rounding: that of a shared token is the
-    sum over its copies.
+    Values are differentiable. The gradients are those of the replicated batch, up to rounding: a
+    shared
+    token gets the sum over its copies.
 
     Args:
         model: a token or sequence classifier of transformers (`AutoModelForTokenClassification`,
             `AutoModelForSequenceClassification`) with attn_implementation="prefixtree", wrapped
-            (DDP, FSDP2, PEFT) or not. Of a sequence classifier the score layer is read at every
+            (DDP, FSDP2, PEFT) or not. The score layer of a sequence classifier is read at every
             token, where transformers reads it at the last one.
         packed: the packed forest, on the model's device; or a MicroBatch, which is moved there.
         recompute: as in `sequence_logprobs`.
-        group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
-            this process alone computes it.
-        max_step_tokens: what one step may hold, as in `sequence_logprobs`. Default: one forward
-            computes the forest.
-        import_cost: what imported tokens take of `max_step_tokens`, as in `sequence_logprobs`.
+        group: the process group whose ranks compute this forest together, as in
+            `sequence_logprobs`. Default: this process computes it alone.
+        max_step_tokens: the number of own tokens that one step may hold, as in
+            `sequence_logprobs`. Default: the forest in one forward.
+        import_cost: the bytes of own and imported tokens, for max_step_tokens. Default: read from
+            the model.
 
     Returns:
-        One tensor [n, C] per sequence, float32 (float64 of a model in float64), C as
+        One tensor [n, C] per sequence, float32 (float64 of a model in float64), where C is
         `config.num_labels`.
 
     Raises:
-        TypeError: anything but a PackedForest or a MicroBatch, or a model that is no module.
+        TypeError: `packed` that is no PackedForest and no MicroBatch, or a model that is no module.
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
         ForestError: a forest without token ids; a path that fits no steps of max_step_tokens.
         ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
@@ -128,13 +130,11 @@ def sequence_values(
 
 
 class ValuesForward:
-    """Calls a model over a packed forest, or over a part of one, for the values of its tokens: a
-    `PartForward`.
+    """Calls a model over a packed forest, or a part of one, for values: a `PartForward`.
 
     Args:
-        model: what is called. classifier: the transformers model inside it.
-        packed: the packed forest. inputs: keywords of a forward over all of it.
-        share: of a rank's part. Default: a forest that no ranks divide.
+        inputs: keywords of a forward over the whole forest.
+        share: the part of a rank. Default: no ranks divide the forest.
     """
 
     options = ScoreOptions()
@@ -154,7 +154,7 @@ class ValuesForward:
 
     @cached_property
     def units(self) -> ScoredUnits:
-        """All tokens."""
+        """The tokens of the forest: each gets a row."""
         packed, lengths = self.packed, self.packed.forest.sequence_lengths
         every = np.arange(len(lengths))
         return ScoredUnits(
@@ -162,24 +162,20 @@ class ValuesForward:
         )
 
     def values(self, mask: TreeMask, inputs: dict[str, Any], recompute: Recompute) -> torch.Tensor:
-        """One forward: [t, C], float32 or wider.
-
-        Args:
-            mask: that of the tokens. inputs: keywords of the model.
-            recompute: as in `sequence_values`.
+        """Runs one forward over tokens: [t, C], float32 or wider.
 
         Raises:
             UnsupportedError: a model that does not give a value per token.
         """
         arguments = self._model, self._classifier
-        # a forward of its own, which other ranks run where this one does
+        # runs a forward of its own, which the other ranks run at the same point
         check_layers(*arguments, self.packed.device)
         _, recomputing = recomputed(*arguments, self.packed, 0, recompute, share=self._share)
         with recomputing:
             return _values_of_tokens(*arguments, mask, inputs)
 
     def __call__(self, part: PartCall) -> Rows:
-        # of a part's own tokens all, and of a dummy none
+        # a part gives a row for all of its own tokens, a dummy for none
         return (self.values(part.mask, part.inputs, part.recompute)[: len(part.rows)],)
 
 
@@ -200,7 +196,7 @@ def _values_of_tokens(
 
 
 def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | None = None) -> Any:
-    """The classifier inside wrappers and adapters; `divided` as in `check_model`.
+    """The classifier inside wrappers and adapters, checked; `divided` as in `check_model`.
 
     Raises:
         UnsupportedError, ValueError, ForestError: as `sequence_values`.
@@ -219,9 +215,10 @@ def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | No
 
 @contextmanager
 def _values_of_all_tokens(classifier: Any) -> Iterator[None]:
-    """While open, a classifier with a score layer returns what that gave, before it is pooled.
+    """A context in which a classifier returns its score layer's output before it is pooled.
 
-    As the model's output: sharding wrappers follow the tensors that a forward returns.
+    The values are the model's output, as sharding wrappers follow the tensors that a forward
+    returns.
     """
     score = getattr(classifier, "score", None)
     if not isinstance(score, nn.Module):
@@ -232,23 +229,23 @@ def _values_of_all_tokens(classifier: Any) -> Iterator[None]:
             f"{type(classifier).__name__}.forward is not transformers' but comes from {origin}: "
             "what it does to the values of its score layer would be lost; use transformers' class"
         )
-    forward, given = classifier.forward, list[torch.Tensor]()
+    forward, outputs = classifier.forward, list[torch.Tensor]()
 
     def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        given.append(output)
+        outputs.append(output)
         if not is_linear(module):
             check_rows_alone(module, module.forward, args[0][0], "the score layer")
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        if len(given) != 1:
+        if len(outputs) != 1:
             raise UnsupportedError(
-                f"{type(classifier).__name__} called its score layer {len(given)} times in one "
+                f"{type(classifier).__name__} called its score layer {len(outputs)} times in one "
                 "forward, expected once"
             )
-        if output.logits.shape != given[0].shape:
+        if output.logits.shape != outputs[0].shape:
             # pooled
-            output.logits = given[0]
+            output.logits = outputs[0]
         return output
 
     with changing(classifier) as changes:
