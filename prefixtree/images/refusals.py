@@ -18,7 +18,7 @@ from prefixtree.packing.layout import PackedForest
 
 
 class Shows(NamedTuple):
-    """A model that is called, transformers' model in it, a forest, and the images to show."""
+    """A called model, transformers' model in it, a forest, and the images to show."""
 
     model: nn.Module
     causal_lm: Any
@@ -32,7 +32,7 @@ def runs_in_lockstep(model: nn.Module) -> bool:
 
 
 def _compiles_others(shows: Shows) -> Any:
-    """The first compiled module that is no decoder layer, nor in one."""
+    """Finds the first compiled module that is no decoder layer, nor in one."""
     in_layers = {module for layer in layers_of(shows.causal_lm) for module in layer.modules()}
     for module in shows.model.modules():
         is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
@@ -47,7 +47,7 @@ def _waits_for_videos(shows: Shows) -> bool:
     return has_videos and is_sharded and runs_in_lockstep(shows.model)
 
 
-#: What does not go with images.
+#: Refusals of options that do not go with images.
 WITH_IMAGES = (
     Refusal(
         "routes",
@@ -88,13 +88,10 @@ WITH_IMAGES = (
 def check_images(model: nn.Module, causal_lm: Any, packed: PackedForest, images: Any) -> None:
     """Refuses images that the model would not run as it runs each sequence alone.
 
-    Args:
-        model: what is called. causal_lm: the transformers model inside it.
-
     Raises:
         TypeError: no Images.
         ValueError: images that were made for another model.
-        UnsupportedError: what is not verified with images, with the way to mend it.
+        UnsupportedError: a model or option not verified with images, with the way to mend it.
     """
     if not isinstance(images, Images):
         raise TypeError(
