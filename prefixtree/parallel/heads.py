@@ -76,7 +76,7 @@ class TokensForHeads:
         return out.flatten()
 
     def _but_own(self, counts: Sequence[int]) -> list[int]:
-        """Drops this rank's count; an exchange of own rows takes as long as one of another rank's."""
+        """Drops this rank's count: an exchange of own rows takes as long as of another rank's."""
         return [0 if rank == self.index else count for rank, count in enumerate(counts)]
 
     def turns(self, *heads: int) -> int:

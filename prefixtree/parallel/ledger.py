@@ -70,7 +70,7 @@ class Export:
 
 
 class Exports:
-    """All exports of one kind of rows.
+    """The exports of one kind of rows.
 
     Attributes:
         of_exporter: exports of each slot's cell, ascending in packed order.
