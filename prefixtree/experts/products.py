@@ -2,10 +2,10 @@
 
 Grouped products want the tokens of an expert side by side. transformers brings them there and back
 by indexing, whose gradient adds to one row after another: atomically and rounded each time, or by a
-sort. Both ways are permutations of a token's copies, so their gradients are gathers too, and a
-token's copies are added up once, in float32. Where nothing is compiled, the results of the forward
-are transformers' to the bit. Compiled, copies are weighted before the last product: within the
-kernel of the activation, and what comes out of the product is not kept for the weights' gradient.
+sort. Both ways are permutations of a token's copies. So their gradients are gathers too, and a
+token's copies are added up once, in float32. Uncompiled, the results of the forward are
+transformers' to the bit. Compiled, copies are weighted before the last product, within the kernel
+of the activation. So the product's output is not kept for the weights' gradient.
 
 Legend: T packed tokens, k experts per token, D hidden size.
 """
@@ -33,7 +33,7 @@ except ImportError:
     ALL_EXPERTS_FUNCTIONS = None
 
 _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# of how experts may run: what is computed in torch, or says why it cannot be traced
+# ways to run experts that are computed in torch, or that say why they cannot be traced
 _ON_SHAPES = (None, "eager", "batched_mm", "grouped_mm")
 
 
@@ -46,14 +46,17 @@ def prepare_layers(transformer: nn.Module, config: Any) -> None:
 
 
 def traced_as(config: Any) -> str | None:
-    """How experts run where tensors have no numbers. Kernels that run on a GPU alone (sonicmoe,
-    deepgemm) are traced as grouped products, which keep as much, or more."""
+    """The way in which experts run on tensors without numbers.
+
+    Kernels that run only on a GPU (sonicmoe, deepgemm) are traced as grouped products, which keep
+    as much, or more.
+    """
     chosen: str | None = getattr(config, "_experts_implementation", None)
     return chosen if chosen in _ON_SHAPES else "grouped_mm"
 
 
 def set_experts(config: Any, chosen: str | None) -> None:
-    """Sets how a model that is made of a config runs its experts."""
+    """Sets the way in which a model made from a config runs its experts."""
     config._experts_implementation = chosen
 
 
@@ -61,7 +64,7 @@ def _chooses_a_function(kind: type[nn.Module]) -> bool:
     """Whether a class of transformers has one of transformers' functions run its experts."""
     if issubclass(kind, AlongTree) or not hasattr(kind, "_apply_gate"):
         return False
-    # experts in float8 choose among others
+    # experts in float8 choose among other functions
     among = inspect.getclosurevars(kind.forward).nonlocals.get("experts_interface")
     return among is not None and among is ALL_EXPERTS_FUNCTIONS
 
@@ -80,10 +83,10 @@ def _members(original: Any) -> dict[str, Any]:
 
 
 def _runs_grouped(experts: Any) -> bool:
-    """Whether transformers would run what `grouped_experts` runs."""
+    """Whether transformers would run the products of `grouped_experts`."""
     if getattr(experts, "has_post_expert_norm", False):
         return False
-    # ranks with a part of them mark tokens of the others' with a number that they do not have
+    # ranks with a part of the experts mark tokens of other ranks' experts by an absent number
     if experts.num_experts not in [getattr(experts.config, name, None) for name in _NUMBERS]:
         return False
     chosen = ALL_EXPERTS_FUNCTIONS.get(getattr(experts.config, "_experts_implementation", None))
@@ -96,10 +99,9 @@ def grouped_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """transformers' `grouped_mm_experts_forward`, but for the gradients of its gathers.
+    """Computes transformers' `grouped_mm_experts_forward`, but for the gradients of its gathers.
 
     Args:
-        experts: a module of experts.
         hidden_states: [T, D]. top_k_index, top_k_weights: [T, k].
 
     Returns:
@@ -109,7 +111,7 @@ def grouped_experts(
     of_copies, order = torch.sort(top_k_index.reshape(-1))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    # histc takes floats on a CPU, and integers on a GPU that is to be deterministic
+    # histc takes floats on a CPU, and integers on a deterministic GPU
     counted = of_copies.float() if of_copies.device.type in ("cpu", "mps") else of_copies.int()
     counts = torch.histc(counted, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
     offsets = torch.cumsum(counts, 0, dtype=torch.int32)
@@ -158,7 +160,7 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 class _Gated(torch.autograd.Function):
-    """Each token's sum [T, D] of its experts, by QuACK's products."""
+    """Sums each token's experts, [T, D], by QuACK's products."""
 
     @staticmethod
     def forward(
@@ -178,7 +180,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # with create_graph, what follows must not be taken for a constant
+        # with create_graph, the products below must not be taken for constants
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("experts by QuACK's products are differentiable once, not twice")
         x, gate_up, down, weights, order, rows, by_token, starts, preact = ctx.saved_tensors
@@ -198,7 +200,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Each token's copies [T * k, D], in the order of experts."""
+    """Copies each token, [T * k, D], in the order of experts."""
 
     @staticmethod
     def forward(
@@ -215,7 +217,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combined(torch.autograd.Function):
-    """Each token's sum [T, D] of its copies, weighted where weights [T, k] are given."""
+    """Sums each token's copies, [T, D], weighted where weights [T, k] are given."""
 
     @staticmethod
     def forward(
@@ -250,16 +252,16 @@ class _Combined(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The sums [T, D] of x[rows], weighted, added up in float32; rows and weights are [T, k]."""
+    """Sums x[rows], weighted, in float32: [T, D]; rows and weights are [T, k]."""
     if not torch.compiler.is_compiling():
         chosen = x[rows]
         return (chosen if weights is None else chosen * weights[..., None]).sum(1)
-    # of one sum inductor makes a kernel that does not read along D, and takes four times as long
+    # inductor's kernel of a single sum does not read along D, and takes four times as long
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros(len(rows), x.shape[1], dtype=wide)
     for i in range(rows.shape[1]):
         term = x[rows[:, i]].to(wide)
         total = total + (term if weights is None else term * weights[:, i, None].to(wide))
     dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype)
-    # compiled by torch 2.11, a Function has no gradient if it returns what a `to` left as it was
+    # compiled by torch 2.11, a Function has no gradient if it returns an unchanged `to`
     return total if total.dtype == dtype else total.to(dtype)

@@ -1,12 +1,12 @@
-"""Routers of a mixture of experts: the experts that were recorded with its tokens, and the
-load-balancing loss as the replicated batch has it.
+"""Routers of a mixture of experts: replay of recorded experts, and the load-balancing loss as the
+replicated batch has it.
 
 **Router replay.** A forest with routes hands them to the model as the keyword `tree_routes`, which
 travels with `tree_mask` to every attention (or recurrence), in a recomputation too. The attention
-of a layer runs before its router: a hook in front of it keeps the layer's part, and a hook behind
-the router puts that in the place of the router's choice. (Hooks of the layer itself are outside of
-its checkpoint.) The weights of the experts come from the router's logits, as when it chooses
-itself, so its gradient is kept. The hooks stay, and do nothing in calls without routes.
+of a layer runs before its router. A hook before it keeps the layer's routes, and a hook after the
+router puts them in the place of the router's choice. (Hooks of the layer itself are outside of its
+checkpoint.) The weights of the experts come from the router's logits, as when it chooses itself, so
+its gradient is kept. The hooks stay, and do nothing in calls without routes.
 
 **The loss.** transformers computes it in the model's forward, from the router logits of all layers:
 for each expert the share of tokens that choose it, times its mean probability, summed over the
@@ -46,14 +46,14 @@ from prefixtree.packing.layout import PackedForest
 
 # ---- router replay ------------------------------------------------------------------------------
 
-# before it, routers of Qwen3-MoE return probabilities in the place of logits
+# in older versions, routers of Qwen3-MoE return probabilities in the place of logits
 _OLDEST = "5.17"
 _TRANSFORMERS = metadata.version("transformers")
 
 
 def _softmax_of_all(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     weights = logits.softmax(-1, torch.float).gather(-1, experts)
-    # routers without the setting always do
+    # routers without the setting always normalise
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return weights
@@ -79,7 +79,7 @@ REPLAYED_ROUTERS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 
 class _Replay(threading.local):
-    """The experts that the running layer of this thread must choose, [T, k], and their uses."""
+    """The experts [T, k] that the running layer of this thread must choose, and their uses."""
 
     routes: torch.Tensor | None = None
     used: int = 0
@@ -89,7 +89,7 @@ _replay = _Replay()
 
 
 class _Keep:
-    """A hook in front of the attention (or recurrence) of a layer with a router: keeps its routes.
+    """A hook before the attention (or recurrence) of a layer with a router: keeps its routes.
 
     Args:
         layer: the layer's number among the `count` that have a router.
@@ -106,7 +106,7 @@ class _Keep:
 
 
 class _Choose:
-    """A hook behind a router: returns the kept choice, with the weights of these experts."""
+    """A hook after a router: returns the kept choice, with the weights of these experts."""
 
     def __init__(self, weights: Callable[..., torch.Tensor]) -> None:
         self.weights = weights
@@ -134,15 +134,11 @@ class _Routers(NamedTuple):
 
 
 def check_routes(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
-    """Refuses routes that the model cannot run; nothing where the forest has none.
-
-    Args:
-        model: what is called. causal_lm: the transformers model inside it.
+    """Refuses routes that the model cannot run; does nothing for a forest without routes.
 
     Raises:
         UnsupportedError: a model type, a way to run the model, or a router that is not verified.
-        ValueError: routes of another number of layers or of experts per token, or with an expert
-            that the model does not have.
+        ValueError: routes that do not fit the model's layers, experts per token or experts.
     """
     routes = packed.forest.routes
     if routes is None:
@@ -163,7 +159,7 @@ def check_routes(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None
 
 @contextmanager
 def replaying(causal_lm: Any, packed: PackedForest) -> Iterator[None]:
-    """One forward, in which every router must take the recorded routes where there are some.
+    """Has every router of a forward, while open, take the recorded routes, if there are some.
 
     Raises:
         UnsupportedError: a router that was not asked, or was asked twice.
@@ -186,11 +182,11 @@ def replaying(causal_lm: Any, packed: PackedForest) -> Iterator[None]:
 
 
 def _prepare(causal_lm: Any) -> int:
-    """Gives the model the hooks, once -> the number of its routers."""
+    """Gives the model the hooks, once, and counts its routers."""
     _, attentions, routers = _routers_of(causal_lm)
     _, weights = REPLAYED_ROUTERS[causal_lm.config.get_text_config().model_type]
     for number, (attention, router) in enumerate(zip(attentions, routers, strict=True)):
-        # each by itself: an interrupt may have come between the two
+        # each is checked, as an interrupt may have come between the two
         if not any(isinstance(hook, _Keep) for hook in attention._forward_pre_hooks.values()):
             attention.register_forward_pre_hook(_Keep(number, len(routers)), with_kwargs=True)
         if not any(isinstance(hook, _Choose) for hook in router._forward_hooks.values()):
@@ -215,7 +211,7 @@ def _routers_of(causal_lm: Any) -> _Routers:
     kind, _ = REPLAYED_ROUTERS[model_type]
     found = _Routers([], [], [])
     for layer in layers_of(causal_lm):
-        # a sharding wrapper changes the class by a subclass
+        # a sharding wrapper replaces the class by a subclass
         routers = [m for m in layer.modules() if kind in (c.__name__ for c in type(m).__mro__)]
         if not routers:
             continue
@@ -232,13 +228,13 @@ def _routers_of(causal_lm: Any) -> _Routers:
 
 
 def _takes_keywords(module: nn.Module) -> bool:
-    """Attentions and recurrences do, which hand on the tree mask; norms and MLPs do not."""
+    """Whether a module hands on the tree mask: attentions and recurrences do, norms do not."""
     parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _check_runs_plainly(layer: nn.Module, router: nn.Module) -> None:
-    # transformers' tensor and expert parallelism mark and patch what they spread
+    # transformers' tensor and expert parallelism mark and patch the modules that they spread
     if any(getattr(module, "_is_hooked", False) for module in layer.modules()):
         raise UnsupportedError(
             "recorded routes are not verified under tensor or expert parallelism, where routers "
@@ -259,10 +255,9 @@ _FUNCTION = "load_balancing_loss_func"
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The replicated batch's loss, of the router logits of packed forwards.
+    """The replicated batch's loss, from the router logits of packed forwards.
 
     Attributes:
-        causal_lm: the transformers model.
         function: transformers' function of the loss.
     """
 
@@ -270,8 +265,7 @@ class RouterLoss:
     function: Callable[..., Any]
 
     def held_bytes(self, tokens: int) -> int:
-        """Bytes that the loss of so many tokens holds until its backward: logits and probabilities
-        of all layers."""
+        """Bytes of logits and probabilities of all layers, held until the loss's backward."""
         config = self.causal_lm.config.get_text_config()
         experts = getattr(self.causal_lm, "num_experts", None) or config.num_experts
         router_logits = tokens * experts * config.num_hidden_layers
@@ -296,7 +290,7 @@ class RouterLoss:
         """The router logits in a model's output, one [expected, E] per layer of experts.
 
         Raises:
-            UnsupportedError: there are none, or of another number of tokens.
+            UnsupportedError: there are none, or another number of tokens.
         """
         logits: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         name = type(self.causal_lm).__name__
@@ -314,11 +308,11 @@ class RouterLoss:
         return logits
 
     def of(self, packed: PackedForest, logits: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The loss, a scalar, of the router logits of all packed tokens, one [T, E] per layer."""
+        """The loss, a scalar, from the router logits of all packed tokens, one [T, E] per layer."""
         if packed.forest.is_dummy:
             # transformers would divide by their number. Other ranks wait for the graph's backward
             return sum((layer[:0].float().sum() for layer in logits), torch.zeros(()))
-        # the model's number: ERNIE's configuration had another name for it
+        # the model's number is read, as ERNIE's configuration had another name for it
         config = self.causal_lm.config.get_text_config()
         chosen = getattr(self.causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
         experts = logits[0].shape[-1]
@@ -328,12 +322,11 @@ class RouterLoss:
 
 
 def router_loss(causal_lm: Any, asked: bool | None) -> RouterLoss | None:
-    """The loss that a forward over a packed forest is to compute, None for none.
+    """The loss that a forward over a packed forest computes, or None.
 
     Args:
-        causal_lm: the transformers model.
-        asked: by the caller. None: what `config.output_router_logits` says, which says nothing in
-            families without such a loss.
+        asked: by the caller. None: as `config.output_router_logits`, ignored in families without
+            such a loss.
 
     Raises:
         UnsupportedError: the caller asked, and the family has no such loss.
@@ -352,7 +345,7 @@ def router_loss(causal_lm: Any, asked: bool | None) -> RouterLoss | None:
 
 
 def loss_function(causal_lm: Any) -> Callable[..., Any] | None:
-    """transformers' function of a model's load-balancing loss; None where it computes none."""
+    """Finds transformers' function of a model's load-balancing loss; None if it computes none."""
     forward = inspect.unwrap(type(causal_lm).forward)
     code = getattr(forward, "__code__", None)
     if code is None or _FUNCTION not in code.co_names:

@@ -42,11 +42,10 @@ class Routers(CallWing):
     """The routers of a model in a call.
 
     Args:
-        causal_lm: the transformers model. packed: the packed forest.
-        asked: whether the load-balancing loss is computed. None: what the configuration says.
+        asked: whether the load-balancing loss is computed. None: as the configuration says.
 
     Attributes:
-        loss: the loss that is computed; None for none.
+        loss: the loss that is computed, or None.
 
     Raises:
         UnsupportedError: the caller asked, and the family has no such loss.

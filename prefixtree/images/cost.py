@@ -1,4 +1,4 @@
-"""The cost that a vision encoder adds to a token."""
+"""The cost of a token in the vision encoder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from prefixtree.planning.costs import CostModel
 
 
 def with_images(of_text: CostModel, config: Any, passes: int) -> CostModel:
-    """The cost model with the FLOPs of an image's token in the vision encoder; as it is, of a model
-    that is served without images.
+    """Adds the FLOPs of an image's token in the vision encoder to a cost model.
 
-    Args:
-        config: of a model of transformers. passes: forwards that an update is worth.
+    It stays as it is for a model that is served without images. `passes`: the forwards that an
+    update is worth.
     """
     try:
         first = ImageRule(config).first_id
@@ -29,23 +28,19 @@ def with_images(of_text: CostModel, config: Any, passes: int) -> CostModel:
 
 
 def encoder_weights(config: Any) -> int:
-    """The linear weights that the patches of one placeholder meet in a vision encoder.
-
-    Args:
-        config: of a model of transformers that takes images.
-    """
+    """The linear weights that the patches of one placeholder meet in a vision encoder."""
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config).model
     encoder = getattr(model, "visual", None) or model.vision_tower
     vision = config.vision_config
     side = getattr(vision, "spatial_merge_size", None) or vision.pooling_kernel_size
     skipped = {id(m.weight) for m in encoder.modules() if isinstance(m, nn.Embedding)}
-    found = 0
+    met = 0
     for name, weight in encoder.named_parameters():
         *_, owner, last = name.split(".")
         is_linear = weight.ndim > 1 and "norm" not in owner and "position" not in last
         if is_linear and id(weight) not in skipped:
-            # these see the patches of a placeholder as one row
+            # these modules see the patches of a placeholder as one row
             sees_all = "merger" in name or "downsample" in name
-            found += weight.numel() * (1 if sees_all else side**2)
-    return found
+            met += weight.numel() * (1 if sees_all else side**2)
+    return met

@@ -1,12 +1,11 @@
-"""A vision encoder's forward: in few calls, and its images in runs, some at a time, computed again
-in the backward.
+"""A vision encoder's forward in few calls, and in runs of images that the backward computes again.
 
 A vision encoder that takes all images at once keeps the activations of all of them until the
-backward. In runs it keeps pixels and features, and the activations of one run at a time are there.
+backward. In runs it keeps pixels and features, and the activations of one run at a time.
 
 transformers calls flash kernels once per block, with the borders of images (of windows, in
-Qwen2.5-VL). Other attention it calls once per image or window. Under "prefixtree" and "sdpa" a
-block's attention takes the first way, and images of one size are a batch of torch's attention.
+Qwen2.5-VL). It calls other attention once per image or window. Under "prefixtree" and "sdpa" a
+block's attention gets borders too, and images of one size are a batch of torch's attention.
 
 Legend: N distinct images of one modality (or those of one size), P patches of a run, L patches of
 one image, F features, H heads, D values per patch, or per head.
@@ -37,26 +36,23 @@ RUN = 1 << 15
 
 # ---- attention: a call per size of image --------------------------------------------------------
 
-# what a forward asks before it hands borders on, and what it then hands them on as
+# the question that a forward asks before it hands borders on, and their keyword
 _ASKED, _BORDERS = "is_flash_attention_requested", "cu_seq_lens_q"
 _MEANINGS: dict[str, Callable[[Any], Any]] = {
     _ASKED: lambda _: lambda *_, **__: True,
-    # which would wait for the GPU
+    # the original would wait for the GPU
     "get_max_seqlen": lambda _: lambda *_, **__: None,
-    # a graph ends at this function, and not inside of what looks it up
+    # a graph ends at this function, and not inside its lookup
     "ALL_ATTENTION_FUNCTIONS": lambda _: SimpleNamespace(get_interface=lambda *_: _attend),
 }
 
 
 @functools.cache
 def with_borders(kind: Any) -> Any | None:
-    """The forward of a class of attention that hands on the borders of images.
-
-    Args:
-        kind: the class of a vision encoder's attention.
+    """Makes a forward of an attention class that hands on the borders of images.
 
     Returns:
-        A function as `kind.forward`; None where it hands on none.
+        A function as `kind.forward`; None if it hands on none.
     """
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or _ASKED not in code.co_names:
@@ -80,7 +76,7 @@ def _attend(
     cu_seq_lens_q: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`image_attention` as a forward calls it, outside of graphs: it looks at borders."""
+    """Calls `image_attention` as a forward does, outside of graphs, as it looks at borders."""
     return image_attention(
         module, query, key, value, attention_mask, dropout, scaling, cu_seq_lens_q
     )
@@ -96,14 +92,14 @@ def image_attention(
     scaling: float | None,
     borders: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each image, as torch's.
+    """Attends within each image, by torch's attention.
 
     Args:
         module: the attention of a vision encoder's block.
         query, key, value: [1, H, P, D] each.
         attention_mask, dropout, scaling: as transformers' function for "sdpa" takes them.
-        borders: int [images + 1], where images begin and end. None: all patches are one
-            image, or as the mask says.
+        borders: int [images + 1], where images begin and end. None: all patches are one image, or
+            as the mask says.
 
     Returns:
         [1, P, H, D], and no attention weights.
@@ -120,7 +116,7 @@ def image_attention(
         return attend(query, key, value)[0], None
     sizes = borders.diff().tolist()
     if len(set(sizes)) == 1:
-        # values are a part of what their projection gives, which would be kept whole
+        # values are a view of their projection's output, which would be kept whole
         rows = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
         batch = (x.unflatten(0, (-1, sizes[0])).transpose(1, 2) for x in rows)
         return attend(*batch)[0].flatten(0, 1).unsqueeze(0), None
@@ -128,11 +124,11 @@ def image_attention(
     for number, size in enumerate(sizes):
         of_size.setdefault(size, []).append(number)
     each = [x.split(sizes, 2) for x in (query, key, value)]
-    found: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
     for numbers in of_size.values():
         batch = (torch.cat([x[n] for n in numbers]) for x in each)
-        found |= zip(numbers, attend(*batch)[0].split(1), strict=True)
-    return torch.cat([found[n] for n in range(len(sizes))], 1), None
+        outputs |= zip(numbers, attend(*batch)[0].split(1), strict=True)
+    return torch.cat([outputs[n] for n in range(len(sizes))], 1), None
 
 
 # ---- runs of images ----------------------------------------------------------------------------
@@ -142,28 +138,28 @@ Around = Callable[..., Any]
 #: first image, end
 Run = tuple[int, int]
 
-# attention that takes images of one size at once
+# attentions that take images of one size at once
 _AT_ONCE = ("prefixtree", "sdpa")
-# of blocks that are compiled: by a class of their parts, its compiled forward
+# for compiled blocks: (a class of their parts) -> its compiled forward
 _compiled: WeakKeyDictionary[nn.Module, Callable[[Any], Callable[..., Any]]] = WeakKeyDictionary()
-# what the model reads of a vision encoder's output
+# attributes of a vision encoder's output that the model reads
 _FEATURES = ("pooler_output", "deepstack_features")
 
 
 @dataclass(frozen=True)
 class EncoderRuns:
-    """How many images a vision encoder takes at once.
+    """The number of images that a vision encoder takes at once.
 
     Attributes:
-        patches: the most of a run of several images; a larger image is a run. None: all
-            images are one run, which is called as the model calls it.
-        around: what calls each run. Default: nothing is recomputed.
-        least: how many runs there are at least, blank ones before the images: ranks that shard
-            the vision encoder run it equally often. Default: 0.
+        patches: the most of a run of several images; a larger image is a run. None: all images are
+            one run, which is called as the model calls it.
+        around: calls each run. Default: nothing is recomputed.
+        least: the least number of runs, reached by blank ones before the images: ranks that shard
+            the vision encoder run it equally often.
         kept: patches of the last images that `keeping` calls in the place of `around`, in runs of
-            their own. Default: 0.
-        keeping: what calls these. Default: they are called as they are.
-        least_kept: as `least`, of these runs, blank ones behind the images. Default: 0.
+            their own.
+        keeping: calls these runs. Default: they are called as they are.
+        least_kept: the least number of these runs, reached by blank ones after the images.
     """
 
     patches: int | None
@@ -174,28 +170,22 @@ class EncoderRuns:
     least_kept: int = 0
 
 
-#: as the model calls its vision encoder
+#: one run, as the model calls its vision encoder
 ALL_AT_ONCE = EncoderRuns(None)
 
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """The sizes of one call.
-
-    Attributes:
-        patches: of each of the N images.
-        features: F, of all images.
-    """
+    """The sizes of one call: patches of each of the N images, and F of all images."""
 
     patches: list[int]
     features: int
 
     def runs(self, most: int, kept: int = 0) -> tuple[list[Run], list[Run]]:
-        """Runs of at most `most` patches, one image at least.
+        """Cuts the images into runs of at most `most` patches, one image at least.
 
         Args:
-            most: patches.
-            kept: the last images of at most so many patches have runs of their own. Default: 0.
+            kept: the last images of at most so many patches have runs of their own.
 
         Returns:
             The runs of the first images, and those of the last.
@@ -235,8 +225,8 @@ def compile_blocks(
     recomputed by themselves.
 
     Args:
-        model: a vision encoder, or what holds some. Others are left as they are.
-        compiler: from a forward to what runs in its place. Default: torch.compile.
+        model: a vision encoder, or a module that holds some. Other modules are left as they are.
+        compiler: (a forward) -> the function that runs in its place.
         options: of the compiler.
     """
     known: dict[Any, Callable[..., Any]] = {}
@@ -253,8 +243,7 @@ def compile_blocks(
 
 
 def has_compiled_blocks(encoder: nn.Module) -> bool:
-    """Whether `compile_blocks` compiled blocks of a vision encoder, and `in_few_calls` runs all
-    so."""
+    """Whether `compile_blocks` compiled blocks of an encoder, and `in_few_calls` runs them."""
     blocks = [module for module in encoder.modules() if module in _compiled]
     own = all("forward" not in vars(block) for block in blocks)
     parts = [part for block in blocks for part in block.children()]
@@ -267,22 +256,19 @@ def _attends_at_once(encoder: nn.Module) -> bool:
 
 
 def _runs_compiled(part: nn.Module) -> bool:
-    """Whether a part of a compiled block runs what was compiled."""
-    # a graph is of a class: torch does not look whether this one has hooks inside
+    """Whether a part of a compiled block runs its compiled forward."""
+    # a graph belongs to a class: torch does not check whether this module has hooks inside
     return "forward" not in vars(part) and not _has_hooks_inside(part)
 
 
 def in_few_calls(encoder: nn.Module) -> Callable[..., Any]:
-    """A vision encoder's forward with fewer and faster calls of torch.
+    """Makes a vision encoder's forward with fewer and faster calls of torch.
 
     Convolutions with one place for their kernel are matrix products. A patch is as large as the
-    kernel that embeds it: cuDNN takes far longer for that than a product in bfloat16, and rounds
+    kernel that embeds it. cuDNN takes far longer for that than a product in bfloat16, and rounds
     float32 to TF32 where torch's products do not. Images of one size are one call of attention
-    (`encoder_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and
+    (`image_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and
     hooks are the modules' own.
-
-    Args:
-        vision encoder: of a transformers model.
 
     Returns:
         A forward with the same arguments. It may run again in a backward.
@@ -307,7 +293,7 @@ def in_few_calls(encoder: nn.Module) -> Callable[..., Any]:
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         replaced = found
-        # layers that are recomputed by themselves would run their own forward then
+        # layers that are recomputed by themselves run their own forward in the backward
         if _attends_at_once(encoder) and not any(map(_recomputes, encoder.modules())):
             replaced = found | attending
         with changing(encoder) as changes:
@@ -337,7 +323,7 @@ def _multiplies(module: nn.Module) -> bool:
     kind = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.Conv3d
     return (
         type(module).forward is kind.forward
-        # FSDP2's class of it too
+        # FSDP2's subclass counts too
         and type(module).__module__.startswith("torch.")
         and module.kernel_size == module.stride
         and set(module.padding) == {0}
@@ -347,7 +333,7 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _product(module: Any, patches: torch.Tensor) -> torch.Tensor:
-    """A convolution of inputs as large as its kernel, [n, in, ...], to [n, out, 1, ...]."""
+    """Convolves inputs as large as the kernel: [n, in, ...] -> [n, out, 1, ...]."""
     weight: torch.Tensor = module.weight
     if patches.shape[1:] != weight.shape[1:]:
         at_places: torch.Tensor = type(module).forward(module, patches)
@@ -363,12 +349,12 @@ def in_runs(
     divided: Callable[[], tuple[EncoderShape, list[Run], list[Run]]],
     blank: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[..., Any]:
-    """A vision encoder's forward that takes its images in runs.
+    """Makes a vision encoder's forward that takes its images in runs.
 
     Args:
         forward: the vision encoder's, of all images. grid_keyword: its keyword of grids.
         runs: with a number of patches.
-        divided: the sizes of a call, and its `EncoderShape.runs`.
+        divided: gives the sizes of a call, and its `EncoderShape.runs`.
         blank: pixels and grids of an image that no token shows.
 
     Returns:
@@ -390,7 +376,7 @@ def in_runs(
             return features_in(output)
 
         shape, first, last = divided()
-        # those of blanks get gradients of zeros, so that their backwards run too
+        # features of blanks get gradients of zeros, so that their backwards run too
         before, behind = max(0, runs.least - len(first)), max(0, runs.least_kept - len(last))
         of_nothing = blank[0].to(pixels), blank[1]
 
@@ -410,7 +396,7 @@ def in_runs(
 
 
 def _of_images(pixels: torch.Tensor, shape: EncoderShape, first: int, end: int) -> torch.Tensor:
-    """Pixels of some images: of [sum of patches, D], or of [N, patches, D] as Gemma 4 has it."""
+    """Selects pixels of images out of [sum of patches, D], or [N, patches, D] for Gemma 4."""
     if pixels.ndim == 3:
         return pixels[first:end]
     start = sum(shape.patches[:first])
@@ -418,7 +404,7 @@ def _of_images(pixels: torch.Tensor, shape: EncoderShape, first: int, end: int) 
 
 
 def _joined(parts: list[Any], before: int, behind: int) -> Any:
-    """The features of runs one after the other, without those of the blank runs around them."""
+    """Joins the features of runs, without those of the blank runs around them."""
     if isinstance(parts[0], (list, tuple)):
         return [_joined(list(each), before, behind) for each in zip(*parts, strict=True)]
     whole = torch.cat(parts)

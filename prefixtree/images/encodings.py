@@ -1,5 +1,5 @@
-"""Calls of a model's vision encoder: the images of one modality, their pixels and grids, and where
-their features go.
+"""Calls of a model's vision encoder: the images of one modality, their pixels and grids, and the
+places of their features.
 
 Legend: K placements, N distinct images, F features.
 """
@@ -37,7 +37,7 @@ UNEXPECTED = (
 def pixels_of(
     modality: Modality, model_type: str, shown: list[Image], device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Pixels of some images of one modality, as a keyword of the model."""
+    """Collects pixels of some images of one modality as a keyword of the model."""
     is_padded = model_type in ENCODERS
     name, _ = _NAMES[is_padded, modality]
     each = [image.pixels[None] if is_padded else image.pixels for image in shown]
@@ -45,7 +45,7 @@ def pixels_of(
 
 
 def grids_of(modality: Modality, model_type: str, shown: list[Image]) -> dict[str, Any]:
-    """Grids of some images of one modality, and seconds of videos, as keywords of the model."""
+    """Collects grids of some images of one modality, with seconds of videos, as keywords."""
     _, name = _NAMES[model_type in ENCODERS, modality]
     inputs: dict[str, Any] = {name: torch.stack([image.grid for image in shown])}
     if shown[0].seconds is not None:
@@ -67,12 +67,11 @@ class Encoding:
 
     Attributes:
         tensors: the keywords of the model's forward, pixels and grids of the N distinct images.
-        grid_name: the one of them that is the grids.
-        placed: in its place, the grids of the K placements: as many features as they hold.
-        rows: from features [F, H] of the distinct images to those of the placements.
-        shape: how many patches and features the distinct images have.
-        exchange: of a rank of a group, which brings the features that `rows` reads. Default: they
-            are those that the vision encoder gives.
+        grid_name: the key of the grids in `tensors`.
+        placed: the grids of the K placements, which take its place: as many features as they hold.
+        rows: maps features [F, H] of the distinct images to those of the placements.
+        exchange: brings the features that `rows` reads to a rank of a group. Default: they are the
+            vision encoder's own.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -84,7 +83,7 @@ class Encoding:
 
     @property
     def grids(self) -> torch.Tensor:
-        """Of the distinct images."""
+        """Grids of the distinct images."""
         return self.tensors[self.grid_name]
 
     @property
@@ -124,14 +123,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncoderCalls:
-    """The calls that a packed forest's images need.
-
-    Attributes:
-        config: of the model.
-        images: those of the batch.
-        placements: of the images in the forest.
-        device: of the model.
-    """
+    """The calls of the vision encoder that a packed forest's images need."""
 
     config: Any
     images: Images
@@ -139,11 +131,7 @@ class EncoderCalls:
     device: torch.device
 
     def of(self, modality: Modality, is_own: np.ndarray) -> Encoding | None:
-        """The call for the images of one modality that own tokens show; None where none does.
-
-        Args:
-            is_own: bool [T].
-        """
+        """The call for images of one modality that own tokens (bool [T]) show, or None."""
         placed = self._placed(modality, is_own)
         if not placed:
             return None
@@ -156,8 +144,10 @@ class EncoderCalls:
     def of_rank(
         self, modality: Modality, parts: Parts, index: int, group: ProcessGroup
     ) -> Encoding | None:
-        """The same of a rank of a group, which encodes its share of the forest's images: a blank
-        one where it has none. None where the forest has no images of this modality."""
+        """The call for a rank's share of the forest's images; a blank one if it has none.
+
+        None if the forest has no images of this modality.
+        """
         images = self.images
         placed = [self._placed(modality, parts.owner == rank) for rank in range(len(parts))]
         distinct = sorted({n for of_rank in placed for n, _ in of_rank})
@@ -182,11 +172,12 @@ class EncoderCalls:
         return replace(made, placed=grids, rows=rows, exchange=exchange)
 
     def _placed(self, modality: Modality, is_own: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """The runs of own placeholders of one modality, in packed order: the image of each, and
-        which of its features they are."""
-        at = self.placements
+        """The runs of own placeholders of one modality in packed order: (image, its features)."""
+        placements = self.placements
         placed: list[tuple[int, np.ndarray]] = []
-        for start, n, frame in zip(at.start, at.number, at.frame, strict=True):
+        for start, n, frame in zip(
+            placements.start, placements.number, placements.frame, strict=True
+        ):
             image = self.images.distinct[n]
             own = np.flatnonzero(is_own[start : start + image.run_tokens])
             if image.modality == modality and len(own):
@@ -210,21 +201,20 @@ def _features(
 def _call(
     modality: Modality, model_type: str, shown: list[Image], device: torch.device
 ) -> tuple[dict[str, Any], EncoderShape]:
-    """Pixels and grids of one call of the vision encoder, and its sizes."""
+    """Collects pixels and grids of one call of the vision encoder, and its sizes."""
     tensors = pixels_of(modality, model_type, shown, device)
     tensors |= grids_of(modality, model_type, shown)
-    # positions are given, which alone would ask for them
+    # only positions would need them, and these are given
     tensors.pop("second_per_grid_ts", None)
     features = sum(p.runs * p.run_tokens for p in shown)
     return tensors, EncoderShape([len(p.pixels) for p in shown], features)
 
 
 def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
-    """Grids of as many placeholders: of them transformers reads no more, as positions are given.
+    """Makes grids of as many placeholders, all that transformers reads if positions are given.
 
     Args:
-        counts: placeholders of each run. config: of the model.
-        patches: of Gemma 4, to which images are padded.
+        counts: placeholders of each run. patches: of Gemma 4, to which images are padded.
     """
     vision = config.vision_config
     if config.model_type not in ENCODERS:
@@ -237,7 +227,7 @@ def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
 
 
 def blank(config: Any, device: torch.device, modality: Modality = "image") -> Encoding:
-    """An image of one placeholder, placed nowhere: the vision encoder's gradients are zeros."""
+    """Makes an image of one placeholder, placed nowhere: the encoder's gradients are zeros."""
     pixels, grid = blank_image(config)
     values, grids = _NAMES[config.model_type in ENCODERS, modality]
     placed = torch.full_like(grid, -1) if config.model_type in ENCODERS else torch.zeros_like(grid)
@@ -246,13 +236,13 @@ def blank(config: Any, device: torch.device, modality: Modality = "image") -> En
 
 
 def blank_image(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """An image without content, as a model's processor would give it.
+    """Makes an image without content, as a model's processor would give it.
 
     Args:
-        config: of the model. side: its placeholders in height and in width. Default: 1.
+        side: its placeholders in height and in width.
 
     Returns:
-        Its pixels and its grid: [P, D] and [1, 3], of Gemma 4 [1, P, D] and [1, P, 2].
+        Its pixels and its grid: [P, D] and [1, 3], for Gemma 4 [1, P, D] and [1, P, 2].
     """
     vision = config.vision_config
     if config.model_type in ENCODERS:

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 
 def holders_of(patches: Sequence[int], num_ranks: int) -> np.ndarray:
-    """Divides images among ranks, largest first to the rank with the fewest patches.
-
-    Args:
-        patches: of each image. num_ranks: n.
-
-    Returns:
-        int64 [N], the rank that encodes each image.
-    """
+    """Divides images among ranks, int64 [N], largest first to the rank with the fewest patches."""
     load = np.zeros(num_ranks, np.int64)
     holder = np.empty(len(patches), np.int64)
     for image in np.argsort(-np.asarray(patches, np.int64), kind="stable"):
@@ -40,13 +33,12 @@ class FeatureExchange:
     """The exchange of one modality: one all-to-all-v per forward, and one per backward.
 
     A feature goes once to each rank whose tokens show it. Its gradient is the sum over these ranks,
-    in their order. All ranks must call it as often as one another, in the same order.
+    in their order. All ranks must call it equally often, in the same order.
 
     Args:
         holder: int64 [F], the rank that computes each feature, in ascending order of features.
         shown: by rank, the features that its own tokens show, integers [*], also several times.
         index: this rank's place in the group.
-        group: the process group.
         device: of the features.
 
     Attributes:
@@ -73,19 +65,15 @@ class FeatureExchange:
         self.fetched = wanted(shown[index])
         self._sent = [len(features) for features in sent]
         self._received = np.bincount(holder[self.fetched], minlength=ranks).tolist()
-        # a rank that holds none has the feature of a blank image
+        # a rank without images has the feature of a blank image
         count = max(1, held[index])
         rows = here[np.concatenate(sent)].astype(np.int32)
         self._rows, self._group = GatherIndex(rows, count, device), group
 
     def fetch(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Brings features to the ranks that show them, differentiable once.
+        """Brings features [held, H] each to the ranks that show them, [fetched, H] each.
 
-        Args:
-            features: [held, H] each, those that this rank computes, of several layers.
-
-        Returns:
-            [fetched, H] each.
+        Differentiable once.
         """
         rows = gather(torch.cat([*features], 1), self._rows)
         rows = exchange_rows(rows, self._sent, self._received, self._group)
@@ -95,7 +83,7 @@ class FeatureExchange:
 def exchange_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> torch.Tensor:
-    """`all_to_all` that is differentiable once: gradients of rows go back to where these came from.
+    """Exchanges rows by `all_to_all`, differentiable once: gradients go back the same way.
 
     All ranks must run its backward too.
     """

@@ -26,8 +26,7 @@ __all__ = ["Image", "Images", "image_key"]
 
 
 class Images:
-    """The distinct images of a batch, and its sequences with an id for each. Made by
-    `from_batch`.
+    """The distinct images of a batch, and its sequences with an id for each. Made by `from_batch`.
 
         images = Images.from_batch(sequences, pixel_values, image_grid_thw, model.config)
         packed = pack(PrefixForest.from_sequences(images.sequences))
@@ -35,7 +34,7 @@ class Images:
 
     Attributes:
         sequences: S integer arrays. The placeholders of distinct image n are `first_id` + n.
-        distinct: the distinct images and videos, as they first come.
+        distinct: the distinct images and videos, in the order in which they first come.
         of_sequences: S lists, the numbers of the images that a sequence holds, in its order.
         first_id: the id of image 0, beyond the vocabulary.
         placeholders: by modality, the id that the model knows.
@@ -140,16 +139,16 @@ class Images:
 
     @cached_property
     def forest(self) -> PrefixForest:
-        """That of `sequences`."""
+        """The forest of `sequences`."""
         return PrefixForest.from_sequences(self.sequences)
 
     @property
     def num_given(self) -> int:
-        """The images of all sequences, copies and all."""
+        """The number of images in all sequences, copies included."""
         return sum(map(len, self.of_sequences))
 
     def with_placeholders(self, tokens: np.ndarray) -> np.ndarray:
-        """Token ids as the model knows them.
+        """Replaces ids of images by the placeholders that the model knows.
 
         Args:
             tokens: integers, any shape, ids of `sequences` or of a forest of them.
@@ -181,7 +180,7 @@ class Images:
 
 
 def _one_of(rule: ImageRule, grids: Any, positions: Any) -> Any:
-    """The grids, or in their place the positions of patches, as the family has it."""
+    """The grids, or the positions of patches if the family has these in their place."""
     wanted, other = rule.grid_name, positions
     given = grids
     if wanted == "image_position_ids":
@@ -202,17 +201,14 @@ class _Walk:
         self._met: dict[Modality, int] = {"image": 0, "video": 0}
 
     def number(self, index: int, row: np.ndarray) -> list[int]:
-        """Writes ids over the placeholders of a sequence, in place.
+        """Writes ids over the placeholders of a sequence, in place; returns its images' numbers.
 
         Args:
             index: of the sequence.
             row: its token ids.
-
-        Returns:
-            The numbers of its images.
         """
         numbers: list[int] = []
-        # of a video whose frames are apart: its number, and the runs that are still to come
+        # for a video whose frames are apart: its number, and the runs that are still to come
         video, missing = -1, 0
         at = 0
         for modality, start, end in self._runs(row):
@@ -250,8 +246,8 @@ class _Walk:
                 )
 
     def _runs(self, row: np.ndarray) -> Iterator[tuple[Modality, int, int]]:
-        """Each run of equal placeholders: modality, first token, one past the last."""
-        # without images of a modality its placeholders are text
+        """Finds each run of equal placeholders: modality, first token, one past the last."""
+        # without images of a modality, its placeholders are text
         modalities = [m for m in self._rule.placeholders if self._given[m]]
         kind = np.zeros(len(row) + 1, np.int8)
         for value, modality in enumerate(modalities, 1):
@@ -262,7 +258,7 @@ class _Walk:
                 yield modalities[kind[start] - 1], start, end
 
     def _meet(self, modality: Modality, where: str) -> int:
-        """The number of the next image."""
+        """Takes the next image, and returns its number."""
         given, at = self._given[modality], self._met[modality]
         if at == len(given):
             raise ForestError(
@@ -317,7 +313,7 @@ def _alike(a: Image, b: Image) -> bool:
 
 
 def _short(grid: torch.Tensor) -> str:
-    """Positions of patches are too many to be shown."""
+    """Shows a grid; positions of patches are too many to be shown."""
     if grid.ndim == 1:
         return str(grid.tolist())
     real = grid[(grid != -1).all(-1)]

@@ -18,7 +18,7 @@ from prefixtree.errors import UnsupportedError
 
 Modality = Literal["image", "video"]
 
-#: model types whose processors give a grid per image, and whether they write the frames of a
+#: model types whose processors give a grid per image -> whether they write the frames of a
 #: video apart, with their times as text between them
 GRIDS = {
     "glm46v": True,
@@ -29,7 +29,7 @@ GRIDS = {
     "qwen3_vl": True,
     "qwen3_vl_moe": True,
 }
-# of these, those that write the frames of a video with the placeholder of images
+# types of these that write the frames of a video with the placeholder of images
 _ONE_PLACEHOLDER = ("glm46v", "glm4v")
 #: model types whose processors give a position per patch, and pad all images to as many patches
 _POSITIONS = ("gemma4",)
@@ -52,14 +52,13 @@ class Image:
     Attributes:
         modality: "image" or "video".
         pixels: [P, D], its patches as the processor gave them.
-        grid: int64 [3], patches in time, height and width; of Gemma 4 int64 [P, 2], the position
+        grid: int64 [3], patches in time, height and width; for Gemma 4 int64 [P, 2], the position
             of each patch, -1 for padding.
-        runs: in how many runs of placeholders a sequence has it: the frames of a video that are
-            written apart, otherwise 1.
+        runs: the number of runs of placeholders that it has in a sequence: the frames of a video
+            that are written apart, otherwise 1.
         run_tokens: placeholders per run.
-        seconds: of a video, the seconds per grid step in time as they were given; None where they
-            were not.
-        key: what tells it from others.
+        seconds: the seconds per grid step in time of a video, as they were given; None without.
+        key: tells it from other images.
     """
 
     modality: Modality
@@ -72,13 +71,13 @@ class Image:
 
 
 def image_key(pixels: Any, grid: Any, modality: Modality = "image", seconds: Any = None) -> bytes:
-    """The hash by which images are compared. It is the same in every process.
+    """Hashes an image for comparison; the hash is the same in every process.
 
     Args:
         pixels: [P, D], the patches of one image, a tensor or an array.
         grid: its grid [3], or the positions of its patches [P, 2].
         modality: "image" or "video".
-        seconds: of a video, the seconds per grid step in time. Default: not given.
+        seconds: the seconds per grid step in time of a video. Default: not given.
 
     Returns:
         32 bytes (SHA-256).
@@ -97,16 +96,12 @@ def image_key(pixels: Any, grid: Any, modality: Modality = "image", seconds: Any
 
 
 class ImageRule:
-    """How a family's processor gives images, by the model's configuration.
+    """The form in which a family's processor gives images, by the model's configuration.
 
     Attributes:
-        model_type: of the configuration.
         placeholders: by modality, the token id that the model knows.
         first_id: the first token id beyond the vocabulary and the placeholders.
         grid_name: the argument that says how large images are.
-
-    Args:
-        config: see `Images.from_batch`.
 
     Raises:
         UnsupportedError: a family whose images are not verified, with the reason where known.
@@ -134,17 +129,12 @@ class ImageRule:
         seconds: Any = None,
         keys: Sequence[Hashable] | None = None,
     ) -> list[Image]:
-        """The images of one modality as they are given, copies and all.
+        """Reads the N images of one modality as they are given, copies included.
 
         Args:
-            modality: of all.
-            pixels: [sum of P, D] of N images or a list of N tensors [P, D]; of Gemma 4
-                [N, P, D].
-            grids: integers [N, 3]; of Gemma 4 [N, P, 2].
+            pixels: [sum of P, D] of N images or a list of N tensors [P, D]; for Gemma 4 [N, P, D].
+            grids: integers [N, 3]; for Gemma 4 [N, P, 2].
             seconds, keys: N each. Default: none.
-
-        Returns:
-            N images.
 
         Raises:
             UnsupportedError: videos of a family whose videos are not verified.
@@ -189,7 +179,7 @@ class ImageRule:
         return found
 
     def _names(self, modality: Modality) -> tuple[str, str]:
-        """The arguments that hold pixels and grids."""
+        """The names of the arguments that hold pixels and grids."""
         if modality == "video":
             return "pixel_values_videos", "video_grid_thw"
         return "pixel_values", self.grid_name
@@ -197,7 +187,7 @@ class ImageRule:
     def _by_grids(
         self, modality: Modality, pixels: Any, grids: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        """Patches per image, and (runs, placeholders per run)."""
+        """Cuts patches per image, with (runs, placeholders per run)."""
         pixel_name, grid_name = self._names(modality)
         merge = int(self._vision.spatial_merge_size)
         if grids.ndim != 2 or grids.shape[1] != 3:
@@ -271,7 +261,7 @@ def check_served(model_type: str, text_config: Any) -> None:
 
 
 def _integers(name: str, grid: Any) -> np.ndarray:
-    """Integers of any shape, int64."""
+    """Reads integers of any shape as int64."""
     array = to_numpy(grid, name)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got {array.dtype}")
@@ -289,7 +279,7 @@ def _pixels(name: str, pixels: Any) -> torch.Tensor:
 def _parts(
     pixels: Any, patches: list[int], pixel_name: str, grid_name: str, modality: str
 ) -> list[torch.Tensor]:
-    """The patches of each image, [P, D]."""
+    """Cuts the patches of each image, [P, D]."""
     if isinstance(pixels, (list, tuple)):
         if len(pixels) != len(patches):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Placements of the images of its sequences in a packed forest.
+"""Placements of images in a packed forest.
 
 Legend: K placements, S sequences, t own tokens of a part, n tokens of a sequence.
 """
@@ -17,8 +17,10 @@ from prefixtree.packing.same_paths import described, find_paths
 
 @dataclass(frozen=True)
 class Placements:
-    """The runs of placeholders of a packed forest, in packed order: an image that two branches
-    hold is placed twice, and a video whose frames are apart once per frame.
+    """The runs of placeholders of a packed forest, in packed order.
+
+    An image that two branches hold is placed twice, and a video whose frames are apart once per
+    frame.
 
     Attributes:
         start: int64 [K], the first packed token of each run.
@@ -31,7 +33,7 @@ class Placements:
     frame: np.ndarray
 
     def shown_by(self, own: np.ndarray, images: Images) -> Placements:
-        """Selects those with a token among some packed tokens, int64 [t], ascending."""
+        """Selects placements with a token among some packed tokens, int64 [t] ascending."""
         lengths = np.array([images.distinct[n].run_tokens for n in self.number], np.int64)
         first, last = (np.searchsorted(own, x) for x in (self.start, self.start + lengths))
         shown = first < last
@@ -40,11 +42,9 @@ class Placements:
 
 @dataclass(frozen=True)
 class PathImages:
-    """A sequence of a packed forest, with its images.
+    """A sequence of a packed forest: ids of `Images.sequences`, int64 [n], and its images in order.
 
-    Attributes:
-        tokens: int64 [n], ids of `Images.sequences`.
-        numbers: its images in order, a video once.
+    A video comes once.
     """
 
     tokens: np.ndarray
@@ -71,7 +71,7 @@ def place(packed: PackedForest, images: Images) -> tuple[Placements, list[PathIm
     _, chosen, same = np.unique(forest.sequence_node, return_index=True, return_inverse=True)
     index, counts = packed.copy_index(chosen)
     tokens = forest.tokens.astype(np.int64)[index]
-    # a run ends where the id changes, and where its sequence ends
+    # a run ends where its id changes or its sequence ends
     first = np.zeros(len(tokens), bool)
     first[np.cumsum(counts) - counts] = True
     starts = np.flatnonzero(first | (np.diff(tokens, prepend=-1) != 0))
@@ -119,8 +119,7 @@ def _check_paths(packed: PackedForest, images: Images) -> None:
 
 
 def _frames(sequence: np.ndarray, number: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """Which run of its image each run is: those of an image follow one another on a path, and
-    begin anew where the image comes again."""
+    """Numbers each run within its image on its path, anew where the image comes again."""
     frame = np.zeros(len(number), np.int64)
     met: dict[tuple[int, int], int] = {}
     for i in np.flatnonzero(runs > 1).tolist():

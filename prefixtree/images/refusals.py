@@ -19,7 +19,7 @@ from prefixtree.packing.layout import PackedForest
 
 
 class Shows(NamedTuple):
-    """A model that is called, transformers' model in it, a forest, and the images to show."""
+    """A called model, transformers' model in it, a forest, and the images to show."""
 
     model: nn.Module
     causal_lm: Any
@@ -33,7 +33,7 @@ def runs_in_lockstep(model: nn.Module) -> bool:
 
 
 def _compiles_others(shows: Shows) -> Any:
-    """The first compiled module that is no decoder layer, nor in one."""
+    """Finds the first compiled module that is no decoder layer, nor in one."""
     in_layers = {module for layer in layers_of(shows.causal_lm) for module in layer.modules()}
     for module in shows.model.modules():
         is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
@@ -49,13 +49,13 @@ def _waits_for_videos(shows: Shows) -> bool:
 
 
 def _rope_by_length(shows: Shows) -> Any:
-    """RoPE that counts tokens: positions of images are others."""
+    """Finds RoPE that counts tokens: positions of images are others."""
     fixed = fixed_lengths(shows.causal_lm.config.get_text_config())
     return fixed and {"kind": fixed[0][0]}
 
 
 def _placeholder(shows: Shows) -> Any:
-    """A placeholder of a modality that is shown: equal ids may stand for different pixels."""
+    """Finds a placeholder of a modality that is shown: equal ids may stand for other pixels."""
     tokens = shows.packed.forest.tokens
     for modality in {image.modality: None for image in shows.images.distinct}:
         token = shows.images.placeholders[modality]
@@ -64,7 +64,7 @@ def _placeholder(shows: Shows) -> Any:
     return None
 
 
-#: What does not go with images.
+#: Refusals of options that do not go with images.
 WITH_IMAGES = (
     Refusal(
         "routes",
@@ -119,16 +119,13 @@ def check_images(
 ) -> np.ndarray | None:
     """Refuses images that the model would not run as it runs each sequence alone.
 
-    Args:
-        model: what is called. causal_lm: the transformers model inside it.
-
     Returns:
         int64 [T], the token ids that the model gets; None of a forest without ids.
 
     Raises:
         TypeError: no Images.
         ValueError: images that were made for another model. ForestError: ids of other images.
-        UnsupportedError: what is not verified with images, with the way to mend it.
+        UnsupportedError: a model or option not verified with images, with the way to mend it.
     """
     if not isinstance(images, Images):
         raise TypeError(

@@ -1,11 +1,11 @@
 """Images of a packed forest through a model: its inputs, and each distinct image encoded once.
 
-The model's forward calls its vision encoder with the pixels it was given, and puts the features in
-the place of the placeholders, in packed order. An image that two branches hold is placed twice.
-So the model gets the pixels of the distinct images and the grids of the placements: a hook in
-front of the vision encoder hands it the grids of the distinct images, and one behind it repeats the
-features per placement. The vision encoder runs inside the model's forward, where wrappers gather
-its parameters, and autograd sums its gradients. The hooks are removed after the forward.
+The model's forward calls its vision encoder with the given pixels, and puts the features in the
+place of the placeholders, in packed order. An image that two branches hold is placed twice. So the
+model gets the pixels of the distinct images and the grids of the placements. A hook before the
+vision encoder hands it the grids of the distinct images. A hook after it repeats the features per
+placement. The vision encoder runs inside the model's forward, where wrappers gather its parameters,
+and autograd sums its gradients. The hooks are removed after the forward.
 
 Legend: T packed tokens, K placements, N distinct images that are placed, F features.
 """
@@ -64,9 +64,9 @@ from prefixtree.wings import CallWing, ForwardWing
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# of all others
+# the names in all other families
 _ENCODER = ("visual", "grid_thw")
-# keywords of the text part, which outer forwards hand to vision encoders too
+# keywords of the text model, which outer forwards hand to vision encoders too
 _OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
 
 
@@ -75,13 +75,11 @@ class PlacedImages(CallWing):
 
     Attributes:
         packed: the forest with the token ids that the model knows.
-        inputs: keywords of the model's forward that differ from those of the packed forest alone,
-            the images left out.
-        model: what is called.
-        placements: of the images in the forest.
+        inputs: keywords of the model's forward that differ from the packed forest's, without
+            images.
         images: those of the batch.
-        least_runs: how many runs each call of the vision encoder makes at least. 0: ranks that
-            shard it agree in each forward.
+        least_runs: the least number of runs per call of the vision encoder. 0: ranks that shard it
+            agree in each forward.
     """
 
     least_runs: int = 0
@@ -99,14 +97,15 @@ class PlacedImages(CallWing):
         self._calls = EncoderCalls(causal_lm.config, images, self.placements, packed.device)
 
     def forward(self, own: np.ndarray | None = None) -> EncodedImages:
-        """The images of one forward's tokens. An image may be cut, and is then encoded whole."""
+        """The images of one forward's tokens. A cut image is encoded whole."""
         return self._encoded(self._shown(own), own is not None and self._only_images_train())
 
     def in_lockstep(self, owns: Iterable[np.ndarray], modes: Iterable[Any]) -> None:
-        """A backward may meet that of any forward of another rank, and each run of a vision encoder
-        is
-        exchanges: so all forwards of the block make as many."""
-        # one without images is one of a blank one
+        """Has all forwards of a block make equally many runs of the vision encoder.
+
+        A backward may meet that of any forward of another rank, and each run is exchanges.
+        """
+        # a forward without images encodes a blank image
         most = [
             _most_runs(self._shown(own), getattr(mode, "patches", RUN)) or 1
             for own, mode in zip(owns, modes, strict=True)
@@ -129,21 +128,21 @@ class PlacedImages(CallWing):
         for n in np.unique(self.placements.number).tolist():
             image = self.images.distinct[n]
             parts[f"the grid of image {n}"] = image.grid.tolist(), image.modality
-            # a hash says nothing to readers
+            # a bare hash tells a reader nothing
             key: Any = image.key
             key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
             parts[f"the pixels of image {n}"] = key
         return parts
 
     def _shown(self, own: np.ndarray | None) -> list[Encoding]:
-        """By modality, those that packed tokens int64 [t] show; None: all."""
+        """The calls, by modality, for images that packed tokens int64 [t] show; None: all."""
         is_own = np.full(self.packed.num_tokens, own is None)
         is_own[[] if own is None else own] = True
         found = (self._calls.of(modality, is_own) for modality in MODALITIES)
         return [encoding for encoding in found if encoding is not None]
 
     def _only_images_train(self) -> bool:
-        """Whether hidden states below the first layer that trains need gradients by images."""
+        """Whether hidden states below the first trained layer need gradients only for images."""
         embedding = self._causal_lm.get_input_embeddings()
         has_gradients = any(p.requires_grad for p in embedding.parameters())
         return torch.is_grad_enabled() and not has_gradients and images_train(self._causal_lm)
@@ -182,8 +181,6 @@ class EncodedImages(ForwardWing):
 
     Attributes:
         placed: those of the forest.
-        inputs: keywords of the model's forward.
-        vision encoder: the vision encoder.
         encodings: the calls of the vision encoder.
     """
 
@@ -208,7 +205,7 @@ class EncodedImages(ForwardWing):
     def _divided(
         self, encoding: Encoding, patches: int, kept: int
     ) -> tuple[EncoderShape, list[Run], list[Run]]:
-        """The sizes of a call and its runs; the calls behind it are the first that keep."""
+        """The sizes of a call and its runs; the calls after it use up `kept` first."""
         for other in reversed(self.encodings):
             if other is encoding:
                 break
@@ -216,7 +213,7 @@ class EncodedImages(ForwardWing):
         return encoding.shape, *encoding.shape.runs(patches, kept)
 
     def around(self, recompute: Any) -> AbstractContextManager[None]:
-        """The vision encoder runs as layers are recomputed."""
+        """Runs the vision encoder, while open, as layers are recomputed."""
         patches: int | None = RUN
         mode: Mode = "all"
         kept = 0
@@ -237,7 +234,7 @@ class EncodedImages(ForwardWing):
             # ranks agreed on runs that are computed again
             kept = 0
         elif any(isinstance(module, FSDPModule) for module in model.modules()):
-            # every run gathers the vision encoder's parameters, those that are computed again do so
+            # every run gathers the vision encoder's parameters, and recomputed runs do so
             # twice; other ranks may have no graph, and so runs
             runs = [0, 1] if patches is None else self.num_runs(patches, kept)
             least = most_of_all_ranks(model, runs, placed.packed.device)
@@ -250,10 +247,10 @@ class EncodedImages(ForwardWing):
 
     @contextmanager
     def encoded(self, runs: EncoderRuns = ALL_AT_ONCE) -> Iterator[None]:
-        """One forward, in which the vision encoder encodes each distinct image once.
+        """Has a forward, while open, encode each distinct image once.
 
         Args:
-            runs: how many images the vision encoder takes at once. Default: all of a modality.
+            runs: how many images the vision encoder takes at once.
 
         Raises:
             UnsupportedError: a model that does not call its vision encoder as transformers' does.
@@ -299,9 +296,9 @@ class EncodedImages(ForwardWing):
 
 
 def _of_no_image(masks: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """A model's `get_placeholder_mask` in a forward whose placeholders of images are all text."""
+    """A model's `get_placeholder_mask` for a forward whose placeholders of images are all text."""
     if config.model_type in ENCODERS:
-        # reads the masks for the embedding of text too
+        # Gemma 4 reads the masks for the embedding of text too
         return masks
 
     def of_others(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -311,15 +308,14 @@ def _of_no_image(masks: Callable[..., Any], config: Any) -> Callable[..., Any]:
 
 
 def encoder_of(causal_lm: Any) -> nn.Module:
-    """The vision encoder of a transformers model that takes images."""
+    """Finds the vision encoder of a transformers model that takes images."""
     attribute, _ = ENCODERS.get(causal_lm.config.model_type, _ENCODER)
     encoder: nn.Module = getattr(causal_lm.model, attribute)
     return encoder
 
 
 def images_train(causal_lm: Any) -> bool:
-    """Whether anything gets a gradient by images alone: of a vision encoder, or of what turns its
-    features into embeddings."""
+    """Whether anything gets a gradient only by images: a vision encoder, or its projections."""
     if getattr(causal_lm.config, "vision_config", None) is None:
         return False
     parts = decoder_of(causal_lm), causal_lm.get_output_embeddings()
@@ -338,9 +334,9 @@ def grid_keyword_of(config: Any) -> str:
 def _position_ids(
     base: Any, packed: PackedForest, images: Images, paths: list[PathImages]
 ) -> torch.Tensor:
-    """int64 [4, 1, T]: positions in the text, for masks, and those of the model's 3-D RoPE.
+    """Positions int64 [4, 1, T]: those in the text, for masks, and those of the model's 3-D RoPE.
 
-    The latter are the model's own, of each sequence alone. Those of a token follow from its path,
+    The latter are the model's own for each sequence alone. Those of a token follow from its path,
     so that `pack_values` finds the copies of shared tokens equal.
     """
     known: dict[int, torch.Tensor] = {}
@@ -354,13 +350,10 @@ def _position_ids(
 def positions_alone(
     base: Any, images: Images, tokens: np.ndarray, numbers: list[int]
 ) -> torch.Tensor:
-    """The positions that a model's 3-D RoPE reads for one sequence alone, on the CPU.
+    """The positions, int64 [n, 3] on the CPU, of a model's 3-D RoPE for one sequence alone.
 
     Args:
         base: the model without its lm_head. tokens, numbers: as for `alone_inputs`.
-
-    Returns:
-        int64 [n, 3].
     """
     if not numbers:
         return torch.arange(len(tokens))[:, None].expand(-1, 3)
@@ -373,13 +366,11 @@ def alone_inputs(images: Images, tokens: np.ndarray, numbers: list[int]) -> dict
     """The inputs of transformers for one sequence alone, as its processor gives them.
 
     Args:
-        images: the images of the batch.
         tokens: integers [n], one of `images.sequences`.
         numbers: the images it holds, in order; `images.of_sequences` has them.
 
     Returns:
-        input_ids and mm_token_type_ids [1, n], and the pixels and grids of its images, on the
-        CPU.
+        input_ids and mm_token_type_ids [1, n], and the pixels and grids of its images, on the CPU.
     """
 
     def both(*shown: Any) -> dict[str, Any]:

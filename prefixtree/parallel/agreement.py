@@ -1,5 +1,5 @@
-"""Ranks of a group agree on a call before it begins, or all of them refuse it; and ranks that shard
-a model agree on an order of their forwards and backwards.
+"""Ranks of a group agree on a call before it begins, or all of them refuse it. Ranks that shard a
+model agree on an order of their forwards and backwards.
 
 A rank that raised alone, or that computed something else, would leave the others waiting for it.
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _REFUSED, _READY = 0, 1
-# differences that a message names
+# most differences that a message names
 _NAMED = 4
 
-#: What must be the same on all ranks: the name of each part, and an array or what has a repr.
+#: Values that must be the same on all ranks, by name: arrays, or objects with a repr.
 Parts = Mapping[str, Any]
 
 
 def num_ranks(group: Any) -> int:
-    """The number of ranks of a process group that this rank is a member of.
+    """Counts the ranks of a process group that this rank is a member of.
 
     Raises:
         TypeError: anything else, with the way to a group.
@@ -67,9 +67,9 @@ def agree(
         device: where the group's collectives take tensors.
         prepare: prepares the call, and gives the parts of each fact by its name. It may raise, but
             must not communicate.
-        facts: name of each fact that must be the same on all ranks -> how the message of the error
-            begins where it is not. It ends with the ranks that differ from the group's first, and
-            in which parts.
+        facts: name of each fact that must be the same on all ranks -> the beginning of the error's
+            message. The message ends with the ranks that differ from the group's first, and in
+            which parts.
 
     Returns:
         What `prepare` returned.
@@ -115,7 +115,7 @@ def agree(
 
 
 def _differences(group: ProcessGroup, parts: Parts, others: list[int]) -> str:
-    """In what `others` differ from the first rank of the group. All its ranks must call this."""
+    """Names how `others` differ from the group's first rank; a collective call."""
     import torch.distributed as dist
 
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -131,18 +131,18 @@ def _differences(group: ProcessGroup, parts: Parts, others: list[int]) -> str:
 
 
 def _difference(name: str, *found: tuple[int, str | None] | None) -> str:
-    """Found on rank 0 and on another."""
+    """Names one difference, found on rank 0 and on another."""
     first, other = ("nothing" if one is None else one[1] for one in found)
     return name if first is None or other is None else f"{name} ({other}, on rank 0 {first})"
 
 
 def _text(value: Any) -> str | None:
-    """Of what a line can show."""
+    """The repr of a value, if a line can show it."""
     return None if isinstance(value, np.ndarray) else repr(value)[:80]
 
 
 def digest(*values: Any) -> int:
-    """64 bits that tell values apart: arrays by dtype, shape and bytes, others by their repr."""
+    """Hashes values to 64 bits: arrays by dtype, shape and bytes, others by their repr."""
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         if isinstance(value, np.ndarray):
@@ -156,7 +156,7 @@ def digest(*values: Any) -> int:
 # ---- an order of forwards and backwards --------------------------------------------------------
 
 FORWARD, BACKWARD = "F", "B"
-# what a rank that cannot run tells the others
+# number that a rank that cannot run sends to the others
 _FAILED = -1
 
 
@@ -171,26 +171,28 @@ def order_of(events: schedule.Schedule) -> str:
 
 
 def among_ranks(events: schedule.Schedule, order: str) -> schedule.Schedule:
-    """A rank's schedule with a dummy wherever others run in the common order and it does not."""
+    """Adds dummies to a rank's schedule where others run in the common order and it does not."""
     trains = any(event.kind == schedule.BACKWARD for event in events)
     dummies = {FORWARD: schedule.KEEP if trains else schedule.FORWARD, BACKWARD: schedule.BACKWARD}
-    upcoming, found = list(order), list[schedule.Event]()
+    upcoming, events_with_dummies = list(order), list[schedule.Event]()
     for event in events:
         if order and (own := order_of([event])):
             while (other := upcoming.pop(0)) != own:
-                found.append(schedule.Event(dummies[other], schedule.DUMMY))
-        found.append(event)
-    return found + [schedule.Event(dummies[other], schedule.DUMMY) for other in upcoming]
+                events_with_dummies.append(schedule.Event(dummies[other], schedule.DUMMY))
+        events_with_dummies.append(event)
+    return events_with_dummies + [
+        schedule.Event(dummies[other], schedule.DUMMY) for other in upcoming
+    ]
 
 
 def common_order(orders: Sequence[str]) -> str:
-    """An order of forwards and backwards in which all ranks can run, with dummies between theirs.
+    """Finds an order of forwards and backwards in which all ranks can run, with dummies added.
 
-    Wherever any rank's next run is a forward, all run one; so a rank has a dummy's graph to run
+    Wherever any rank's next run is a forward, all run one. So a rank has a dummy's graph to run
     backward wherever it has no backward of its own. Dummies that are left run backward at the end.
 
     Args:
-        orders: of each rank, at least one, "F" for a forward and "B" for a backward.
+        orders: one per rank, "F" for a forward and "B" for a backward.
     """
     places = [0] * len(orders)
     common = []
@@ -205,15 +207,12 @@ def common_order(orders: Sequence[str]) -> str:
 
 
 def agree_on_order(groups: Sequence[Any], device: torch.device, order: str | None) -> str | None:
-    """The order in which all ranks of some groups run.
+    """The order in which all ranks of some groups run; None if any rank cannot run.
 
     Args:
         groups: process groups, in an order that all ranks share; a mesh has one per dimension.
         device: where their collectives take tensors.
         order: of this rank; None where it cannot run.
-
-    Returns:
-        The common order; None where any rank cannot run.
     """
     import torch.distributed as dist
 

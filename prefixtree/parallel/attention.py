@@ -30,7 +30,7 @@ from prefixtree.wings import DividedMask
 class KeyValueExchange(Protocol):
     """Brings keys and values of one layer from the parts that own them, and gradients back.
 
-    `import` is called once per forward of the layer, also when a forward is recomputed;
+    `import_rows` is called once per forward of the layer, also when a forward is recomputed;
     `give_back` once per backward, unless neither keys nor values need gradients.
     """
 
@@ -39,7 +39,7 @@ class KeyValueExchange(Protocol):
 
         Args:
             own: [t, Hk, D] and [t, Hk, Dv], keys and values; or [t, D], those of an indexer, which
-                are not given back.
+                get no gradient back.
 
         Returns:
             [K, ...] each in the dtypes given, rows in the order of `Part.tokens`.
@@ -50,9 +50,8 @@ class KeyValueExchange(Protocol):
         """Returns the gradients of imported rows to their owners, and adds up those of own rows.
 
         Args:
-            gradients: [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), what the
-                part's queries give. In the dtype of the keys if the part neither exports nor
-                imports.
+            gradients: [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), from the
+                part's queries. In the dtype of the keys if the part neither exports nor imports.
 
         Returns:
             [t, Hk, D] and [t, Hk, Dv] in the dtypes given: the gradients of the own rows, with
@@ -62,17 +61,14 @@ class KeyValueExchange(Protocol):
 
 
 class PartMask(DividedMask):
-    """Stands in the place of a mask among the keywords of a model's forward, whose inputs are the
-    own tokens of a part, which imports keys and values.
+    """The stand-in for a mask in a model's forward over the own tokens of a part with imports.
 
     It is not a dataclass, for the reason that `TreeMask` is none.
 
     Attributes:
-        part: the part.
-        mask: `part.mask`.
-        exchange_of: gives the exchange of an attention layer, or of an indexer. It gets the module.
-        states_of: gives what stands in the place of this mask in a recurrent layer. It gets the
-            layer. None where states are not handed on.
+        exchange_of: gives the exchange of an attention layer, or of an indexer, from its module.
+        states_of: gives the stand-in for this mask in a recurrent layer, from its module. None if
+            states are not handed on.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class PartMask(DividedMask):
         """The mask over which attention runs."""
         return self.mask
 
-    # Dynamo is kept out: the exchange talks to other processes, or keeps what it gets
+    # Dynamo is kept out: the exchange communicates, or keeps its inputs
     @uncompiled
     def attend(
         self,
@@ -100,18 +96,7 @@ class PartMask(DividedMask):
         value: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of the own tokens in one layer.
-
-        Args:
-            layer: the attention module, or what stands for it.
-            query: [t, H, D], as for `part_attention`.
-            key: [t, Hk, D].
-            value: [t, Hk, Dv].
-            options: scale, window, softcap, sinks and chosen, as for `part_attention`.
-
-        Returns:
-            [t, H, Dv] in the dtype of `query`.
-        """
+        """Attends from the own tokens in one layer; shapes and options as in `part_attention`."""
         exchange = self.exchange_in(layer)
         return part_attention(query, key, value, self.part, exchange, **options)
 
@@ -120,25 +105,15 @@ class PartMask(DividedMask):
         return self.exchange_of(layer)
 
     def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
-        """An indexer's keys of all rows of the part. They carry no gradient, as transformers
-        trains no indexer, so nothing is given back.
+        """Joins an indexer's own keys [t, D] with imported ones to [K, D], as `Part.tokens`.
 
-        Args:
-            indexer: the module.
-            own: [t, D], those of the own tokens.
-
-        Returns:
-            [K, D], rows in the order of `Part.tokens`.
+        They carry no gradient, as transformers trains no indexer, so nothing is given back.
         """
         return self.exchange_of(indexer).import_rows(own)[0]
 
     @uncompiled
     def of_layer(self, layer: nn.Module) -> Any:
-        """The keyword that a recurrent layer's forward gets in the place of this mask.
-
-        Args:
-            layer: the module.
-        """
+        """The stand-in for this mask in a recurrent layer's forward."""
         assert self.states_of is not None
         return self.states_of(layer)
 
@@ -147,8 +122,7 @@ class PartMask(DividedMask):
 
 
 class Stays:
-    """Tokens stay where they are, and every process computes all heads: in the place of
-    `TokensForHeads`."""
+    """A stand-in for `TokensForHeads`: tokens stay, and every process computes all heads."""
 
     ranks = 1
 
@@ -175,10 +149,9 @@ class Stays:
 
 @dataclass(frozen=True)
 class ByHeads:
-    """How ranks compute some heads each of all tokens of a slot.
+    """The exchange by which each rank computes some heads of all tokens of a slot.
 
     Attributes:
-        flight: exchanges tokens for heads.
         part: all tokens of the slot.
         exchange_of: gives the exchange of this rank's heads of a turn, by its number.
     """
@@ -211,9 +184,7 @@ def part_attention(
 
     Args:
         query: [t, H, D], rows in the order of `Part.own_tokens`.
-        key: [t, Hk, D], the keys of the same tokens.
-        value: [t, Hk, Dv], their values.
-        part: the part.
+        key, value: [t, Hk, D] and [t, Hk, Dv], of the same tokens.
         exchange: brings the imported rows, and takes their gradients back; or says how ranks
             exchange tokens for heads.
         scale, window, softcap, sinks, chosen, deterministic, backend: as in `tree_attention`. The
@@ -242,13 +213,13 @@ def part_attention(
         turns = flight.turns(heads, max(kv_heads, flight.ranks))
         exchanges = [exchange.exchange_of(turn) for turn in range(turns)]
         if chosen is not None:
-            # to all ranks, in as many words as the longest path of the slot takes
+            # goes to all ranks, in as many words as the longest path of the slot takes
             chosen = pad(chosen, (0, words(part.mask.host.deepest) - chosen.shape[1]))
             of_ranks = chosen[:, None].expand(-1, flight.ranks, -1)
             chosen = flight.start_to_heads([of_ranks])()[0][:, 0]
     else:
         exchanges = [exchange]
-    # whoever shares no row adds nothing to a gradient; a kv head that several ranks have gets its
+    # a part that shares no row gets no gradient from others; a kv head on several ranks gets its
     # gradient from all of them
     wide = bool(part.num_imported or part.num_exported) or flight.ranks > key.shape[1]
     out: torch.Tensor = _PartAttention.apply(
@@ -281,8 +252,8 @@ class _PartAttention(torch.autograd.Function):
         with as_one_call(mask.host, "attention"):
             for turn, (arrived, exchange) in enumerate(zip(arrivals, exchanges, strict=True)):
                 own_sinks = flight.of_rank(sinks, turn, turns)
-                asking, *own = arrived()
-                rows = asking, *exchange.import_rows(*own)
+                asking, *own_rows = arrived()
+                rows = asking, *exchange.import_rows(*own_rows)
                 out, lse = TREE_ATTENTION(*rows, own_sinks, handle, *options, False, chosen)
                 back.append(flight.start_to_tokens([out]))
                 saved += [*rows, own_sinks, out, lse]
@@ -306,7 +277,7 @@ class _PartAttention(torch.autograd.Function):
             )
             of_sinks += dsinks
             own: tuple[torch.Tensor, ...] = ()
-            # the same on all ranks: which tensors need gradients is a matter of the model
+            # the same on all ranks: the model says which tensors need gradients
             if any(ctx.needs_input_grad[1:3]):
                 own = exchange.give_back(dkey, dvalue)
                 if ctx.copies == 1:

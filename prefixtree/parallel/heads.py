@@ -2,9 +2,9 @@
 all tokens.
 
 Ranks exchange tokens for heads before an attention or a recurrence, and heads for tokens after it
-(DeepSpeed Ulysses, arXiv 2309.14509). Every query moves, where `parallel.transport` moves imported
-keys alone. The work is even whatever the forest is and whoever owns its tokens. Legend: T tokens of
-a slot in packed order, t own tokens, n ranks, H query heads, Hk kv heads, D and Dv head dims.
+(DeepSpeed Ulysses, arXiv 2309.14509). Every query moves, while `parallel.transport` moves only
+imported keys. The work is even for any forest and any owners. Legend: T tokens of a slot in packed
+order, t own tokens, n ranks, H query heads, Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -22,29 +22,25 @@ from prefixtree.parallel.ranks import start_all_to_all
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: of rows, -> a function that waits for what arrives
+#: rows -> a function that waits for the arriving rows
 _Start = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 def divides(heads: int, shared: int, ranks: int) -> bool:
-    """Whether heads divide among ranks, and those that several of them share do too. A shared head
-    goes to several ranks where there are more ranks than shared heads."""
+    """Whether heads, and the heads that several of them share, divide among ranks.
+
+    A shared head goes to several ranks if there are more ranks than shared heads.
+    """
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 class TokensForHeads:
-    """The exchange between ranks that hold all heads of their tokens and ranks that hold some heads
-    of all tokens. All layers may share it, as it keeps nothing of them.
+    """The exchange of tokens for heads among n ranks. All layers may share it, as it keeps nothing.
 
     Args:
         owner: int [T], the rank that owns each token of the slot.
         index: this rank's place in the group.
-        group: the process group.
         device: of the tokens.
-
-    Attributes:
-        ranks: n.
-        index, group: as given.
     """
 
     def __init__(
@@ -57,40 +53,42 @@ class TokensForHeads:
 
     @cached_property
     def _counts(self) -> list[int]:
-        """The own tokens of each rank."""
+        """Own tokens of each rank."""
         counts: list[int] = np.bincount(self._owner, minlength=self.ranks).tolist()
         return counts
 
     @cached_property
     def _runs(self) -> list[RowRuns]:
-        """The tokens of each rank."""
+        """The tokens of each rank, ascending."""
         of_ranks = (np.flatnonzero(self._owner == rank) for rank in range(self.ranks))
         return [RowRuns.of(tokens, self._device) for tokens in of_ranks]
 
     def of_rank(self, parameter: Any, turn: int, turns: int) -> Any:
-        """The heads of a turn on this rank, of [H, ..], or None."""
+        """Selects the heads of a turn on this rank, of [H, ..] or None."""
         if parameter is None:
             return None
         return parameter.chunk(self.ranks)[self.index].chunk(turns)[turn]
 
     def all_ranks(self, own: torch.Tensor) -> torch.Tensor:
-        """A gradient [H / n] of this rank's heads -> [H], of the others 0: ranks' add up."""
+        """Puts a gradient [H / n] of this rank's heads into zeros [H]; ranks' gradients add up."""
         out = own.new_zeros(self.ranks, len(own))
         out[self.index] = own
         return out.flatten()
 
     def _but_own(self, counts: Sequence[int]) -> list[int]:
-        """Own rows are copied: through the exchange they would take as long as another rank's."""
+        """Drops this rank's count: an exchange of own rows takes as long as of another rank's."""
         return [0 if rank == self.index else count for rank, count in enumerate(counts)]
 
     def turns(self, *heads: int) -> int:
-        """The number of turns in which so many heads each may be exchanged and computed: while a
-        turn's heads are computed, those of the next are on their way, and those of the last on
-        their way back. 1 where a rank's heads cannot be halved."""
+        """The number of turns in which so many heads each may be exchanged and computed.
+
+        While a turn's heads are computed, those of the next travel here, and those of the last
+        travel back. 1 if a rank's heads cannot be halved.
+        """
         return 2 if all(count % (2 * self.ranks) == 0 for count in heads) else 1
 
     def of_turns(self, rows: Sequence[torch.Tensor], turns: int) -> list[list[torch.Tensor]]:
-        """[t, n h, d] each -> per turn [t, n, h / turns, d] each, views; one turn's as they are."""
+        """Cuts [t, n h, d] each into turns, [t, n, h / turns, d] views; one turn's as they are."""
         if turns == 1:
             return [[*rows]]
         return [
@@ -99,17 +97,17 @@ class TokensForHeads:
         ]
 
     def joined(self, of_turns: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Per turn [t, n h / turns, d] -> [t, n h, d]."""
+        """Joins the turns' [t, n h / turns, d] to [t, n h, d]."""
         if len(of_turns) == 1:
             return of_turns[0]
         return torch.stack([x.unflatten(1, (self.ranks, -1)) for x in of_turns], 2).flatten(1, 3)
 
     def start_to_heads(self, rows: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Sends [t, n h, d] or [t, n, h, d] each. Of several dtypes the bits travel.
+        """Sends [t, n h, d] or [t, n, h, d] each. Rows of several dtypes travel as bits.
 
         Returns:
-            A function that waits for what arrives, on a GPU in the stream alone, and returns
-            [T, h, d] each of this rank's heads, in packed order.
+            A function that waits for the rows, on a GPU in the stream alone, and returns [T, h, d]
+            each of this rank's heads, in packed order.
         """
         ranks, own = self.ranks, self._counts[self.index]
         pieces = [
@@ -118,29 +116,29 @@ class TokensForHeads:
         ]
         widths = [x.shape[2] for x in pieces]
         sent = pieces[0].new_empty(ranks - 1, own, sum(widths))
-        others = [rank for rank in range(ranks) if rank != self.index]
-        for to_rank, rank in zip(sent, others, strict=True):
+        other_rows = [rank for rank in range(ranks) if rank != self.index]
+        for to_rank, rank in zip(sent, other_rows, strict=True):
             torch.cat([x[:, rank] for x in pieces], 1, out=to_rank)
         to_ranks, of_ranks = self._but_own([own] * ranks), self._but_own(self._counts)
         got, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
-        found = sent.new_empty(sum(self._counts), sum(widths))
-        for x, columns in zip(pieces, found.split(widths, 1), strict=True):
+        arriving = sent.new_empty(sum(self._counts), sum(widths))
+        for x, columns in zip(pieces, arriving.split(widths, 1), strict=True):
             self._runs[self.index].put(columns, x[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
             for runs, of_rank in zip(self._runs, got.split(of_ranks), strict=True):
                 if len(of_rank):
-                    runs.put(found, of_rank)
+                    runs.put(arriving, of_rank)
             return [
                 _in_its_dtype(y, x.dtype).unflatten(1, (-1, x.shape[-1]))
-                for x, y in zip(rows, found.split(widths, 1), strict=True)
+                for x, y in zip(rows, arriving.split(widths, 1), strict=True)
             ]
 
         return arrived
 
     def start_to_tokens(self, heads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """The reverse, of [T, h, d] each; the function returns [t, n h, d] each."""
+        """Sends [T, h, d] each back; the returned function gives [t, n h, d] each."""
         ranks, own = self.ranks, self._counts[self.index]
         pieces = [x.flatten(1) for x in _in_one_dtype(heads)]
         widths = [x.shape[1] for x in pieces]
@@ -151,40 +149,40 @@ class TokensForHeads:
                 for x, columns in zip(pieces, to_rank.split(widths, 1), strict=True):
                     runs.take(x, columns)
         got, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
-        found = [x.new_empty(own, ranks, width) for x, width in zip(pieces, widths, strict=True)]
-        for x, out in zip(pieces, found, strict=True):
+        arriving = [x.new_empty(own, ranks, width) for x, width in zip(pieces, widths, strict=True)]
+        for x, out in zip(pieces, arriving, strict=True):
             self._runs[self.index].take(x, out[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
             for rank, of_rank in enumerate(got.split(of_ranks)):
                 if len(of_rank):
-                    for out, columns in zip(found, of_rank.split(widths, 1), strict=True):
+                    for out, columns in zip(arriving, of_rank.split(widths, 1), strict=True):
                         out[:, rank] = columns
             return [
                 _in_its_dtype(y.flatten(1), x.dtype).unflatten(1, (ranks * x.shape[1], x.shape[2]))
-                for x, y in zip(heads, found, strict=True)
+                for x, y in zip(heads, arriving, strict=True)
             ]
 
         return arrived
 
 
 def _in_one_dtype(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The bits of all rows in the narrowest of their dtypes, which every backend sends."""
+    """Views all rows as bits of their narrowest dtype, which every backend sends."""
     narrow = min((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
     return [x if x.dtype == narrow else x.contiguous().view(narrow) for x in rows]
 
 
 def _in_its_dtype(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bits [rows, numbers] in the dtype that they came from."""
-    # a copy: what is wider must stand at a multiple of its size
+    """Views bits [rows, numbers] in their original dtype."""
+    # a copy, as a wider dtype must stand at a multiple of its size
     return bits if bits.dtype == dtype else bits.contiguous().view(dtype)
 
 
 def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Says why heads cannot be divided among ranks; None where they can.
+    """Says why heads cannot be divided among ranks; None if they can.
 
-    A kv head goes to several ranks where there are more ranks than kv heads.
+    A kv head goes to several ranks if there are more ranks than kv heads.
     """
     if divides(heads, kv_heads, ranks):
         return None
@@ -196,7 +194,7 @@ def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
-    """Says why the heads of a recurrence cannot be divided among ranks; None where they can.
+    """Says why the heads of a recurrence cannot be divided among ranks; None if they can.
 
     Args:
         heads: of values, each with a state. shared: heads of keys, or groups of Mamba-2, that
@@ -220,17 +218,16 @@ def in_turns(
     """Computes with some heads of all tokens: [t, H] or [t, H, d] each -> [t, H, V].
 
     Args:
-        exchange: of tokens for heads.
         rows: of all heads of the own tokens.
-        compute: of a turn's [T, h] or [T, h, d] each, the turn and their number: [T, h, V].
+        compute: (a turn's [T, h] or [T, h, d] each, the turn, the number of turns) -> [T, h, V].
     """
     turns = exchange.turns(*(x.shape[1] for x in rows))
     with_size = [x if x.ndim == 3 else x[..., None] for x in rows]
     there, back = [], []
-    # all of them before any is waited for; autograd runs the backward in the reverse order
-    for some in exchange.of_turns(with_size, turns):
+    # all start before any is waited for; autograd runs the backward in the reverse order
+    for turn_rows in exchange.of_turns(with_size, turns):
         flight = _Flight(exchange.start_to_heads, exchange.start_to_tokens)
-        there.append((flight, _Sent.apply(flight, exchange.ranks, *some)))
+        there.append((flight, _Sent.apply(flight, exchange.ranks, *turn_rows)))
     for turn, last in enumerate(there):
         arrived = zip(rows, _Arrived.apply(*last), strict=True)
         of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in arrived]
@@ -244,10 +241,10 @@ class _Flight:
     """Rows on their way in a forward, and their gradients on their way back in its backward.
 
     Args:
-        there: sends them, and returns a function that waits for what arrives. back: the reverse.
+        there: sends them, and returns a function that waits for their arrival. back: the reverse.
 
     Attributes:
-        waited: what to wait for, while something is on its way.
+        waited: the function to wait with, while something is on its way.
     """
 
     def __init__(self, there: _Start, back: _Start) -> None:
@@ -261,9 +258,11 @@ class _Flight:
 
 
 class _Sent(torch.autograd.Function):
-    """Starts a flight; -> a token [0] that orders what waits for it behind it. The backward waits
-    for the gradients. Heads [t, H, d] that are fewer than ranks go to several, and get the sum of
-    their gradients."""
+    """Starts a flight, and returns a token [0] on which the waiting depends.
+
+    The backward waits for the gradients. Heads [t, H, d] that are fewer than ranks go to several
+    ranks, and get the sum of their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, ranks: int, *rows: torch.Tensor) -> torch.Tensor:
@@ -288,8 +287,10 @@ class _Sent(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """Ends a flight; -> what arrived. The backward starts that of the gradients, so that it goes on
-    beside the backward of another turn."""
+    """Ends a flight, and returns the rows that arrived.
+
+    The backward starts the flight of the gradients, which overlaps the backward of another turn.
+    """
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -306,5 +307,5 @@ class _Arrived(torch.autograd.Function):
 
 
 def _sum_of_copies(x: torch.Tensor) -> torch.Tensor:
-    """[t, H, copies, d] -> [t, H, d]."""
+    """Sums the copies: [t, H, copies, d] -> [t, H, d]."""
     return x.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)

@@ -1,19 +1,19 @@
-"""The ledger of one rank: what cells of a forest hand to others, and what comes back for it.
+"""The ledger of one rank: rows that cells of a forest hand to others, and their gradients.
 
 Keys and values, the keys of indexers, states of recurrent layers and the inputs of convolutions are
-rows alike. A cell exports rows of its own in its first forward, cells of later slots read them
-whenever they run, and what their backwards give waits for the exporter's backward. It is summed in
-float32 (float64 of a model in float64), in the order of the backwards. Rows are known by the module
-and the number of its call: checkpointing runs layers again in another order. Rows wait at the rank
-that made them. What other ranks read, of earlier slots or of this one, travels in
-`parallel.transport`: with one rank nothing travels, with one slot nothing waits.
+rows alike. A cell exports own rows in its first forward, and cells of later slots read them
+whenever they run. Gradients from readers' backwards wait for the exporter's backward. They are
+summed in float32 (float64 of a model in float64), in the order of the backwards. Rows are known by
+the module and the number of its call, as checkpointing runs layers again in another order. Rows
+wait at the rank that made them. Rows that other ranks read, of earlier slots or of this one, travel
+in `parallel.transport`: with one rank nothing travels, with one slot nothing waits.
 
-When rows are read follows from the schedule. After the last run that reads them they are freed.
-What steps export lies on one path, the one above the first token of the next step. So what they
-read is a stack: a step adds to its top, and what its successor does not see any more leaves it.
-Only the stack is on the device, and what left it waits on the host for the backward. Rows of kept
-trunks stay on the device between their readers. Where rows do not fit there at all, they wait on
-the host, and each layer fetches its own.
+The schedule says when rows are read. After the last run that reads them they are freed. Rows that
+steps read lie on one path, the one above the first token of the next step. So they are a stack: a
+step adds to its top, and rows that its successor no longer sees leave it. Only the stack is on the
+device. Rows that left it wait on the host for the backward. Rows of kept trunks stay on the device
+between their readers. Where rows do not fit there at all, they wait on the host, and each layer
+fetches its own.
 
 Legend: t own tokens of a cell, K rows of it (own and imported), Hk kv heads, D and Dv head dims.
 """
@@ -56,9 +56,8 @@ class Export:
         readers: the slots that read them, ascending.
         tokens: int64 [r], their packed tokens, ascending.
         rows: [r], their places among the rows that the exporter makes, ascending.
-        life: when they are read.
         values: by layer and call, [r, ...] each; on the host while no slot needs them.
-        gradients: by layer and call, the sums of what readers returned so far.
+        gradients: by layer and call, the sums of the gradients that readers returned so far.
     """
 
     exporter: int
@@ -71,13 +70,13 @@ class Export:
 
 
 class Exports:
-    """All exports of one kind of rows.
+    """The exports of one kind of rows.
 
     Attributes:
-        of_exporter: per slot, what its cell exports, ascending in packed order.
-        of_reader: per slot, what it reads, by exporter.
+        of_exporter: exports of each slot's cell, ascending in packed order.
+        of_reader: exports that each slot reads, by exporter.
         ending: by place in the schedule, the exports that nobody reads after it.
-        parking, fetching: by place, those that wait on the host from then on, or until it.
+        parking, fetching: by place, exports that wait on the host from then on, or until it.
     """
 
     def __init__(self, slots: int, exports: list[Export]) -> None:
@@ -106,13 +105,12 @@ class Ledger:
     It holds nothing until a layer asks.
 
     Args:
-        division: of the forest among slots and ranks.
-        events: in what order the slots run.
+        events: the order in which the slots run.
         parks: whether rows wait on the host between the last forward and the first backward that
-            read them, as steps need it. Else they stay.
+            read them, as steps need it. Otherwise they stay.
         on_host: whether rows wait on the host until a layer reads them.
         rank: this rank's place in the group.
-        group: the process group, where there are several ranks.
+        group: the process group, if there are several ranks.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class Ledger:
 
     @property
     def _by_kind(self) -> list[tuple[int, Exports]]:
-        """The exports of this ledger and, where it was used, of `of_heads`."""
+        """The exports of this ledger and, if it was used, of `of_heads`."""
         found = [*self._exports.items()]
         if "of_heads" in self.__dict__:
             found += self.of_heads._exports.items()
@@ -151,21 +149,21 @@ class Ledger:
         return (export for _, exports in self._by_kind for export in exports)
 
     def exports(self, kind: int) -> Exports:
-        """The exports of a kind of rows: KEYS, STATES, or a convolution's inputs by its taps."""
+        """The exports of a kind of rows: KEYS, STATES, or the taps of a convolution."""
         if kind not in self._exports:
-            found = []
+            exports = []
             for slot, readers, tokens in self.division.exports(kind, self.rank):
-                # one state of each own token that others continue; else a row of each own token
+                # states are of own tokens that others continue, other rows of all own tokens
                 made = self.division.cell(slot, self.rank).own_tokens
                 if kind == STATES:
                     made = self.division.states(slot, self.rank).left
                 rows = RowRuns.of(np.searchsorted(made, tokens), self._device)
-                found.append(Export(slot, readers, tokens, rows, self._lives.of(readers)))
-            self._exports[kind] = Exports(len(self.division), found)
+                exports.append(Export(slot, readers, tokens, rows, self._lives.of(readers)))
+            self._exports[kind] = Exports(len(self.division), exports)
         return self._exports[kind]
 
     def transport(self, kind: int, slot: int) -> Transport | None:
-        """How rows of a kind travel in a slot; None where none do on any rank."""
+        """The transport of a kind of rows in a slot; None if none travel on any rank."""
         key = kind, slot
         if key not in self._transports:
             self._transports[key] = None
@@ -178,7 +176,7 @@ class Ledger:
 
     @contextmanager
     def running(self, event: int) -> Iterator[CellExchanges]:
-        """A forward of a slot. What it gives serves the slot's backward too.
+        """Runs a forward of a slot; its exchanges serve the slot's backward too.
 
         Args:
             event: its place in the schedule.
@@ -187,10 +185,10 @@ class Ledger:
         if self._parks:
             for export in self._at("fetching", event):
                 export.values = {key: self.fetch(rows) for key, rows in export.values.items()}
-        # a second forward computes again what the first one exported
+        # a second forward computes again the rows that the first one exported
         exchanges = CellExchanges(self, slot, exports=self._lives.first[slot] == event)
         yield exchanges
-        # layers that are recomputed export no second time
+        # recomputed layers export no second time
         exchanges.end()
         self._after(event)
 
@@ -198,7 +196,7 @@ class Ledger:
         """Ends the backward of a slot.
 
         Raises:
-            RuntimeError: a layer's backward did not take what readers returned for its rows.
+            RuntimeError: a layer's backward did not take the gradients that readers returned.
         """
         self.close(self.schedule[event].at)
         self._after(event)
@@ -211,7 +209,7 @@ class Ledger:
                 export.values = {key: to_host(rows) for key, rows in export.values.items()}
 
     def close(self, slot: int) -> None:
-        """Raises a RuntimeError where gradients were returned to a cell and not taken."""
+        """Raises a RuntimeError if gradients were returned to a cell and not taken."""
         left = [
             (kind, key)
             for kind, exports in self._by_kind
@@ -231,21 +229,24 @@ class Ledger:
             )
 
     def clear(self) -> None:
-        """Lets go of everything, also where a graph knows the exports."""
+        """Frees everything, also exports that a graph knows."""
         for export in self._every:
             export.values, export.gradients = {}, {}
 
     def park(self, rows: Rows) -> Rows:
-        """Puts rows where they wait for the next slot that needs them."""
+        """Moves rows to where they wait for the next slot that needs them."""
         return to_host(rows) if self._on_host else rows
 
     def fetch(self, rows: Rows) -> Rows:
-        """Rows on the device, wherever they waited."""
+        """Moves rows to the device, wherever they waited."""
         return to_device(rows, self._device)
 
     def most_waiting(self, kind: int) -> np.ndarray:
-        """The most rows, and rows of gradients, that are on the device beside a slot's runs with a
-        graph: int64 [slots, 2]."""
+        """Rows, and rows of gradients, that wait on the device while a slot has a graph.
+
+        Returns:
+            int64 [slots, 2], the most of each.
+        """
         backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
         change = np.zeros((len(self.schedule) + 1, 2), np.int64)
         found = np.zeros((len(self.division), 2), np.int64)
@@ -281,12 +282,13 @@ class Ledger:
         )
 
     def order_of(self, slot: int, kind: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """How rows that a cell reads of this rank, export after export, and its own rows after them
-        come to stand in packed order; states have no own ones.
+        """The packed order of rows that a cell reads of this rank and of its own rows.
+
+        They come export after export, and own rows last; states have no own rows.
 
         Returns:
-            int64, the place of each row in that order, and the reverse; None where the two orders
-            are one, as keys of steps.
+            int64, the place of each row in packed order, and the reverse; None if both orders are
+            one, as for keys of steps.
         """
         tokens = [export.tokens for export in self.exports(kind).of_reader[slot]]
         if kind != STATES:
@@ -311,10 +313,9 @@ class Divided:
     """A divided forest, of which this process computes its own cells.
 
     Attributes:
-        division: of the forest among slots and ranks.
-        on_host: whether what slots import waits on the host.
+        on_host: whether imports of slots wait on the host.
         rank: this rank's place in the group.
-        group: the process group, where there are several ranks.
+        group: the process group, if there are several ranks.
         by_heads: whether ranks exchange tokens for heads in attention too.
     """
 
@@ -331,11 +332,11 @@ class Divided:
 
     @classmethod
     def of_group(cls, parts: Parts, rank: int, group: ProcessGroup) -> Divided:
-        """One slot, a part per rank."""
+        """Divides among ranks alone: one slot, a part per rank."""
         return cls(Division(parts, len(parts)), rank=rank, group=group)
 
     def ledger(self, events: Schedule, parks: bool) -> Ledger:
-        """A new ledger over a schedule; `parks` as in `Ledger`."""
+        """Makes a new ledger over a schedule; `parks` as in `Ledger`."""
         return Ledger(self.division, events, parks, self.on_host, self.rank, self.group)
 
     def at_once(self) -> CellExchanges:
@@ -348,16 +349,13 @@ class CellExchanges:
     """The exchanges of one cell's layers: `PartMask.exchange_of`.
 
     Attributes:
-        ledger: what it reads and exports.
-        slot: of the cell.
-        part: the cell.
         exports: whether forwards export rows.
     """
 
     def __init__(self, ledger: Ledger, slot: int, exports: bool) -> None:
         self.ledger, self.slot = ledger, slot
         self.part = ledger.division.cell(slot, ledger.rank)
-        # a cell that exports nothing may run a layer as often as it likes
+        # a cell without exports may run a layer any number of times
         self.exports = exports and self.part.num_exported > 0
         self._exports_heads = exports
         self._seen: set[Hashable] = set()
@@ -384,7 +382,7 @@ class CellExchanges:
         return CellExchanges(self.ledger.of_heads, self.slot, self._exports_heads)
 
     def end(self) -> None:
-        """From now on layers export nothing."""
+        """Ends exports: layers that run from now on export nothing."""
         self.exports = self._exports_heads = False
         if "of_heads" in self.__dict__:
             self.of_heads.exports = False
@@ -402,16 +400,15 @@ class CellExchanges:
         """The exchange of one call of a layer.
 
         Args:
-            in_place: whether the gradients that come are there for it alone, and in float32 where
-                the cell shares rows, as those of attention.
+            in_place: whether it may overwrite the gradients that come, which are in float32 if the
+                cell shares rows, as those of attention are.
         """
         if kind not in self._orders:
             self._orders[kind] = self.ledger.order_of(self.slot, kind)
         return Exchange(self, kind, key, self._orders[kind], in_place)
 
     def exported_rows(self, kind: int) -> tuple[torch.Tensor, dict[RowRuns, torch.Tensor]]:
-        """The own rows that others read, int64 [r], each once; and for the rows of each reader,
-        int64, their places among these."""
+        """Own rows that others read, int64 [r] each once, and each reader's places among them."""
         if kind not in self._exported:
             transport = self.ledger.transport(kind, self.slot)
             every = [export.rows for export in self.ledger.exports(kind).of_exporter[self.slot]]
@@ -443,11 +440,9 @@ class Exchange:
     """One call of one layer in one cell, for one kind of rows: a `KeyValueExchange`.
 
     Attributes:
-        ledger: that it reads and writes.
-        kind: of the rows.
         key: the call.
-        exported: what the cell exports to later slots.
-        read: what its slot reads of this rank.
+        exported: exports of the cell to later slots.
+        read: exports of this rank that the slot reads.
     """
 
     def __init__(
@@ -469,23 +464,25 @@ class Exchange:
 
     @property
     def reads(self) -> bool:
-        """Whether `import` gives more than own rows, on any rank of the group."""
+        """Whether `import_rows` gives more than own rows, on any rank of the group."""
         return bool(self.read) or self._transport is not None
 
     def export(self, *made: torch.Tensor) -> None:
-        """made [m, ...]: of all rows that the cell makes, later slots read some."""
+        """Exports some of all rows that the cell makes, [m, ...] each."""
         if not self._of_cell.exports:
             return
         for export in self.exported:
-            # copies of their own memory, which is free again when the export ends
+            # copies have memory of their own, which is free again when the export ends
             count = export.rows.count
             rows = (export.rows.take(x.detach(), x.new_empty(count, *x.shape[1:])) for x in made)
             export.values[self.key] = self.ledger.park(tuple(rows))
 
     def import_rows(self, *own: torch.Tensor) -> Rows:
-        """[t, ...] each, which are exported -> [K, ...] each with those that the cell reads, in
-        packed order; see `KeyValueExchange`. Of states, which are exported apart, all that it
-        reads."""
+        """Exports own rows [t, ...] each and joins them with those that the cell reads to [K, ...].
+
+        Rows are in packed order; see `KeyValueExchange`. States are exported apart, and only those
+        that the cell reads come back.
+        """
         own = tuple(x.detach() for x in own)
         self.export(*own)
         if not self.reads:
@@ -499,9 +496,11 @@ class Exchange:
         return tuple(x.index_select(0, self._order[0]) for x in joined)
 
     def give_back(self, *gradients: torch.Tensor) -> Rows:
-        """gradients [K, ...] of what `import` gave -> those of the own rows [t, ...], with what
-        others returned for them; of states nothing. Readers add up in the order of their
-        backwards."""
+        """Takes gradients [K, ...] of imported rows, and gives those of the own rows [t, ...].
+
+        They include what others returned; for states there are none. Readers add up in the order of
+        their backwards.
+        """
         own, of_ranks = gradients, list[Rows]()
         if self._transport is not None:
             held, own, of_ranks = self._transport.back(gradients, self._in_place)
@@ -518,17 +517,19 @@ class Exchange:
         return self._added(own, [*zip(lanes, of_ranks, strict=True), *self.take()])
 
     def take(self) -> list[tuple[RowRuns, Rows]]:
-        """The gradients [r, ...] that later slots returned for rows that the cell exports, with the
-        places of these among the rows that it makes, each once."""
+        """Takes gradients [r, ...] that later slots returned, with the places of their rows.
+
+        Places are among the rows that the cell makes, each once.
+        """
         found = []
         for export in self.exported:
-            # none in layers whose readers need no gradients
+            # there are none in layers whose readers need no gradients
             if (waiting := export.gradients.pop(self.key, None)) is not None:
                 found.append((export.rows, self.ledger.fetch(waiting)))
         return found
 
     def _return(self, gradients: Rows) -> None:
-        """gradients [H, ...] of the rows of exports that the slot reads, export after export."""
+        """Returns gradients [H, ...] of rows that the slot reads, export after export."""
         first = 0
         for export in self.read:
             returned = tuple(x[first : first + export.rows.count] for x in gradients)
@@ -543,23 +544,25 @@ class Exchange:
             export.gradients[self.key] = self.ledger.park(total)
 
     def _added(self, own: Rows, returned: list[tuple[RowRuns, Rows]]) -> Rows:
-        """Own gradients [t, ...] each, and what was returned for some of their rows, summed in
-        float32 or wider, in the dtypes of the own ones."""
+        """Adds returned gradients to own ones [t, ...] each, in float32 or wider.
+
+        The sums have the dtypes of the own ones.
+        """
         if not returned:
             return own
         out = []
-        for at, x in enumerate(own):
+        for number, x in enumerate(own):
             wide = torch.promote_types(x.dtype, torch.float32)
             if self._in_place and x.dtype == wide:
                 for rows, pieces in returned:
-                    rows.add(x, pieces[at])
+                    rows.add(x, pieces[number])
                 out.append(x)
                 continue
             exported, places = self._of_cell.exported_rows(self.kind)
             total = x.index_select(0, exported).to(wide)
             for rows, pieces in returned:
-                # each row once
-                total.index_add_(0, places[rows], pieces[at].to(wide))
+                # each row comes once, so the sum is deterministic
+                total.index_add_(0, places[rows], pieces[number].to(wide))
             out.append(x.index_copy(0, exported, total.to(x.dtype)))
         return tuple(out)
 
@@ -569,15 +572,15 @@ def _joined(pieces: list[Rows]) -> Rows:
 
 
 def _module_of(layer: Hashable) -> Hashable:
-    """The attention module by which a layer is known, of which groups of heads may be numbered."""
+    """The attention module of a layer key; groups of heads of a module may be numbered."""
     return layer[0] if isinstance(layer, tuple) else layer
 
 
 def to_host(rows: Rows) -> Rows:
-    """Copies in pinned memory, without waiting; what is on the CPU stays where it is."""
+    """Copies rows to pinned memory, without waiting; rows on the CPU stay."""
     return tuple(map(to_pinned, rows))
 
 
 def to_device(rows: Rows, device: torch.device) -> Rows:
-    """Copies on the device, without waiting; what is there already stays."""
+    """Copies rows to the device, without waiting; rows that are there stay."""
     return tuple(move(x, device) for x in rows)

@@ -21,9 +21,9 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gives every rank the rows of all ranks.
 
-    The gradient of a row is the sum, over the ranks, of what each rank's backward gives it. So each
-    rank may compute another loss, and the parameters' gradients, averaged over the ranks, are those
-    of the mean of the losses.
+    The gradient of a row is the sum of the gradients of all ranks' backwards. So each rank may
+    compute another loss. The parameters' gradients, averaged over the ranks, are those of the mean
+    of the losses.
 
     Args:
         own: [counts[index], C], this rank's rows.
@@ -62,9 +62,7 @@ def all_to_all(
 
     Args:
         rows: [sum(sent), ...], rank by rank.
-        sent: the rows for each rank.
-        received: the rows of each rank.
-        group: the process group.
+        sent, received: the number of rows for, and of, each rank.
 
     Returns:
         [sum(received), ...], rank by rank.
@@ -77,13 +75,10 @@ def all_to_all(
 def start_all_to_all(
     rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """`all_to_all` that goes on beside what follows.
-
-    Args:
-        rows, sent, received, group: as in `all_to_all`.
+    """Starts an `all_to_all` that overlaps with what follows.
 
     Returns:
-        What `all_to_all` returns, and what holds the rows sent; wait() on it before the result is
+        The received rows, and a handle that holds the sent rows; wait() on it before the result is
         read. On a GPU the stream waits, not the host.
     """
     import torch.distributed as dist
@@ -96,12 +91,11 @@ def start_all_to_all(
 
 
 def arrival(owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[int]]:
-    """Where items that ranks hold stand once `gather_rows` has gathered them.
+    """The rows of items that ranks hold, after `gather_rows` has gathered them.
 
     Args:
         owner: [U] integers, the rank that holds each item; a rank holds its items in ascending
             order.
-        num_ranks: n.
 
     Returns:
         int64 [U], the row of each item; and the number of items of each rank.

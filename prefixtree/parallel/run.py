@@ -1,9 +1,9 @@
 """`Run`: the parts of a forest run forward and backward as a schedule says, for any loss.
 
-What the caller gets of parts (rows of scores, values or router logits) leaves through one autograd
-node without the graphs behind it. The caller's backward brings the gradients of these rows, and
-the schedule says when each part runs backward with them. What parts export one another on the way
-is in `parallel.ledger`.
+Rows that the caller gets of parts (scores, values or router logits) leave through one autograd node
+without the graphs that made them. The caller's backward brings the gradients of these rows, and the
+schedule says when each part runs backward with them. Rows that parts export to one another are in
+`parallel.ledger`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prefixtree.planning.schedule import Schedule
 
 Rows = tuple[torch.Tensor, ...]
 #: Runs a part, or a dummy, which has no exchanges, through the model: (part, exchanges, whether it
-#: is the last run with a graph) -> rows [u, columns] of what it scores, then as many tensors as any
+#: is the last run with a graph) -> rows [u, columns] of its scores, then as many tensors as any
 #: other part gives, with a row per token of its own.
 Compute = Callable[[int, CellExchanges | None, bool], Rows]
 
@@ -32,16 +32,13 @@ class Run:
 
     Args:
         events: the schedule. Parts that are not the ledger's are dummies.
-        ledger: of the parts and this schedule, not used before; None where all are dummies.
-        gives: per micro-batch, the parts whose rows the caller gets.
+        ledger: of the parts and this schedule, not used before; None if all are dummies.
+        gives: for each micro-batch, the parts whose rows the caller gets.
         compute: runs a part through the model.
-        check: raises where a later run would not find what an earlier one did.
-        inline: whether what follows the caller's backward runs within it, as for one loss of
-            everything; else when the next micro-batch is asked for, so that several backwards add
-            up. Then gradients of a micro-batch must come within its turn.
-
-    Attributes:
-        ledger: as given.
+        check: raises if a later run would not find what an earlier one did.
+        inline: whether the rest of the schedule runs within the caller's backward, as for one loss
+            of everything. Otherwise it runs when the next micro-batch is asked for, so that several
+            backwards add up. Then gradients of a micro-batch must come within its turn.
     """
 
     def __init__(
@@ -57,16 +54,16 @@ class Run:
         self._parts = 0 if ledger is None else len(ledger.division)
         self._gives, self._compute, self._check, self._inline = gives, compute, check, inline
         self._schedule = events
-        # what is left of it, by place
+        # the remaining events, by place
         self._events = iter(enumerate(events))
         keeps = [place for place, (kind, _) in enumerate(events) if kind == schedule.KEEP]
         self._last_graph = max(keeps, default=-1)
         self._last_give = {part: at for at, parts in enumerate(gives) for part in parts}
-        # by part; a rank may hold graphs of several dummies
+        # lists by part, as a rank may hold graphs of several dummies
         self._graphs: dict[int, list[Rows]] = {}
         self._rows: dict[int, Rows] = {}
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
-        # the last micro-batch that was given; while its gradients may come, and whether some came
+        # the last given micro-batch; whether its gradients may come, and whether some came
         self._at = -1
         self._turn: int | None = None
         self._is_taken = False
@@ -85,7 +82,7 @@ class Run:
         """Runs up to the next micro-batch.
 
         Returns:
-            The rows of each of its parts; None behind the last micro-batch, where all was run.
+            The rows of each of its parts; None after the last micro-batch, when all was run.
 
         Raises:
             RuntimeError: no gradients came for the last one.
@@ -104,8 +101,7 @@ class Run:
         return None
 
     def check_turn(self) -> None:
-        """Raises a RuntimeError where no gradients came for the last micro-batch, or the model
-        changed."""
+        """Raises a RuntimeError if the last micro-batch got no gradients or the model changed."""
         self._check()
         if self._turn is not None and self.trains and not self._is_taken:
             raise RuntimeError(
@@ -116,7 +112,7 @@ class Run:
             )
 
     def take(self, turn: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The caller's gradients of what `give` gave, part by part. Those of several calls add up.
+        """Takes the caller's gradients of `give`'s rows, part by part. Several calls add up.
 
         Raises:
             RuntimeError: they come too late.
@@ -134,12 +130,12 @@ class Run:
             self.give()
 
     def run_dummy(self) -> None:
-        """Runs a dummy forward and backward behind everything, which is the last graph."""
+        """Runs a dummy forward and backward after everything else, as the last graph."""
         with torch.enable_grad():
             _backward(self._compute(schedule.DUMMY, None, True), ())
 
     def close(self) -> None:
-        """Lets go of everything; later backwards raise."""
+        """Frees everything; later backwards raise."""
         self._turn = None
         if self.ledger is not None:
             self.ledger.clear()
@@ -147,7 +143,7 @@ class Run:
             held.clear()
 
     def _given(self, at: int) -> list[Rows]:
-        """The rows of a micro-batch, behind one node of the graph where there are backwards."""
+        """The rows of a micro-batch, under one node of the graph if there are backwards."""
         parts = self._gives[at]
         self._turn = self._at = at
         self._is_taken = False
@@ -155,16 +151,18 @@ class Run:
         if self.trains and not self._is_reached(parts):
             self._is_taken = True
         elif self.trains:
-            # no parameter is an input: wrappers count on the parts' own backwards to reach them
+            # no parameter is an input: wrappers need the parts' own backwards to reach parameters
             anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
             flat = _Give.apply(anchor, self, at, flat)
         given = iter(flat)
         return [tuple(next(given) for _ in self._rows[part]) for part in parts]
 
     def _is_reached(self, parts: Sequence[int]) -> bool:
-        """Whether something that trains stands before the rows of a micro-batch: not where a vision
-        vision encoder alone trains and there are no images. Of a trunk that runs again it is not
-        known yet; of steps the last run shows it, which may be a dummy."""
+        """Whether the rows of a micro-batch depend on something that trains.
+
+        They do not if only a vision encoder trains and there are no images. For a trunk that runs
+        again it is not known yet. For steps the last run shows it, which may be a dummy.
+        """
         held = [*self._graphs.values()] if self._inline else [self._graphs.get(p) for p in parts]
         return any(not kept or any(x.requires_grad for x in kept[-1]) for kept in held)
 
@@ -180,7 +178,7 @@ class Run:
                 with self.ledger.running(place) as exchanges:
                     rows = self._compute(part, exchanges, is_last)
         if self._last_give.get(part, -1) > self._at and part not in self._rows:
-            # of a second forward they are the same
+            # a second forward gives the same rows
             self._rows[part] = tuple(x.detach() for x in rows)
         if keeps:
             self._graphs.setdefault(part, []).append(rows)
@@ -195,7 +193,10 @@ class Run:
 
 
 def _backward(rows: Rows, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Also without gradients: what others imported from a part has some, and ranks are in step."""
+    """Runs a part backward, also without gradients.
+
+    Rows that others imported from it have gradients, and ranks must stay in step.
+    """
     given = gradients or [None] * len(rows)
     reached = [
         (x, torch.zeros_like(x) if gradient is None else gradient)
@@ -226,7 +227,7 @@ _LATE = (
 
 @cache
 def _warn_of_no_backward() -> None:
-    """Once: the engine of autograd calls nothing of ours where it does not reach it."""
+    """Warns once: autograd's engine calls nothing of ours if it does not reach it."""
     warnings.warn(
         "scores of max_step_tokens= with gradients were let go, and no backward came to them: "
         "torch.autograd.grad and backward(inputs=) do not reach what steps compute again. Call "

@@ -1,14 +1,14 @@
 """Recurrent layers of a forest that is divided, among steps or ranks.
 
 A cell imports the states of tokens of earlier slots, from which its own tokens go on, and exports
-those of its own tokens that later slots continue. States never pass between ranks. In a group they
-pass within one rank, in one of two ways that `Division.computes_above` chooses between. Where few
-tokens of others stand above a rank's own, it gets these and computes its own after them, all heads.
-Else each rank computes some heads: ranks exchange tokens for heads before a recurrence, and heads
-for tokens after it. A convolution stays with the tokens, because the layer's code splits its
-channels afterwards: a cell imports the W - 1 tokens above each place where other tokens of its own
-begin (tails). States are float32, tails of the dtype of the layer's inputs. Both wait in
-`parallel.ledger`, and tails travel as keys do.
+those of its own tokens that later slots continue. States never pass between ranks. In a group,
+`Division.computes_above` chooses one of two ways. If few tokens of others stand above a rank's own,
+the rank gets these and computes its own after them, all heads. Otherwise each rank computes some
+heads: ranks exchange tokens for heads before a recurrence, and heads for tokens after it. A
+convolution stays with the tokens, because the layer's code splits its channels afterwards. A cell
+imports the W - 1 tokens above each place where other tokens of its own begin (tails). States are
+float32, tails of the dtype of the layer's inputs. Both wait in `parallel.ledger`, and tails travel
+as keys do.
 
 Legend: t own tokens of a cell, D channels, W taps, H heads, I states that enter, F that leave.
 """
@@ -30,15 +30,14 @@ from prefixtree.parallel.ledger import CellExchanges, Exchange
 from prefixtree.planning.part_states import KEYS, STATES
 from prefixtree.wings import DividedStates
 
-# a rule, of its tensors, a mask or the borders of states, and options
+# (tensors, a mask or the borders of states, options) -> out, or out and final states
 _Rule = Callable[..., Any]
 
 
 def part_mask(exchanges: CellExchanges, by_heads: bool = False) -> PartMask:
-    """The stand-in for the mask in a forward of a cell.
+    """Makes the stand-in for the mask in a forward of a cell.
 
     Args:
-        exchanges: of the cell.
         by_heads: whether ranks exchange tokens for heads in attention too.
     """
     if by_heads:
@@ -47,12 +46,12 @@ def part_mask(exchanges: CellExchanges, by_heads: bool = False) -> PartMask:
 
 
 class HeadsMask(PartMask):
-    """Every rank computes some heads of all tokens of the slot."""
+    """The stand-in for the mask if every rank computes some heads of all tokens of the slot."""
 
     def __init__(self, exchanges: CellExchanges) -> None:
         whole = exchanges.of_heads.part.mask
         states_of = partial(LayerStates, exchanges, counted=whole)
-        # every rank chooses keys for its own tokens, as heads of one query choose alike
+        # every rank chooses keys for its own tokens, as all heads of a query choose the same
         super().__init__(exchanges.part, exchanges, states_of)
         self._exchanges, self._whole = exchanges, whole
 
@@ -73,19 +72,15 @@ class HeadsMask(PartMask):
 
 
 class LayerStates(DividedStates):
-    """Stands in the place of the mask among the keywords of a recurrent layer's forward, in a cell.
+    """The stand-in for the mask in a recurrent layer's forward over a cell.
 
     A layer may call its functions several times (Kimi's has three convolutions). The calls of a
     forward are told apart by their order, which is that of the layer's code. All ranks of a group
     must make the same calls, in the same order.
 
     Args:
-        exchanges: of the cell.
-        layer: the module, or what stands for it.
+        layer: the module, or its stand-in.
         counted: the mask by which the forward counts its calls. Default: that of the cell.
-
-    Attributes:
-        num_tokens: t.
 
     Raises:
         UnsupportedError: a layer that runs twice per forward, in a cell's first forward.
@@ -100,7 +95,7 @@ class LayerStates(DividedStates):
         self._counted = (exchanges.part.mask if counted is None else counted).host
         self.num_tokens = exchanges.part.num_tokens
 
-    # Dynamo is kept out: ranks talk to one another, and what is exported is kept beside the graph
+    # Dynamo is kept out: ranks communicate, and exported rows are kept outside the graph
     @uncompiled
     def conv(
         self,
@@ -121,8 +116,7 @@ class LayerStates(DividedStates):
 
     @uncompiled
     def delta_rule(self, *rows: torch.Tensor, **options: Any) -> torch.Tensor:
-        """`tree_delta_rule` of the own tokens: query and key [t, Hk, K], value [t, H, V], g and
-        beta -> [t, H, V]."""
+        """`tree_delta_rule` of own tokens: query, key [t, Hk, K], value [t, H, V] -> [t, H, V]."""
         rule = partial(tree_delta_rule, **options)
         return self._compute(rows, lambda of_all: rule, (), rows[2].shape[1], rows[1].shape[1])
 
@@ -139,8 +133,11 @@ class LayerStates(DividedStates):
         dt_bias: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]. A, D and dt_bias [H, ..] are
-        those of all heads, and their gradients of what this rank computes: ranks' add up."""
+        """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P].
+
+        A, D and dt_bias [H, ..] are those of all heads. Their gradients are of the tokens and heads
+        that this rank computes: ranks' gradients add up.
+        """
 
         def rule_of(of_all: Sequence[Any]) -> _Rule:
             A, D, dt_bias = of_all
@@ -160,12 +157,12 @@ class LayerStates(DividedStates):
         heads: int,
         shared: int,
     ) -> torch.Tensor:
-        """A rule over the own tokens.
+        """Computes a rule over the own tokens.
 
         Args:
-            rows: [t, H, ..] each; the first shapes a token's own result alone, the others states.
-            rule_of: of parameters, makes the rule: (rows.., mask) -> out, or (rows.., borders of
-                states, initial=) -> out, final.
+            rows: [t, H, ..] each; the first shapes only a token's own result, the others states.
+            rule_of: parameters -> the rule: (rows.., mask) -> out, or (rows.., borders of states,
+                initial=) -> out, final.
             parameters: [H, ..] each, or None.
             heads: H. shared: the heads of keys, or groups of Mamba-2, that they share.
         """
@@ -200,7 +197,7 @@ class LayerStates(DividedStates):
         rule: _Rule,
         parameters: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """All tokens of a cell, from the states that enter."""
+        """Computes all tokens of a cell, from the states that enter."""
         exchange = exchanges.exchange(STATES, (layer, self._calls))
         borders = exchanges.states.borders
         if not (exchange.read or exchange.exported):
@@ -213,8 +210,10 @@ class LayerStates(DividedStates):
         return _Exported.apply(out, final, exchange) if exchange.exported else out
 
     def _joined(self, kind: int, layer: Hashable, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Own rows [t, ..] with those of others that the cell reads, and whether there are any on
-        any rank."""
+        """Joins own rows [t, ..] with those of others that the cell reads.
+
+        Also says whether there are any on any rank.
+        """
         exchange = self._exchanges.exchange(kind, (layer, self._calls))
         if exchange.reads or exchange.exported:
             x = _Joined.apply(x, exchange)
@@ -222,12 +221,11 @@ class LayerStates(DividedStates):
 
 
 class _Imported(torch.autograd.Function):
-    """Gives what a call imports; its gradient goes back to the exporters."""
+    """Gives the rows that a call imports; their gradient goes back to the exporters."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
-        """tensors: that shape what is exported. What is imported needs a gradient if any of them
-        does."""
+        """Imports rows, which need a gradient if any tensor needs one that shapes the exports."""
         ctx.exchange, ctx.count = exchange, len(tensors)
         (rows,) = exchange.import_rows()
         return rows
@@ -240,7 +238,7 @@ class _Imported(torch.autograd.Function):
 
 
 class _Exported(torch.autograd.Function):
-    """Hands out on; what importers returned is the gradient of the states that leave."""
+    """Passes `out` on; gradients from importers become the gradient of the states that leave."""
 
     @staticmethod
     def forward(
@@ -261,8 +259,10 @@ class _Exported(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Own rows x [t, ..] and those that the cell reads, in packed order: [K, ..]. One node, which
-    every rank reaches, so that all take part in the exchange of gradients."""
+    """Joins own rows [t, ..] and those that the cell reads, in packed order: [K, ..].
+
+    It is one node, which every rank reaches, so that all take part in the exchange of gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """`Transport`: rows that the ranks of a group exchange in one slot, and the gradients that return.
 
 It is one all-to-all-v per call of a layer there, and one back. Own rows are copied meanwhile. All
-ranks must call it as often as one another, in the same order. Sums over ranks are taken in the
-order of ranks, so results are the same in every run.
+ranks must call it equally often, in the same order. Sums over ranks are taken in the order of
+ranks, so results are the same in every run.
 
 Legend: H rows of earlier slots that this rank holds for the slot, t own tokens of its cell, K rows
 that the cell reads (own ones among them).
@@ -41,15 +41,12 @@ class Lane:
 
 
 class Transport:
-    """Of one kind of rows, in one slot.
+    """The exchange of one kind of rows in one slot.
 
     Args:
-        division: of the forest among slots and ranks.
-        kind: of rows, as in `Division.reads`; an attribute too.
-        slot: the slot.
+        kind: of rows, as in `Division.reads`.
         rank: this rank's place in the group.
         held: int64 [H], the packed tokens of the rows that are held.
-        group: the process group.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Transport:
         part = division.cell(slot, rank)
         here, others = division.tokens_read(kind, slot, rank), [*range(ranks)]
         others.remove(rank)
-        # int64 [K]; of two ascending runs
+        # int64 [K], merged from two ascending runs
         joined = np.sort(np.concatenate([here, part.own_tokens]), kind="stable")
         self.kind, self._group = kind, group
         self._num_held, self._num_own, self._num_rows = len(held), part.num_tokens, len(joined)
@@ -81,7 +78,7 @@ class Transport:
             is_now = owner[of] // ranks == slot
             return runs(np.concatenate([of[~is_now], of[is_now]]), joined)
 
-        # rows of the cell: its own, those it holds itself, and those of other ranks
+        # places among the cell's rows: its own, those it holds itself, and those of other ranks
         self._own = runs(part.own_tokens, joined)
         held_here = division.tokens_read(kind, slot, rank, exporter=rank)
         self._held_here = runs(held_here, held), runs(held_here, joined)
@@ -99,14 +96,14 @@ class Transport:
         return [lane.own for lane in self._lanes if lane.own.count]
 
     def there(self, held: Rows, own: Rows) -> Rows:
-        """held [H, ...], own [t, ...] each -> [K, ...] each, in packed order."""
+        """Brings rows of others: held [H, ...], own [t, ...] each -> [K, ...] in packed order."""
         exported = self._buffer(own, self._sent, own[0].dtype)
         for lane, pieces in zip(self._lanes, _pieces(exported, own, self._sent), strict=True):
-            for at, piece in enumerate(pieces):
+            for number, piece in enumerate(pieces):
                 of_held, of_own = piece.split((lane.held.count, lane.own.count))
                 if len(of_held):
-                    lane.held.take(held[at], of_held)
-                lane.own.take(own[at], of_own)
+                    lane.held.take(held[number], of_held)
+                lane.own.take(own[number], of_own)
         got, on_its_way = self._exchanged(exported, own, self._sent, self._received)
         joined = tuple(x.new_empty(self._num_rows, *x.shape[1:]) for x in own)
         for out, x in zip(joined, own, strict=True):
@@ -119,16 +116,16 @@ class Transport:
         return joined
 
     def back(self, gradients: Rows, in_float32: bool) -> tuple[Rows, Rows, list[Rows]]:
-        """gradients [K, ...] of what `there` gave.
+        """Brings gradients [K, ...] of `there`'s rows back to their owners.
 
         Args:
-            in_float32: whether they travel in float32 or wider. They have it where the cell shares
-                rows. Else they travel as they are.
+            in_float32: whether they travel in float32 or wider, which they have if the cell shares
+                rows. Otherwise they travel as they are.
 
         Returns:
-            Those of the rows held [H, ...] in float32 or wider, summed over ranks; those of the own
-            rows [t, ...] by this cell alone; and what each rank returned for the rows of
-            `exported`.
+            Gradients of the held rows [H, ...] in float32 or wider, summed over ranks; those of the
+            own rows [t, ...] from this cell alone; and those that each rank returned for the rows
+            of `exported`.
         """
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         dtype = wide if in_float32 else gradients[0].dtype
@@ -154,20 +151,20 @@ class Transport:
         return held, own, of_own
 
     def _buffer(self, both: Rows, counts: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Numbers [*] of so many rows for each rank, or of each."""
+        """Makes a flat buffer for so many rows for each rank, or of each."""
         return both[0].new_empty(sum(counts) * _row_size(both), dtype=dtype)
 
     def _exchanged(
         self, numbers: torch.Tensor, both: Rows, sent: list[int], received: list[int]
     ) -> tuple[torch.Tensor, Any]:
-        """The rows that arrive, and a handle to wait for before they are read."""
+        """Exchanges rows; gives the arriving ones, and a handle to wait for before reading them."""
         each = _row_size(both)
         to_ranks, of_ranks = [each * n for n in sent], [each * n for n in received]
         return start_all_to_all(numbers, to_ranks, of_ranks, self._group)
 
 
 def _places(tokens: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """int64, where each of some tokens stands among others, which hold all of them."""
+    """The places, int64, of tokens among others, which hold all of them."""
     if (among[1:] > among[:-1]).all():
         return np.searchsorted(among, tokens)
     order = np.argsort(among, kind="stable")
@@ -183,13 +180,15 @@ def _move(source: Rows, taken: RowRuns, target: Rows, put: RowRuns) -> None:
 
 
 def _row_size(both: Rows) -> int:
-    """Numbers of a row, as of a key and its value."""
+    """Counts the numbers of a row, such as of a key and its value."""
     return sum(math.prod(x.shape[1:]) for x in both)
 
 
 def _pieces(numbers: torch.Tensor, both: Rows, counts: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Keys and values of each rank with rows in a buffer; a rank's keys stand before its values, so
-    that either is contiguous."""
+    """Cuts a buffer into keys and values of each rank with rows.
+
+    A rank's keys stand before its values, so that either is contiguous.
+    """
     rows = [(x.shape[1:], math.prod(x.shape[1:])) for x in both]
     at = 0
     for count in filter(None, counts):

@@ -1,21 +1,21 @@
-"""How `plan_micro_batches` finds its plan, over one forest, in two stages:
+"""How `plan_micro_batches` finds its plan over one forest, in two stages:
 
-1. Ranks (`_deal`). The forest is cut into items, subtrees that cost at most a share of a rank's
-   part; what would repeat a long path for little stays whole. The items are dealt out heaviest
-   first, and also as runs of neighbours, then evened out by moves and exchanges. A rank pays once
-   for what its items share. Tried with coarse to fine items; taken is the least sum of the heaviest
-   and the mean rank: the time of the slowest accelerator and that of all of them.
-2. Micro-batches of a rank (`_fill`), from the leaves up: what hangs below a node is joined by
-   first-fit decreasing into pieces that fit the budget with the path above them, before the pieces
-   are offered to the parent. So a tree is cut only where it does not fit, and as high up as it can
-   be, where the repeated path is short. What is repeated is not known before; where it leaves the
-   ranks uneven, they are evened out again with it (`assign`).
+1. Ranks (`_deal`). The forest is cut into items: subtrees that cost at most a share of a rank's
+   part. A subtree that would repeat a long path for little stays whole. Items are dealt out
+   heaviest first, and also as runs of neighbours. Moves and exchanges then even the ranks out. A
+   rank pays once for what its items share. Coarse to fine items are tried. The plan with the least
+   sum of the heaviest and the mean rank is taken: the time of the slowest accelerator and of all.
+2. Micro-batches of a rank (`_fill`), from the leaves up. First-fit decreasing joins what hangs
+   below a node into pieces that fit the budget with the path above them. Then the pieces are
+   offered to the parent. So a tree is cut only where it does not fit, and as high up as possible,
+   where the repeated path is short. Repeated paths are known only then. If they leave the ranks
+   uneven, the ranks are evened out again with them (`assign`).
 
 First-fit decreasing: Johnson, "Near-optimal bin packing algorithms" (1973); heaviest first: Graham,
 "Bounds on multiprocessing timing anomalies" (1969).
 
-Legend: S sequences, N nodes, U units (what is never cut: the sequences that end at one node, or a
-group that fits into a micro-batch).
+Legend: S sequences, N nodes, U units (never cut: the sequences that end at one node, or a group
+that fits into a micro-batch).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from prefixtree import loops
 from prefixtree.forest import PrefixForest
 from prefixtree.planning.costs import CostModel
 
-# a table of (shared node, rank) has at most so many entries; beyond, neighbours stay together
+# most entries of a table of (shared node, rank); beyond it, neighbours stay together
 _MOST_HELD = 1 << 26
-# items that share more are not tried: deep trees cut into very many items
+# most shared entries of items that are tried; deep trees in very many items have more
 _MOST_SHARED = 1 << 24
 # steps of evening out the ranks, for each way to deal the items
 _WORK = 1 << 20
-# items that cost at most a rank's part, or that halved up to so many times ...
+# an item costs at most a rank's part, halved up to so many times ...
 _HALVINGS = 6
 # ... but a subtree that costs less than so many times the path above it stays whole
 _KEEPS = (1, 4)
-# times the ranks are evened out again by what their micro-batches repeat, above this balance
+# how often ranks are evened out again for repeated paths, and the balance below which they are not
 _CORRECTIONS, _EVEN = 3, 1.01
 # budgets tried below max_tokens to make the micro-batches of a rank even
 _EVENINGS = 6
 
 
 class Tree(NamedTuple):
-    """A forest whose numbering does not depend on the order of its sequences: siblings by token.
+    """A forest numbered independently of the order of its sequences: siblings by token.
 
     `cost` is int64 [N] in units of `unit_cost` FLOPs, so that sums are exact in any order; `ends`
     int64 [S] is the node at which each sequence ends.
@@ -117,7 +117,7 @@ def make_units(tree: Tree, group: np.ndarray, max_tokens: int) -> Units:
 
 
 def make_sets(label: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of distinct ends by label, as the loops take them: (ptr, ends)."""
+    """Groups distinct ends by label, as the loops take them: (ptr, ends)."""
     order = np.lexsort((ends, label))
     label, ends = label[order], ends[order]
     is_new = np.append(True, (label[1:] != label[:-1]) | (ends[1:] != ends[:-1]))
@@ -129,7 +129,7 @@ def make_sets(label: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 class Deal(NamedTuple):
-    """Items, int64 [U], the rank of each, int64 [I], and what `split_weights` gives for them."""
+    """Items int64 [U], the rank of each int64 [I], and the items' `split_weights`."""
 
     item: np.ndarray
     rank: np.ndarray
@@ -139,9 +139,9 @@ class Deal(NamedTuple):
 def assign(
     tree: Tree, units: Units, num_ranks: int, max_tokens: int, whole_trees: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rank and the micro-batch of each unit, int64 [U]; micro-batches are numbered by rank.
+    """Assigns each unit a rank and a micro-batch, int64 [U] each; micro-batches count up by rank.
 
-    With `whole_trees`, what a rank has of a tree is one micro-batch, however large.
+    With `whole_trees`, a rank's share of a tree is one micro-batch, however large.
     """
     deal = _deal(tree, units, num_ranks)
     least, best = None, None
@@ -159,10 +159,10 @@ def assign(
             least, best = price, (unit_rank, unit_bin)
         if loads.max() * num_ranks <= _EVEN * loads.sum():
             break
-        # what micro-batches repeat was not known before; it is charged to the rank's items
+        # repeated paths are known only now; they are charged to the rank's items
         planned = np.maximum(1, loops.planning.rank_loads(*deal.split, deal.rank, num_ranks))
-        own, *shared = deal.split
-        split = (np.rint(own * (loads / planned)[deal.rank]).astype(np.int64), *shared)
+        weight, *shared = deal.split
+        split = (np.rint(weight * (loads / planned)[deal.rank]).astype(np.int64), *shared)
         rank = deal.rank.copy()
         if len(split[3]) * num_ranks <= _MOST_HELD:
             loops.planning.even_out(*split, rank, num_ranks, _WORK)
@@ -174,12 +174,12 @@ def assign(
 
 
 def _price(loads: np.ndarray) -> int:
-    """The heaviest rank and the mean one, times the ranks."""
+    """The sum of the heaviest and the mean rank, times the number of ranks."""
     return int(loads.max()) * len(loads) + int(loads.sum())
 
 
 def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
-    """Deals items out to the ranks, by what they cost if nothing is repeated on a rank."""
+    """Deals items out to the ranks, by their cost if nothing is repeated on a rank."""
     part = int(tree.cost.sum()) // num_ranks
     longest = int(loops.planning.path_weights(tree.parent, tree.cost)[tree.ends].max())
     # finer items change nothing where every unit has a group
@@ -188,7 +188,7 @@ def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
     tried: list[int] = []
     for halving, keep in itertools.product(finer, _KEEPS):
         item = _items(tree, units, part >> halving, keep, part)
-        # about as many items are about the same ones
+        # about as many items are about the same items
         count = int(item.max()) + 1
         if any(abs(count - other) <= 0.05 * other for other in tried):
             continue
@@ -215,9 +215,9 @@ def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
 
 
 def _items(tree: Tree, units: Units, capacity: int, keep: int, limit: int) -> np.ndarray:
-    """The item of each unit, int64 [U]: a group, or a piece of a tree as `join_units` makes them.
+    """The item of each unit, int64 [U], in preorder: a group, or a piece of a tree of `join_units`.
 
-    Numbered in preorder, so that neighbours in number are neighbours in the forest.
+    Items that are neighbours in number are neighbours in the forest.
     """
     item = units.group.copy()
     free = np.flatnonzero(item < 0)
@@ -252,19 +252,19 @@ def _fill(
     unit_bin = np.empty(len(unit_rank), np.int64)
     count = 0
     for rank in range(len(unit_ptr) - 1):
-        mine = by_rank[unit_ptr[rank] : unit_ptr[rank + 1]]
-        if len(mine) == 0:
+        rank_units = by_rank[unit_ptr[rank] : unit_ptr[rank + 1]]
+        if len(rank_units) == 0:
             continue
         pairs = pairs_by_rank[pair_ptr[rank] : pair_ptr[rank + 1]]
         nodes = loops.planning.used_nodes(tree.parent, np.unique(units.ends[pairs]))
         label = _fill_rank(
             renumber(tree.parent[nodes], nodes),
             tree.length[nodes],
-            (renumber(node[mine], nodes), below[mine]),
-            (np.searchsorted(mine, units.of_pair[pairs]), renumber(units.ends[pairs], nodes)),
+            (renumber(node[rank_units], nodes), below[rank_units]),
+            (np.searchsorted(rank_units, units.of_pair[pairs]), renumber(units.ends[pairs], nodes)),
             max_tokens,
         )
-        unit_bin[mine] = count + label
+        unit_bin[rank_units] = count + label
         count += int(label.max()) + 1
     return unit_bin
 
@@ -272,13 +272,13 @@ def _fill(
 def _fill_with_trees(
     tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """The same with all of a rank's units of one tree in one micro-batch.
+    """Fills micro-batches with whole trees: all units of a tree on a rank go together.
 
-    Trees that a group joins go together.
+    Trees that a group joins go together too.
     """
     tree_of_node = np.cumsum(tree.parent < 0) - 1
     num_trees = int(tree_of_node[-1]) + 1
-    # a tree is another one on each rank
+    # each rank's share of a tree counts as a tree of its own
     pair_tree = unit_rank[units.of_pair] * num_trees + tree_of_node[units.ends]
     label, joined = np.arange(int(pair_tree.max()) + 1), True
     while joined:
@@ -305,14 +305,14 @@ def _fill_rank(
     pairs: tuple[np.ndarray, np.ndarray],
     max_tokens: int,
 ) -> np.ndarray:
-    """The micro-batch of each unit of one rank, of as even sizes as cost no token more.
+    """The micro-batch of each unit of one rank, of sizes as even as no repeated token allows.
 
     Even ones need less memory, and ranks that meet in every step wait less.
 
     Args:
         parent, length: int64, of the rank's nodes alone.
-        unit: node and size of each, as `join_units` takes them.
-        pairs: unit and end of each.
+        unit: the node and the size of each unit, as `join_units` takes them.
+        pairs: the unit and the end of each pair.
     """
 
     def attempt(capacity: int) -> tuple[np.ndarray, int, int]:
@@ -333,5 +333,5 @@ def _fill_rank(
 
 
 def renumber(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """Where each value stands among the ascending nodes, int64; -1 stays."""
+    """The place of each value among the ascending nodes, int64; -1 stays."""
     return np.where(values < 0, -1, np.searchsorted(nodes, values))

@@ -68,16 +68,16 @@ class CostModel:
     def from_config(
         cls, config: Any, *, gradient_checkpointing: bool = False, scored_share: float = 1.0
     ) -> CostModel:
-        """The coefficients of a Hugging Face model, from its config alone:
+        """Computes the coefficients of a Hugging Face model from its config alone:
 
             image    3 x 2 x (weights that the patches of a placeholder meet in the vision encoder)
             linear     3 x 2 x (weights a token meets in linear layers, and its cost in states)
                        + 4 x 2 x (weights of the lm_head) x scored_share
             attention  3.5 x 2 x (query heads) x (D + Dv), summed over layers
 
-        A backward costs 2 forwards in matrix products and 2.5 in attention; checkpointing adds one
-        more forward of both; prefixtree makes the logits once more in backward. See
-        `prefixtree.planning.model_cost` for what counts; the model is built on the meta device.
+        A backward costs 2 forwards in matrix products and 2.5 in attention. Checkpointing adds one
+        more forward of both. prefixtree computes the logits again in the backward. The model
+        is built on the meta device; `prefixtree.planning.model_cost` says what counts.
 
         Args:
             config: of a causal language model, or of a model that has a text config.
@@ -127,7 +127,7 @@ class CostModel:
         Args:
             position: int64 [N], the position of each run's first token in its sequences.
             length: int64 [N], the number of tokens of each run.
-            image_of: int64 [N], how many of them stand for images. Default: none.
+            image_of: int64 [N], how many tokens of each run stand for images. Default: none.
 
         Returns:
             float64 [N].
@@ -142,15 +142,7 @@ class CostModel:
 def cost_model_of(
     cost: ModelCost, *, gradient_checkpointing: bool = False, scored_share: float = 1.0
 ) -> CostModel:
-    """The coefficients of a model whose costs are known: see `CostModel.from_config`.
-
-    Args:
-        cost: of the model, from `prefixtree.planning.model_cost.model_cost`.
-        gradient_checkpointing, scored_share: as in `CostModel.from_config`.
-
-    Returns:
-        The cost model, in FLOPs per update.
-    """
+    """Computes the coefficients of a model from its costs, as `CostModel.from_config` does."""
     passes, attention_passes = (4, 4.5) if gradient_checkpointing else (3, 3.5)
     per_pair: dict[int | None, float] = {None: 0.0}
     for layer in cost.layers:
@@ -180,7 +172,7 @@ def _window(name: str, value: Any) -> int | None:
 
 
 def _each(value: Any, read: Callable[[str, Any], Any], name: str) -> Any:
-    """`read` of one value, or of each of a tuple's values."""
+    """Reads one value, or each value of a tuple."""
     if isinstance(value, tuple):
         return tuple(read(name, entry) for entry in value)
     return read(name, value)
@@ -195,7 +187,7 @@ def _entries(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ImportCost:
-    """The cost of a token that a part imports, beside what a `CostModel` counts.
+    """The cost of a token that a part imports, in addition to its cost in a `CostModel`.
 
     The defaults are those of a model like Qwen3-8B in bfloat16, with gradient checkpointing, on
     GPUs of one host that are joined by NVLink and as fast as an H100 or H200. The time of an update
@@ -204,10 +196,10 @@ class ImportCost:
         max over ranks (linear FLOPs / linear_rate + attention FLOPs / attention_rate)
         + layers x (3 latency + busiest x (2 row_bytes + gradient_row_bytes) / link_rate)
 
-    where busiest is the most rows that any rank sends, or receives, per layer. The keys and values
-    are sent twice, in the forward and again in the backward, and their gradients return in fp32.
-    Nothing is taken to overlap, and only the exchange of imported rows is counted: no sharding of
-    weights, no optimizer. It compares divisions with one another, and is no measurement.
+    where busiest is the most rows that any rank sends, or receives, per layer. Keys and values are
+    sent twice, in the forward and again in the backward. Their gradients return in fp32. The
+    prediction assumes no overlap. It counts only the exchange of imported rows, without sharding of
+    weights and without an optimizer. It compares divisions with one another, and is no measurement.
 
     Attributes:
         layers: layers with keys and values.
@@ -218,14 +210,14 @@ class ImportCost:
         token_bytes: bytes of memory per own token of a step, in all layers. None where it is not
             known: then there is no `weight`, which `plan_steps` needs.
         graph_bytes: bytes that the graph of an own token holds from its forward to its backward, in
-            all layers: what a token of a kept trunk takes, beside its keys and values.
-        kept_copies: the share of layers that hold a copy of a step's imported keys and values from
-            their forward to their backward, 0 .. 1: those that are not recomputed whole.
+            all layers. A token of a kept trunk takes them in addition to its keys and values.
+        kept_copies: the share of layers, 0 .. 1, that are not recomputed whole. They hold a copy of
+            a step's imported keys and values from their forward to their backward.
         on_host: whether imported rows and their gradients wait on the host of a GPU until their
-            layer runs, so that one layer's are on the device at once. Else all layers' are.
+            layer runs, so that one layer's are on the device at once. Otherwise all layers' are.
         state_layers: recurrent layers.
-        state_bytes: bytes of the state of such a layer behind a token, float32. Those that later
-            steps need are held, and their gradients.
+        state_bytes: bytes of a layer's recurrent state after a token, float32. States that later
+            steps need are held, and so are their gradients.
         lm_head: FLOPs per scored edge. It is a part of `CostModel.linear`, which counts every token
             as scored; a token that predicts no scored edge costs so much less.
         linear_rate: FLOPs per second in linear layers.
@@ -288,18 +280,18 @@ class ImportCost:
 
     @property
     def update_row_bytes(self) -> int:
-        """Bytes per imported token of an update, in all layers: sent twice, gradients once."""
+        """Bytes that an imported token sends per update, all layers: rows twice, gradients once."""
         return self.layers * (2 * self.row_bytes + self.gradient_row_bytes)
 
     @property
     def held_layers(self) -> int:
         """Layers whose imported rows, and their gradients, are on the device at once."""
-        # with a second copy, beside own rows, while the layer runs
+        # the layer that runs has a second copy, next to its own rows
         return 2 if self.on_host else self.layers
 
     @property
     def weight(self) -> float:
-        """Memory of an imported token over that of an own one: its keys, values and gradients.
+        """Memory of an imported token over that of an own token: its keys, values and gradients.
 
         Raises:
             ValueError: token_bytes are not known.
@@ -315,7 +307,7 @@ class ImportCost:
 
     @property
     def trunk_weight(self) -> float:
-        """Memory of a kept trunk's token over that of an own one: its graph, and what it exports.
+        """Memory of a kept trunk's token over that of an own token: its graph and its exports.
 
         Raises:
             ValueError: token_bytes are not known.
@@ -324,7 +316,7 @@ class ImportCost:
 
     @property
     def returned_weight(self) -> float:
-        """The same of the gradients that importers returned to a token, in a trunk's backward.
+        """Memory of gradients that importers return to a trunk's token, over that of an own token.
 
         Raises:
             ValueError: token_bytes are not known.
@@ -334,14 +326,14 @@ class ImportCost:
 
     @property
     def held_state_bytes(self) -> int:
-        """Bytes of the states behind a token, and of their gradients, on the device at once."""
-        # with a second copy while the layer runs
+        """Bytes of the states after a token, and of their gradients, on the device at once."""
+        # the layer that runs has a second copy
         layers = min(2, self.state_layers) if self.on_host else self.state_layers
         return 2 * layers * self.state_bytes
 
     @property
     def state_weight(self) -> float:
-        """Memory of the states behind a token, and of their gradients, over that of an own one.
+        """Memory of the states after a token, and of their gradients, over that of an own token.
 
         Raises:
             ValueError: token_bytes are not known.
@@ -385,14 +377,7 @@ class ImportCost:
 
 
 def import_cost_of(cost: ModelCost, token_bytes: float | None = None) -> ImportCost:
-    """The bytes of a model; the rates stay the defaults.
-
-    Args:
-        cost: of the model, from `prefixtree.planning.model_cost.model_cost`.
-        token_bytes: as in `ImportCost`; it depends on what layers recompute. Default: not known.
-
-    Returns:
-        The costs.
+    """The bytes of a model whose costs are known; the rates stay the defaults.
 
     Raises:
         ValueError: a model without a layer of softmax attention, which has no keys to import.
@@ -418,18 +403,13 @@ def import_cost_of(cost: ModelCost, token_bytes: float | None = None) -> ImportC
 
 
 def run_flops(packed: PackedForest, border: np.ndarray, cost_model: CostModel) -> np.ndarray:
-    """Computes the FLOPs of runs of packed tokens.
+    """FLOPs of an update, float64 [B], of packed tokens border[i] .. border[i + 1] - 1 for each i.
 
     Args:
-        packed: the packed forest.
-        border: int64 [B + 1], ascending from 0 to T; run i is border[i] .. border[i + 1] - 1.
-        cost_model: FLOPs per token and visible pair.
-
-    Returns:
-        float64 [B], FLOPs of an update.
+        border: int64 [B + 1], ascending from 0 to T.
     """
     forest = packed.forest
-    # pieces within a node, or of padding, which has no tokens above it
+    # each piece lies within a node or in padding, which has no tokens above it
     cuts = np.unique(np.concatenate([border, forest.node_start, [forest.num_tokens]]))
     start, length = cuts[:-1], np.diff(cuts)
     node = np.searchsorted(forest.node_start, start, side="right") - 1

@@ -1,5 +1,5 @@
-"""`MicroBatch`: some sequences of a forest, cut out of it, to be computed in one forward; and
-`PlanStats`: what a plan of micro-batches computes, beside other ways to compute the batch."""
+"""`MicroBatch`: sequences of a forest, cut out of it, for one forward. `PlanStats`: what a plan of
+micro-batches computes, next to other ways to compute the batch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class MicroBatch:
-    """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
+    """Sequences of the batch that one forward computes. Made by `plan_micro_batches`.
 
-    What scores a packed forest (`sequence_logprobs`, `sequence_values`, `Teacher`) takes a
-    micro-batch too, moves it to the model's device, and takes its own of masks and temperatures:
-    with a micro-batch they are those of the whole plan, always.
+    `sequence_logprobs`, `sequence_values` and `Teacher` take a micro-batch in the place of a packed
+    forest and move it to the model's device. Masks and temperatures given with it are always those
+    of the whole plan; the micro-batch takes its own entries.
 
     An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds a dummy
     (`PrefixForest.dummy`), one token that stands for nothing. It runs through a model like any
-    other (collectives match). It has no score, and its values and losses of routers are 0, with a
+    other, so collectives match. It has no score. Its values and its losses of routers are 0, with a
     graph to the parameters.
 
     Attributes:
@@ -69,7 +69,7 @@ class MicroBatch:
 
     @property
     def num_planned(self) -> int:
-        """S, the sequences of the whole mini-batch, of all ranks."""
+        """S, the sequences of the whole mini-batch, on all ranks."""
         return self._num_planned
 
     @property
@@ -93,12 +93,12 @@ class MicroBatch:
     def packed(self) -> PackedForest:
         """`pack(self.forest)`, on the CPU; `.to(device)` copies it to a device.
 
-        It is made at the first access and kept, so that further passes reuse its block tables.
+        It is made at the first access and kept, so that later passes reuse its block tables.
         """
         return pack(self.forest)
 
     def on(self, device: torch.device | str) -> PackedForest:
-        """`packed.to(device)`; the copy on the last device is kept."""
+        """Copies `packed` to a device; the copy on the last device is kept."""
         device = torch.empty(0, device=device).device
         if self._on is None or self._on.device != device:
             self._on = self.packed.to(device)
@@ -108,8 +108,8 @@ class MicroBatch:
         """Selects the entries of a per-sequence list that belong to this micro-batch.
 
         Args:
-            values: S entries, for all sequences that were planned: numbers, lists, arrays, tensors
-                or anything else.
+            values: S entries, one per planned sequence: numbers, lists, arrays, tensors or anything
+                else.
 
         Returns:
             One entry per sequence of `packed`, in their order. For the dummy of an empty step one
@@ -118,12 +118,12 @@ class MicroBatch:
             case.
 
         Raises:
-            ForestError: another number of entries than S, as of values that were taken already.
+            ForestError: a number of entries other than S, such as values that were taken already.
         """
-        given = per_sequence("values", values, self._num_planned)
+        per_planned = per_sequence("values", values, self._num_planned)
         if self.is_empty:
-            return [zeros_like(given[0])]
-        return _some(given, self.sequence_indices)
+            return [zeros_like(per_planned[0])]
+        return _some(per_planned, self.sequence_indices)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # to another process goes this micro-batch's part of the forest, not the whole
@@ -138,10 +138,10 @@ class MicroBatch:
 
 
 def micro_batch_of(forest: PrefixForest, sequences: Sequence[int] | np.ndarray) -> MicroBatch:
-    """Some sequences of a forest in one forward; its cost is that of `CostModel()`.
+    """Cuts a micro-batch out of a forest, with the cost of `CostModel()`.
 
     Args:
-        sequences: their indices in the forest, in any order, at least one.
+        sequences: indices in the forest, in any order, at least one.
     """
     indices = np.sort(np.asarray(sequences, np.int64))
     part = cut_out(forest, indices)
@@ -150,14 +150,10 @@ def micro_batch_of(forest: PrefixForest, sequences: Sequence[int] | np.ndarray) 
 
 
 def packed_of(given: Any, caller: str, device: Callable[[], torch.device]) -> PackedForest:
-    """The packed forest that a function was given, or that of a micro-batch.
-
-    Args:
-        given: what was given. caller: the name of the function.
-        device: gives the model's device, to which a micro-batch is moved.
+    """Returns the given packed forest, or that of a micro-batch on the model's device.
 
     Raises:
-        TypeError: neither.
+        TypeError: neither of both.
     """
     if isinstance(given, MicroBatch):
         return given.on(device())
@@ -167,26 +163,25 @@ def packed_of(given: Any, caller: str, device: Callable[[], torch.device]) -> Pa
 
 
 def own_of(given: Any, temperature: Any, loss_mask: Any) -> tuple[Any, Any]:
-    """Temperatures and masks for the sequences of what a function was given: as they are, and of a
-    micro-batch its own out of those of the whole plan.
+    """Selects a micro-batch's entries of temperatures and masks, or all those of a packed forest.
 
     Raises:
-        ForestError: for a micro-batch, another number of entries than sequences were planned.
+        ForestError: a number of entries other than the number of planned sequences.
     """
     if not isinstance(given, MicroBatch):
         return temperature, loss_mask
-    found = of_plan(temperature, loss_mask, given.num_planned, given.sequence_indices)
+    entries = of_plan(temperature, loss_mask, given.num_planned, given.sequence_indices)
     # nothing is scored of a dummy
-    return (1.0, None) if given.is_empty else found
+    return (1.0, None) if given.is_empty else entries
 
 
 def of_plan(
     temperature: Any, loss_mask: Any, num_planned: int, which: np.ndarray
 ) -> tuple[Any, Any]:
-    """Some entries of temperatures and masks that were given for all planned sequences.
+    """Selects entries of temperatures and masks that were given for all planned sequences.
 
     Raises:
-        ForestError: another number of entries than sequences were planned.
+        ForestError: a number of entries other than the number of planned sequences.
     """
     if isinstance(temperature, (list, tuple)) or getattr(temperature, "ndim", 0) > 0:
         temperature = _some(_of_planned("temperature", temperature, num_planned), which)
@@ -225,12 +220,7 @@ def _rebuild(
 
 
 def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
-    """The forest of some sequences of a forest: their paths, compressed again.
-
-    Args:
-        forest: of which it is cut out.
-        sequences: int64, ascending.
-    """
+    """Cuts out the paths of some sequences (int64, ascending) as a forest, compressed again."""
     ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
     nodes = loops.planning.used_nodes(forest.node_parent, ends)
     parent = assignment.renumber(forest.node_parent[nodes], nodes)
@@ -258,21 +248,21 @@ def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
     )
 
 
-# ---- what a plan computes ----------------------------------------------------------------------
+# ---- stats of a plan ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReuseStats:
-    """The cost of steps in a plan whose trees are not cut, beside the plan that cuts them.
+    """The cost of steps in a plan whose trees are not cut, next to the plan that cuts them.
 
     Attributes:
-        stepped: the micro-batches that hold more than `max_tokens` and are computed in steps.
-        forwards: steps of those, and one per other micro-batch.
+        stepped: the number of micro-batches in steps, each of more than `max_tokens` tokens.
+        forwards: steps of these, and one forward per other micro-batch.
         imported_tokens: the most tokens that a step imports.
         exported_bytes: the most bytes of exported keys and values that a micro-batch keeps from its
             forwards to its backwards, in all layers.
         second_forward: FLOPs of the forwards that the backward of steps repeats. `rank_costs` does
-            not hold them.
+            not include them.
         cut_tokens: tokens of the plan that cuts trees; None where a sequence is longer than
             `max_tokens`, so that there is no such plan.
         cut_cost: FLOPs of that plan; None likewise.
@@ -289,7 +279,7 @@ class ReuseStats:
 
 @dataclass(frozen=True)
 class PlanStats:
-    """The tokens and FLOPs of a plan, beside those of other ways to compute the batch.
+    """The tokens and FLOPs of a plan, next to those of other ways to compute the batch.
 
     Dummies of empty steps are not counted.
 
@@ -306,8 +296,8 @@ class PlanStats:
         naive_tokens: distinct tokens of micro-batches filled in input order up to the budget in
             replicated tokens, as trainers do, if each were packed.
         naive_micro_batches: the number of those micro-batches.
-        reuse: what steps cost, of a plan with `reuse`; None without.
-        trunks: of a plan with `trunks`, sums and maxima over its ranks; None without.
+        reuse: the cost of steps, in a plan with `reuse`; None without.
+        trunks: sums and maxima over the ranks of a plan with `trunks`; None without.
     """
 
     packed_tokens: int

@@ -1,7 +1,7 @@
 """`plan_micro_batches`: puts each sequence into a micro-batch of a rank.
 
-Sequences that share tokens should be computed together, micro-batches are limited by the distinct
-tokens they hold, and every rank should have the same work in the same number of steps. The search
+Sequences that share tokens should be computed together. A micro-batch is limited by the distinct
+tokens that it holds. Every rank should have the same work in the same number of steps. The search
 for such a plan is in `planning.assignment`. Legend: S sequences, N nodes.
 """
 
@@ -35,11 +35,7 @@ from prefixtree.planning.trunks import Trunks, joined, plan_trunks
 
 
 class _RankMicroBatches(tuple[MicroBatch, ...]):
-    """The micro-batches of one rank, step after step.
-
-    Attributes:
-        trunks: the trunks that they share, for `kept_trunks`; None of a plan without them.
-    """
+    """The micro-batches of one rank, step after step, and the trunks that they share, if any."""
 
     trunks: Trunks | None = None
 
@@ -54,7 +50,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
     """The micro-batches of all ranks: `plan[rank][step]`. Made by `plan_micro_batches`.
 
     Every rank has the same number of steps. The same arguments give the same plan, so every rank
-    may plan for itself and take its row. A rank's costliest micro-batch comes first, so an
+    may plan for itself and take its row. A rank's costliest micro-batch comes first. So an
     out-of-memory error shows in the first step, and ranks that synchronise in each step have
     similar work. An update on rank r, with or without empty steps:
 
@@ -66,7 +62,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
             sum(w * -(a * p).sum() for w, a, p in terms).backward()
         optimizer.step()
 
-    Of a plan with `reuse`, give `sequence_logprobs` max_step_tokens=plan.max_tokens too.
+    With a plan made with `reuse`, also give `sequence_logprobs` max_step_tokens=plan.max_tokens.
 
     Attributes:
         forest: the PrefixForest over all sequences.
@@ -105,7 +101,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks, those without any sequence included."""
+        """The number of ranks, ranks without a sequence included."""
         return len(self._ranks)
 
     @property
@@ -133,8 +129,8 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
             The number of scored tokens over all sequences.
 
         Raises:
-            ForestError: masks of another number or length than the sequences, or that hold anything
-                but 0 and 1.
+            ForestError: masks that do not fit the sequences in number or length, or that hold
+                anything but 0 and 1.
         """
         return int(self._scored(loss_mask).sum())
 
@@ -195,7 +191,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         )
 
     def _scored(self, loss_mask: Sequence[Any] | None) -> np.ndarray:
-        """Scored tokens of each sequence, int64 [S]."""
+        """Counts the scored tokens of each sequence, int64 [S]."""
         lengths = self.forest.sequence_lengths
         if loss_mask is None:
             return lengths - 1
@@ -242,9 +238,9 @@ def plan_micro_batches(
         max_tokens: the most distinct tokens that a micro-batch may hold.
         num_ranks: the number of data-parallel ranks. Default: 1.
         groups: S hashable labels, None for a sequence without a group. The sequences of a group
-            (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
-            tokens fit (with `trunks`, on one rank alone). Default: no groups.
-        min_micro_batches: the least number of steps per rank; those that are not needed are empty.
+            (in GRPO the rollouts of one prompt) are on one rank, and in one micro-batch where their
+            distinct tokens fit (with `trunks`, only on one rank). Default: no groups.
+        min_micro_batches: the least number of steps per rank; a rank's surplus steps are empty.
             Default: 1.
         namespaces: as in `PrefixForest.from_sequences`: sequences of different namespaces share
             nothing. Default: all sequences may share.
@@ -252,10 +248,10 @@ def plan_micro_batches(
             Default: those of a model like Qwen3-8B.
         reuse: whether trees larger than `max_tokens` stay whole and are computed in steps.
             Default: False.
-        trunks: whether trunks are kept, for `kept_trunks`. What is held at once, trunks and a
-            micro-batch, fits `max_tokens`. Default: False.
-        import_cost: bytes of an imported token, for steps, and of a kept one, for trunks:
-            `import_cost(model)`. Default: `ImportCost()`, those of a model like Qwen3-8B with
+        trunks: whether trunks are kept, for `kept_trunks`. Trunks and a micro-batch that are held
+            at once fit `max_tokens` together. Default: False.
+        import_cost: bytes of an imported token, for steps, and of a kept token, for trunks:
+            `import_cost(model)`. Default: `ImportCost()`, the bytes of a model like Qwen3-8B with
             checkpointing.
 
     Returns:
@@ -264,7 +260,7 @@ def plan_micro_batches(
     Raises:
         ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens` without
             `reuse` or `trunks`; with them, a path that fits no steps (`plan_steps`), or whose trunk
-            does not fit; another number of groups than of sequences.
+            does not fit; groups that differ in number from the sequences.
         ValueError: max_tokens, num_ranks or min_micro_batches below 1; namespaces with a forest;
             reuse together with trunks.
     """
@@ -322,15 +318,17 @@ def plan_micro_batches(
         costs = np.concatenate([kept[rank].costs(cost_model) for rank in sorted(kept)])
     by_bin = np.argsort(sequence_bin, kind="stable")
     members = np.split(by_bin, np.cumsum(np.bincount(sequence_bin, minlength=num_bins))[:-1])
-    # trunks have an order of their own
+    # trunks need their micro-batches in the planned order
     costliest_first = np.arange(num_bins) if trunks else np.lexsort((-costs, bin_rank))
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for b in costliest_first.tolist():
-        steps_of = None
+        step_stats = None
         if reuse and tokens[b] > max_tokens:
             packed = pack(cut_out(forest, members[b]))
-            steps_of = plan_any_steps(packed, max_tokens, cost_model, import_cost=import_cost).stats
-        batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), steps_of)
+            step_stats = plan_any_steps(
+                packed, max_tokens, cost_model, import_cost=import_cost
+            ).stats
+        batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), step_stats)
         ranks[bin_rank[b]].append(batch)
     steps = max(min_micro_batches, *(len(rank) for rank in ranks))
     nothing = np.empty(0, np.int64)
@@ -372,10 +370,10 @@ def plan_micro_batches(
 
 
 def batches_with_trunks(trunks: Trunks) -> _RankMicroBatches:
-    """The micro-batches of trunks, as `plan[rank]` has them, of a rank that plans for itself."""
-    found = _RankMicroBatches(micro_batch_of(trunks.forest, x) for x in trunks.sequences)
-    found.trunks = trunks
-    return found
+    """The micro-batches of trunks in the form of `plan[rank]`, for a rank that plans alone."""
+    batches = _RankMicroBatches(micro_batch_of(trunks.forest, x) for x in trunks.sequences)
+    batches.trunks = trunks
+    return batches
 
 
 def _keep_trunks(
@@ -384,16 +382,16 @@ def _keep_trunks(
     max_tokens: int,
     import_cost: ImportCost | None,
 ) -> tuple[dict[int, Trunks], np.ndarray]:
-    """The trunks of each rank that has sequences, and the bin of each sequence, rank by rank."""
-    found, count = {}, 0
+    """Plans the trunks of each rank with sequences, and each sequence's bin, rank by rank."""
+    trunks_of, count = {}, 0
     sequence_bin = np.empty(len(sequence_rank), np.int64)
     for rank in np.unique(sequence_rank).tolist():
         members = np.flatnonzero(sequence_rank == rank)
-        found[rank] = plan_trunks(cut_out(forest, members), max_tokens, import_cost)
-        for micro_batch, sequences in enumerate(found[rank].sequences):
+        trunks_of[rank] = plan_trunks(cut_out(forest, members), max_tokens, import_cost)
+        for micro_batch, sequences in enumerate(trunks_of[rank].sequences):
             sequence_bin[members[sequences]] = count + micro_batch
-        count += len(found[rank].sequences)
-    return found, sequence_bin
+        count += len(trunks_of[rank].sequences)
+    return trunks_of, sequence_bin
 
 
 def _reuse_stats(

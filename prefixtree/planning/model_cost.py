@@ -7,8 +7,8 @@ The planner's `CostModel` and `report --model` read it from here.
 A token meets every weight of a linear layer once: 2 FLOPs per weight in a forward. It meets k / E
 of the weights of E routed experts, k per token. An embedding is looked up and costs none. A visible
 query-key pair costs 2 x (query heads) x (D + Dv) FLOPs in a forward. Layers without softmax
-attention have no pairs. A token passes through their states, per head of K x V (delta rule) or of
-P x N (Mamba-2), in chunks of C tokens, whose products within a chunk count whole:
+attention have no pairs. In them a token meets the layer's states, per head of K x V (delta rule)
+or of P x N (Mamba-2), in chunks of C tokens. Products within a chunk count whole:
 
     delta rule   3 K V + C (2 K + V)      state read for its error and for the output, and updated
     Mamba-2      2 P N + C (P + N)        state updated and read
@@ -38,13 +38,13 @@ class LayerCost:
 
     Attributes:
         kind: transformers' name: full_attention, sliding_attention, linear_attention or others.
-        weights: linear weights a token meets, over the experts it is routed to.
+        weights: linear weights that a token meets, over the experts it is routed to.
         per_pair: query heads x (D + Dv); 0 for a layer without softmax attention.
-        window: the sliding window, None for none; it counts the token itself.
-        state: multiply-adds a token has with the layer's state and its chunk; 0 without a state.
-        channels: of the convolution before a state; 0 for a layer without one.
-        state_numbers: of the layer's state, over all heads; 0 without a state.
-        index_per_pair: multiply-adds per pair of an indexer, which has no backward; 0 without one.
+        window: the sliding window, the token itself included.
+        state: multiply-adds that a token has with the layer's state and its chunk.
+        channels: of the convolution before a state.
+        state_numbers: numbers of the layer's state, over all heads.
+        index_per_pair: multiply-adds per pair of an indexer, which has no backward.
     """
 
     kind: str
@@ -62,12 +62,9 @@ class ModelCost:
     """The cost of a token in a causal language model.
 
     Attributes:
-        model_type: transformers' name.
-        parameters: of the whole model; a weight that is tied counts once.
-        layers: first to last.
+        parameters: of the whole model; a tied weight counts once.
         outside_weights: linear weights a token meets outside layers, embedding and lm_head.
-        lm_head_weights: of the language model's head; only scored tokens meet them.
-        hidden, vocabulary: sizes.
+        lm_head_weights: only scored tokens meet them.
         heads, head_dim, value_dim: of the config; single layers may have others.
         kv_heads: the most of any layer.
         element_bytes: bytes per element of weights and activations.
@@ -98,16 +95,16 @@ class ModelCost:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window; None for none."""
+        """The sliding window of each layer; None for none."""
         return tuple(layer.window for layer in self.layers)
 
 
 def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
-    """The cost of a token in a model, or in the model of a config.
+    """Reads the cost of a token off a model, or off the model of a config.
 
     Args:
-        model: a causal language model of transformers, on any device, or its config; of a config
-            the model is built on the meta device, without weights.
+        model: a causal language model of transformers, on any device. Of a config the model is
+            built on the meta device, without weights.
         element_bytes: bytes per element of weights and activations. Default: those of the config's
             dtype, or 2 where it has none.
 
@@ -133,7 +130,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
     skipped |= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
     def weights(module: nn.Module, number: int) -> dict[str, int]:
-        """By name, the weights of linear layers that a token meets."""
+        """Linear weights that a token meets, by name."""
         count, chosen = _of_layer(experts, number), _of_layer(active, number)
         met = {}
         for name, weight in module.named_parameters():
@@ -154,7 +151,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         slides = window is not None and getattr(text, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
     heads = told(text, "num_attention_heads") or _attention(layers[0]).num_heads
-    # another type may mean something else by the name of a layer
+    # other types may use the name of a layer for something else
     with_state = FAMILIES.get(text.model_type, Family()).recurrent_types - {CONVOLUTION}
     costs, dims = [], []
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -166,7 +163,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
             per_pair = columns // dims[-1][1] * sum(dims[-1])
         elif kind in SOFTMAX:
             per_pair = heads * sum(dims[-1])
-        its_window = window if kind == "sliding_attention" else None
+        layer_window = window if kind == "sliding_attention" else None
         state = state_cost(layer, CHUNK)
         channels = sum(
             child.out_channels
@@ -181,11 +178,11 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
                 "state whose heads and sizes are known: plans would count it as nothing; install a "
                 "version of transformers that docs/families.md lists for the type"
             )
-        its_weights = sum(met.values())
+        layer_weights = sum(met.values())
         indexer = getattr(attention, "indexer", None)
         scores = 0 if indexer is None else _index_per_pair(indexer)
         costs.append(
-            LayerCost(kind, its_weights, per_pair, its_window, state, channels, numbers, scores)
+            LayerCost(kind, layer_weights, per_pair, layer_window, state, channels, numbers, scores)
         )
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(_decoder(model), 0).values())
@@ -208,8 +205,8 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
 
 
 def _index_per_pair(indexer: Any) -> int:
-    """Multiply-adds per pair: of queries and keys, then of the weighted sum of heads; an indexer of
-    blocks sums none."""
+    """Multiply-adds per pair: of queries and keys, and of the sum over heads if there is one."""
+    # an indexer of blocks sums over no heads
     heads = getattr(indexer, "n_heads", None)
     if heads is None:
         return int(indexer.num_heads * indexer.head_dim)
@@ -217,7 +214,7 @@ def _index_per_pair(indexer: Any) -> int:
 
 
 def on_meta(config: Any) -> Any:
-    """The language model of a config on the meta device: shapes without numbers.
+    """Builds the language model of a config on the meta device: shapes without numbers.
 
     Raises:
         ValueError: transformers builds none from it.
@@ -229,8 +226,10 @@ def on_meta(config: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that makes the language model of a config, with its vision encoder if it
-    has one: modules and parameters then have the names that they have in the model."""
+    """Finds transformers' class of a config's language model, with its vision encoder if any.
+
+    Modules and parameters then have the names that they have in the model.
+    """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -239,7 +238,7 @@ def auto_class(config: Any) -> Any:
     )
 
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    # AutoModelForCausalLM makes the text's model of some configs of both
+    # AutoModelForCausalLM makes the text model of some configs that are in both mappings
     sees = config.get_text_config() is not config
     if is_text and not (sees and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         return AutoModelForCausalLM
@@ -247,11 +246,11 @@ def auto_class(config: Any) -> Any:
 
 
 def _decoder(model: Any) -> Any:
-    """The module that holds the layers; ModernBERT's decoder calls its lm_head so."""
+    """Finds the module that holds the layers; ModernBERT's `get_decoder` returns its lm_head."""
     from torch import nn
 
-    found = model.get_decoder()
-    return model if isinstance(found, nn.Linear) else found
+    decoder = model.get_decoder()
+    return model if isinstance(decoder, nn.Linear) else decoder
 
 
 def _layers(model: Any, text: Any) -> Any:
@@ -264,7 +263,7 @@ def _layers(model: Any, text: Any) -> Any:
 
 
 def state_cost(layer: Any, chunk: int) -> int:
-    """Multiply-adds a token has with the states of a layer, in chunks of `chunk` tokens."""
+    """Multiply-adds of a token with the states of a layer, in chunks of `chunk` tokens."""
     total = 0
     for mixer in _mixers(layer):
         heads, key, value = _state_dims(mixer)
@@ -276,25 +275,24 @@ def state_cost(layer: Any, chunk: int) -> int:
 
 
 def _state_numbers(mixer: Any) -> int:
-    """Numbers of the state of a mixer, over all heads."""
+    """Counts the numbers of a mixer's state, over all heads."""
     heads, key, value = _state_dims(mixer)
     size = getattr(mixer, "ssm_state_size", None)
     return heads * value * (key if size is None else size)
 
 
 def state_heads(model: Any) -> set[tuple[int, int]]:
-    """(heads with a state, heads of keys or groups that they share) of a model's recurrences."""
-    found = set()
+    """Finds (heads with a state, key heads or groups that they share) of a model's recurrences."""
+    head_counts = set()
     for mixer in _mixers(model):
         heads, *_ = _state_dims(mixer)
         if heads:
-            found.add((heads, _first(mixer, "num_k_heads", "n_groups") or heads))
-    return found
+            head_counts.add((heads, _first(mixer, "num_k_heads", "n_groups") or heads))
+    return head_counts
 
 
 def _mixers(layer: Any) -> list[Any]:
-    """The modules of a layer that call a recurrence, or hold a convolution, as those do that are
-    not served."""
+    """Finds the modules of a layer that call a recurrence or hold a convolution, served or not."""
     from torch import nn
 
     return [
@@ -306,7 +304,7 @@ def _mixers(layer: Any) -> list[Any]:
 
 
 def _state_dims(mixer: Any) -> tuple[int, int, int]:
-    """Heads, K and V of a recurrence; zeros where there is a convolution alone."""
+    """Heads, K and V of a recurrence; zeros of a mere convolution."""
     heads = _first(mixer, "num_v_heads", "num_heads")
     key, value = (
         _first(mixer, "head_k_dim", "head_dim"),
@@ -316,12 +314,12 @@ def _state_dims(mixer: Any) -> tuple[int, int, int]:
 
 
 def _attention(layer: Any) -> Any:
-    """The softmax attention of a layer; None where there is none."""
+    """Finds the softmax attention of a layer, or None."""
     return next((m for m in layer.modules() if getattr(m, "is_causal", False)), None)
 
 
 def _value_columns(attention: Any) -> int | None:
-    """Query heads x Dv: what the projection back to the hidden size takes."""
+    """Query heads x Dv: the columns of the projection back to the hidden size."""
     for name, child in attention.named_children():
         if name in _ATTENTION_END:
             # transformers' Conv1D [in, out] has no in_features
@@ -331,24 +329,24 @@ def _value_columns(attention: Any) -> int | None:
 
 def _head_dims(attention: Any, text: Any) -> tuple[int, int]:
     """D and Dv of a layer."""
-    # those of the layer come first: a config may hold one head size per layer
+    # the layer's attributes come first: a config may hold one head size per layer
     dim = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
     dim = dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return dim, getattr(attention, "v_head_dim", None) or dim
 
 
 def _kv_heads(attention: Any, text: Any) -> int:
-    """Those of a layer."""
+    """The kv heads of a layer."""
     keys = getattr(attention, "k_proj", None)
     if keys is not None:
-        # a config that holds them per layer refuses to tell them for all
+        # a config that holds kv heads per layer refuses to tell one number
         return int(keys.weight.shape[0] // _head_dims(attention, text)[0])
     heads = told(text, "num_key_value_heads") or told(text, "num_attention_heads")
     return int(heads or attention.num_heads // attention.num_key_value_groups)
 
 
 def told(config: Any, name: str) -> Any:
-    """A number that all layers share; None where a config holds it per layer, and says so."""
+    """A number that all layers share; None where the config holds it per layer."""
     try:
         return getattr(config, name, None)
     except RuntimeError:
@@ -356,7 +354,7 @@ def told(config: Any, name: str) -> Any:
 
 
 def _of_layer(value: Any, number: int) -> Any:
-    """A config's value that may be one number for all layers or a list, one per layer."""
+    """A layer's entry of a config's value, which may be one number for all layers or a list."""
     return value[number] if isinstance(value, (list, tuple)) else value
 
 

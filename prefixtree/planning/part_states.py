@@ -1,7 +1,8 @@
 """`PartStates`: where states of recurrent layers enter and leave a part of a packed forest.
 
-A part's segments are those of the whole forest, cut where parts meet. So a state that enters stands
-behind the token above a run, and a state that leaves behind an own token that others continue.
+A part's segments are those of the whole forest, cut where parts meet. So a state that enters is
+that after the token above a run. A state that leaves is that after an own token that others
+continue.
 
 Legend: T packed tokens, t own tokens of a part, I states that enter, F that leave, W taps.
 """
@@ -20,22 +21,22 @@ from prefixtree.packing.mask import TreeMask, make_mask
 from prefixtree.packing.state_borders import StateBorders
 from prefixtree.planning.parts import Part
 
-#: Kinds of rows that parts hand on: keys and values, or the keys of an indexer; and states. Those
-#: of a convolution's inputs are known by its taps.
+#: Kinds of rows that parts hand on: keys and values, or the keys of an indexer; and states. Inputs
+#: of a convolution are known by its taps.
 KEYS, STATES = -1, 0
 
 
 class Tails(NamedTuple):
-    """The tokens that a convolution with W taps reads beside the own ones, or all above these.
+    """The tokens of others that a convolution with W taps reads, or all above the own tokens.
 
     Attributes:
-        tokens: int32 [b], their packed tokens, ascending: those of the W - 1 above each place where
-            a state enters that are not own; without a W, of all above it.
+        tokens: int32 [b], ascending packed tokens: the foreign ones of the W - 1 above each place
+            where a state enters; without a W, all above it.
         mask: over [b + t] rows, these and the own tokens in packed order. The nearest W - 1
             ancestors of an own token are the true ones.
         own_rows: int64 [t], the rows of the own tokens, on the mask's device.
         joined: int64 [b + t], the place of each row in [tails, own tokens].
-        are_first: whether all tails stand before the own tokens, so that rows are joined already.
+        are_first: whether all tails stand before the own tokens, so that no row moves.
     """
 
     tokens: np.ndarray
@@ -45,24 +46,21 @@ class Tails(NamedTuple):
     are_first: bool
 
     def join(self, tails: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Rows [b, ..] of the tails and x [t, ..] of the own tokens -> [b + t, ..]."""
+        """Joins rows [b, ..] of the tails with x [t, ..] of the own tokens to [b + t, ..]."""
         if not len(tails):
             return x
         rows = torch.cat([tails, x])
         return rows if self.are_first else rows.index_select(0, self.joined)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """[b + t, ..] -> [t, ..]."""
+        """Selects the own rows: [b + t, ..] -> [t, ..]."""
         if self.are_first:
             return rows[len(self.tokens) :]
         return rows.index_select(0, self.own_rows)
 
 
 class PartStates:
-    """Where states enter and leave the own tokens of a part.
-
-    Args:
-        part: the part.
+    """The places where states enter and leave the own tokens of a part.
 
     Attributes:
         entered: int32 [I], the packed tokens of other parts whose states enter, ascending.
@@ -84,17 +82,19 @@ class PartStates:
 
     @cached_property
     def borders(self) -> StateBorders:
-        """Of the own tokens' mask: row i of the states that enter is that behind `entered[i]`, and
-        those that leave are in the order of `left`. Parts are steps, or keep their order: no token
-        in an earlier part than a token above it."""
+        """The borders of states for the own tokens' mask.
+
+        Row i of the states that enter is that after token `entered[i]`; those that leave are in the
+        order of `left`. Parts must be steps, or keep their order: no token in an earlier part than
+        a token above it.
+        """
         exits = np.searchsorted(self.part.own_tokens, self.left)
         part = self.part
         mask = self._mask(part.own_tokens) if part.num_imported else part.mask
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
 
     def tails(self, width: int | None) -> Tails:
-        """The tokens that a convolution with `width` taps reads, for None all above the own ones;
-        made once and kept."""
+        """The tokens that a convolution with `width` taps reads; for None all above the own."""
         if width not in self._tails:
             own = self.part.own_tokens
             tokens = self.part.imported_tokens
@@ -116,7 +116,7 @@ class PartStates:
         return self._tails[width]
 
     def _mask(self, tokens: np.ndarray) -> TreeMask:
-        """The mask of some packed tokens, ascending: of each the nearest of them above it."""
+        """Makes the mask of ascending packed tokens, each of which sees the nearest above it."""
         lengths = np.ones(len(tokens), np.int64)
         ends = loops.parts.lay_out(self.part.host.subtree_end, tokens.astype(np.int64), lengths)[1]
         whole = self.part.mask
@@ -127,26 +127,23 @@ class PartStates:
 
 
 def tokens_read(predictor: np.ndarray, is_own: np.ndarray, kind: int) -> np.ndarray:
-    """The tokens of others that recurrent layers over some of the packed tokens read.
+    """Tokens of others, int32 [b] ascending, that recurrent layers over some packed tokens read.
 
     Args:
         predictor: int32 [T], the token above each; -1 for none.
-        is_own: bool [T], which tokens they compute.
+        is_own: bool [T], the tokens that the layers compute.
         kind: STATES, or the taps W of a convolution, which reads the W - 1 tokens above.
-
-    Returns:
-        int32 [b], ascending.
     """
     above = predictor[is_own]
     above = above[above >= 0]
-    # few: most tokens continue one of their own part
-    at = np.unique(above[~is_own[above]])
+    # few are left, as most tokens continue one of their own part
+    tokens_above = np.unique(above[~is_own[above]])
     if kind == STATES:
-        return at
-    found = [at[:0]]
+        return tokens_above
+    read = [tokens_above[:0]]
     for _ in range(kind - 1):
-        found.append(at)
-        at = predictor[at]
-        at = np.unique(at[at >= 0])
-    tokens = np.unique(np.concatenate(found))
+        read.append(tokens_above)
+        tokens_above = predictor[tokens_above]
+        tokens_above = np.unique(tokens_above[tokens_above >= 0])
+    tokens = np.unique(np.concatenate(read))
     return tokens[~is_own[tokens]]

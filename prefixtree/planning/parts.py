@@ -3,7 +3,7 @@
 A part is its own tokens and the ancestors that it imports from other parts. A set of packed tokens
 that holds every token's ancestors is a packed forest again, with the same positions. So a part has
 a `TreeMask` like any other, and kernels, tables and windows need to know nothing of parts. Parts
-that import from ranks are context parallelism; parts that import from earlier steps reuse a trunk
+that import from ranks are context parallelism. Parts that import from earlier steps reuse a trunk
 over time. Nothing here communicates.
 
 Legend: T packed tokens, n parts, t own tokens of a part, K rows of a part (own and imported).
@@ -35,7 +35,6 @@ class Part:
     ascending in packed order.
 
     Attributes:
-        index: the part's number.
         tokens: int32 [K], the packed token of each row.
         own_runs: int64 [*, 3], the own tokens as runs (packed start, row of the part, length).
         own_tokens: int32 [t], the own tokens, ascending.
@@ -75,12 +74,12 @@ class Part:
 
     @property
     def num_imported(self) -> int:
-        """K - t, the rows of other parts' tokens."""
+        """K - t, the number of other parts' tokens among the rows."""
         return self.num_rows - self.num_tokens
 
     @cached_property
     def imported_tokens(self) -> np.ndarray:
-        """int32 [K - t], the packed token of each row of other parts, ascending."""
+        """int32 [K - t], the packed tokens of other parts' rows, ascending."""
         return np.delete(self.tokens, self.own_rows)
 
     @cached_property
@@ -92,8 +91,8 @@ class Part:
     def mask(self) -> TreeMask:
         """The mask of q [t] over k and v [K], on the device of the packed forest.
 
-        It has the packed forest's backend and `deterministic`. The positions are those of the
-        packed forest. Where nothing is imported, it is a mask for all queries.
+        It has the packed forest's positions, backend and `deterministic`. If nothing is imported,
+        it is a mask for all queries.
         """
         runs = None
         if self.num_tokens == len(self.host.subtree_end):
@@ -106,34 +105,27 @@ class Part:
 
     @lasting
     def index_on(self, device: torch.device) -> torch.Tensor:
-        """int32 [t], the own tokens on a device, moved there once."""
+        """The own tokens, int32 [t], on a device; moved there once."""
         if device not in self._indices:
             self._indices[device] = move(torch.from_numpy(self.own_tokens), device)
         return self._indices[device]
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """Takes the own tokens out of values per packed token, such as token ids and positions.
-
-        Args:
-            values: [T, ...], any dtype.
-
-        Returns:
-            [t, ...] on the device of `values`.
-        """
+        """Selects the own tokens' values: [T, ...] of any dtype -> [t, ...] on the same device."""
         return values.index_select(0, self.index_on(values.device))
 
     def scored(self, predictor: Any) -> tuple[np.ndarray, np.ndarray]:
         """Finds the edges that this part scores: those whose predictor it owns.
 
-        The token behind an edge may belong to another part. Only its id is needed to score it,
-        which every part knows.
+        The token after an edge may belong to another part. Scoring needs only its id, which every
+        part knows.
 
         Args:
             predictor: [E] integers, the packed index of each edge's predictor: `Edges.predictor`.
 
         Returns:
-            int64, which of the edges the part scores, ascending; and int64, for each of these the
-            row among the own tokens at which the model's output scores it.
+            int64, the edges that the part scores, ascending; and int64, for each of these the row
+            among the own tokens at which the model's output scores it.
 
         Raises:
             ForestError: predictors that are not 1-D integers, or no packed tokens.
@@ -153,7 +145,7 @@ class Parts:
     """A packed forest whose tokens are divided among parts: ranks, or steps.
 
     A sequence of `Part`s: `len(parts)`, `parts[i]` and iteration. A part is made at its first
-    access and kept, so a rank pays for its own.
+    access and kept, so a rank pays only for its own.
 
     Args:
         packed: the packed forest.
@@ -161,13 +153,10 @@ class Parts:
             array or a tensor. A part may own nothing.
         num_parts: n. Owners are 0 .. n - 1.
 
-    Attributes:
-        packed: the packed forest.
-
     Raises:
         TypeError: anything but a PackedForest.
-        ForestError: owners of another length than T, that are not integers, or out of range; a
-            packed forest whose mask holds a subset of the queries.
+        ForestError: owners that are not T integers in range; a packed forest whose mask holds a
+            subset of the queries.
         ValueError: num_parts that is no integer >= 1.
     """
 
@@ -187,7 +176,7 @@ class Parts:
     def _init(
         self, packed: PackedForest, start: np.ndarray, part: np.ndarray, num_parts: int
     ) -> None:
-        """start int64 [Q], part int64 [Q]: neighbouring runs of tokens with different owners."""
+        """Takes runs of tokens with one owner each, start int64 [Q] and part int64 [Q]."""
         self.packed = packed
         self._run_start = np.append(start, packed.num_tokens)
         self._run_part = part
@@ -220,7 +209,7 @@ class Parts:
 
     @cached_property
     def imported(self) -> np.ndarray:
-        """int64 [n, n], imported[r, s] is the number of rows that part r imports from part s."""
+        """int64 [n, n]: imported[r, s] is the number of rows that part r imports from part s."""
         return imported_rows(self._importer, self._pieces, len(self))
 
     def exported_runs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -243,12 +232,12 @@ class Parts:
         """Finds the tokens that parts read of other parts, as runs of one owner.
 
         Args:
-            read: per part, the packed tokens of others that it reads, ascending. Default: all that
-                it imports.
+            read: the packed tokens of others that each part reads, ascending. Default: all that it
+                imports.
 
         Returns:
-            int64 [*] each: the part that reads a run, its first packed token, its length, and the
-            part that owns it; by reader, ascending.
+            int64 [*] each, by reader, ascending: the part that reads a run, its first packed token,
+            its length, and the part that owns it.
         """
         if read is not None:
             return _runs_by_reader(read, self.owner)
@@ -277,13 +266,13 @@ class Parts:
         return f"{type(self).__name__}({len(self)} parts of {self.packed.num_tokens} tokens)"
 
 
-# ---- what planners of parts share --------------------------------------------------------------
+# ---- shared by planners of parts ---------------------------------------------------------------
 
 
 def find_pieces(
     packed: PackedForest, run_start: np.ndarray, run_part: np.ndarray, num_parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces of every part: see the loop `find_pieces`."""
+    """Finds the pieces of every part, by the loop `find_pieces`."""
     forest = packed.forest
     node_end = forest.node_start + forest.node_length
     return loops.parts.find_pieces(
@@ -292,7 +281,7 @@ def find_pieces(
 
 
 def imported_rows(importer: np.ndarray, pieces: np.ndarray, num_parts: int) -> np.ndarray:
-    """int64 [n, n]: the rows that each part imports from each, from all pieces and their parts."""
+    """Counts the rows that each part imports from each, int64 [n, n], from all pieces."""
     foreign = pieces[:, 2] != importer
     pair = importer[foreign] * num_parts + pieces[foreign, 2]
     return _sums(pair, pieces[foreign, 1], num_parts**2).reshape(num_parts, num_parts)
@@ -309,12 +298,12 @@ def _runs_by_reader(read: Sequence[np.ndarray], owner: np.ndarray) -> tuple[np.n
 
 
 def _sums(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count], the sum of `values` by `index`."""
+    """Sums `values` by `index`, int64 [count]."""
     out = np.zeros(count, np.int64)
     np.add.at(out, index, values)
     return out
 
 
 def _expand(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """int32: start, start + 1, .. of every run, one run after another."""
+    """Lists start, start + 1, .. of every run, int32, one run after another."""
     return rows_of_runs(start, length).astype(np.int32)

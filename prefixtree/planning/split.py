@@ -21,7 +21,7 @@ from prefixtree.packing.layout import Edges, PackedForest
 from prefixtree.planning.costs import CostModel, ImportCost, run_flops
 from prefixtree.planning.parts import Parts, find_pieces, imported_rows
 
-# chunks per rank that are tried
+# tried numbers of chunks per rank
 _CHUNKS = (1, 2, 4, 8, 16)
 # tiles per rank below which tiles are halved, so that a tile more or less is little of a rank
 _TILES = 16
@@ -64,7 +64,7 @@ class SplitStats:
 
     @property
     def received_share(self) -> float:
-        """Most rows that a rank imports, over those that an all-gather would bring to it."""
+        """Most rows that a rank imports, over the rows that an all-gather would bring to it."""
         foreign = sum(self.own_tokens) - np.array(self.own_tokens)
         return float(max(np.array(self.received_rows) / np.maximum(1, foreign)))
 
@@ -110,19 +110,17 @@ def split_tokens(
 ) -> Split:
     """Divides the packed tokens among the ranks of a group, with equal tokens and equal work.
 
-    The result depends on the arguments alone, so all ranks find the same one.
+    The result depends only on the arguments, so all ranks find the same one.
 
     Args:
         packed: the packed forest.
         num_parts: n, the ranks of the group.
-        cost_model: FLOPs per token and visible pair. Default: `CostModel()`.
         scored: the edges to score, from `packed.edges(loss_mask)`. A token pays for the lm_head
             once per edge that it predicts. Default: every token pays once.
-        import_cost: bytes and rates, to predict times. Default: `ImportCost()`.
+        import_cost: bytes and rates, to predict times.
         tile: chunks start at multiples of so many tokens, so that no tile of queries is cut. It is
             halved while a rank has fewer than 16 tiles. Default: 128, the largest query tile.
-        multiple: every part has a multiple of so many tokens, for ranks that cut it again. Default:
-            1.
+        multiple: every part has a multiple of so many tokens, for ranks that cut it again.
 
     Returns:
         The split. Every part has at least one token.
@@ -173,11 +171,8 @@ def split_slots(
     """Divides each slot of a forest among ranks, as `split_tokens` does a whole forest.
 
     Args:
-        packed: the packed forest.
-        border: int64 [S + 1], ascending from 0 to T, the tokens between which a slot's lie; at
-            least `ranks` each.
-        ranks: n.
-        cost_model, scored, import_cost, tile: as in `split_tokens`.
+        border: int64 [S + 1], ascending from 0 to T, the borders of the slots' tokens; a slot has
+            at least `ranks` tokens.
 
     Returns:
         The cells; part slot * n + rank is that of a rank. Each has a token.
@@ -206,7 +201,7 @@ def _dealt(
     """Deals the chunks of each slot to ranks.
 
     Args:
-        border: of slots. tiles: of each, its tokens between which it may be cut.
+        border: of slots. tiles: each slot's number of tokens between which it may be cut.
 
     Returns:
         The number of chunks per rank, and int64 [Q] each: the first token of each run of one cell,
@@ -222,16 +217,16 @@ def _dealt(
     of_slots = np.split(seconds, np.cumsum([len(slot) - 1 for slot in slots])[:-1])
     cells = ranks * len(slots)
     best, least = None, np.inf
-    for each in _CHUNKS if ranks > 1 else _CHUNKS[:1]:
-        if best is not None and all(each * ranks >= len(slot) for slot in slots):
+    for per_rank in _CHUNKS if ranks > 1 else _CHUNKS[:1]:
+        if best is not None and all(per_rank * ranks >= len(slot) for slot in slots):
             break
         starts, owners, predicted = [], [], 0.0
-        for number, (slot, its_seconds) in enumerate(zip(slots, of_slots, strict=True)):
+        for number, (slot, slot_seconds) in enumerate(zip(slots, of_slots, strict=True)):
             num_tiles = len(slot) - 1
-            chunks = min(each, num_tiles // ranks)
+            chunks = min(per_rank, num_tiles // ranks)
             count = chunks * ranks
             cut = num_tiles * np.arange(count + 1) // count
-            before = np.concatenate([[0.0], np.cumsum(its_seconds)])
+            before = np.concatenate([[0.0], np.cumsum(slot_seconds)])
             chunk, widths = np.diff(before[cut]), np.diff(cut)
             order = np.argsort(-chunk, kind="stable")
             rank = loops.parts.deal(chunk, order, widths > num_tiles // count, ranks, chunks)
@@ -242,12 +237,12 @@ def _dealt(
         start, owner = np.concatenate(starts), np.concatenate(owners)
         ptr, pieces = find_pieces(packed, np.append(start, border[-1]), owner, cells)
         rows = imported_rows(np.repeat(np.arange(cells), np.diff(ptr)), pieces, cells)
-        # of earlier slots a row comes from the rank that holds it
+        # a row of an earlier slot comes from the rank that holds it
         between = rows.reshape(len(slots), ranks, len(slots), ranks).sum(2)
         between[:, range(ranks), range(ranks)] = 0
         predicted += sum(import_cost.exchange_seconds(of_slot) for of_slot in between)
         if predicted < least:
-            best, least = (each, start, owner), predicted
+            best, least = (per_rank, start, owner), predicted
     assert best is not None
     return best
 
@@ -259,18 +254,7 @@ def split_stats(
     *,
     import_cost: ImportCost | None = None,
 ) -> SplitStats:
-    """Predicts balance and traffic of any division among ranks.
-
-    Args:
-        parts: the division.
-        cost_model, scored, import_cost: as in `split_tokens`.
-
-    Returns:
-        The stats.
-
-    Raises:
-        ForestError, ValueError: as in `split_tokens`.
-    """
+    """Predicts balance and traffic of any division among ranks, with `split_tokens`'s arguments."""
     cost_model = CostModel() if cost_model is None else cost_model
     import_cost = ImportCost() if import_cost is None else import_cost
     runs, owner = parts.runs
@@ -298,7 +282,7 @@ def _work(
     import_cost: ImportCost,
     scored: Edges | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """FLOPs and predicted seconds of the tokens between each two borders, float64 [B]."""
+    """FLOPs and predicted seconds of the tokens between each two borders, float64 [B] each."""
     flops = run_flops(packed, border, cost_model)
     seconds = import_cost.compute_seconds(np.diff(border), flops, cost_model)
     if scored is None:

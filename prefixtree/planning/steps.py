@@ -1,8 +1,8 @@
 """`plan_steps`: divides a packed forest into steps that are computed one after another.
 
 A step is a run of packed tokens. It imports the tokens above its first one, which earlier steps
-computed, so a trunk is computed once however many steps it takes. Forwards run in the order of the
-steps and backwards in the reverse order: what a step exports gets its gradients before its own
+computed. So a trunk is computed once however many steps it takes. Forwards run in the order of the
+steps and backwards in the reverse order: the exports of a step get their gradients before its own
 backward. A sequence may be longer than a step. Legend: T packed tokens.
 """
 
@@ -30,8 +30,8 @@ class StepStats:
     """Tokens, memory and work of steps.
 
     Attributes:
-        max_step_tokens: the budget.
-        import_weight: what an imported token counts of it.
+        max_step_tokens: the budget, in own tokens.
+        import_weight: own tokens that an imported token counts as.
         own_tokens: tokens that each step computes.
         imported_tokens: tokens that each step imports.
         own_exported_tokens: own tokens of each step that any later step imports.
@@ -39,14 +39,13 @@ class StepStats:
         exported_bytes: bytes of these keys and values in all layers, if all are kept from the
             forwards to the backwards.
         again: FLOPs of a second forward of the exported tokens alone, over those of an update of
-            the forest in one piece: what the least repetition would cost.
+            the forest in one piece: the cost of the least repetition.
         second_forward: FLOPs of the forwards that a backward of
             `sequence_logprobs(max_step_tokens=)` repeats: those of all steps but the last. Layers
             that are checkpointed in one forward repeat one of all tokens.
-        on_host: whether what a step imports waits on the host until its layer runs.
-        states: the most tokens whose states, in models with recurrent layers, wait at once for
-            later steps.
-        state_weight: what such a token's states count of max_step_tokens.
+        on_host: whether imported rows wait on the host until their layer runs.
+        states: the most tokens whose recurrent states wait at once for later steps.
+        state_weight: own tokens that the states after a token count as.
     """
 
     max_step_tokens: int
@@ -71,15 +70,15 @@ class StepStats:
     def held_bytes(self, import_cost: ImportCost) -> int:
         """Computes the most bytes of imported and exported rows that wait on the device at once.
 
-        In the backward of a step these are the keys, values and gradients of what it imports, and
-        the gradients of what it exports. In its forward they are the keys and values of both. With
+        In the backward of a step these are the keys, values and gradients of its imports, and the
+        gradients of its exports. In its forward they are the keys and values of both. With
         `on_host` there are none.
 
         Args:
             import_cost: the bytes per row.
 
         Returns:
-            Bytes, in all layers, beside the activations of one step.
+            Bytes, in all layers, in addition to the activations of one step.
         """
         if self.on_host:
             return 0
@@ -110,7 +109,7 @@ class Steps(Parts):
     belong to an earlier step than a token above it.
 
     Attributes:
-        stats: tokens, memory and work, where `plan_steps` made them.
+        stats: tokens, memory and work; only of `plan_steps`.
 
     Raises:
         TypeError, ForestError, ValueError: as `Parts`; a ForestError too where a step imports from
@@ -146,20 +145,19 @@ def plan_steps(
 
     Args:
         packed: the packed forest.
-        max_step_tokens: what a step may hold, in own tokens. An imported token counts
+        max_step_tokens: the budget of a step, in own tokens. An imported token counts
             `import_cost.weight`, the bytes of its keys, values and their gradients over those of an
             own token. States that wait for later steps count `import_cost.state_weight` per token.
             A sequence may be longer.
-        cost_model: FLOPs per token and visible pair, for the stats. Default: `CostModel()`.
-        import_cost: the bytes. Default: `ImportCost()`.
+        cost_model: FLOPs per token and visible pair, for the stats.
 
     Returns:
         The steps, in the order of their forwards.
 
     Raises:
         TypeError: anything but a PackedForest.
-        ForestError: a path that fits no steps, because of the bytes of what they import, or a
-            packed forest whose mask holds a subset of the queries.
+        ForestError: a path that fits no steps, because of the bytes that they import, or a packed
+            forest whose mask holds a subset of the queries.
         ValueError: max_step_tokens that is no integer >= 1, or an import_cost without token_bytes.
     """
     check_packed(packed, "plan_steps")
@@ -201,7 +199,7 @@ def plan_steps(
 
 
 def _most_states(predictor: np.ndarray, start: np.ndarray) -> int:
-    """The most tokens whose states wait at once: behind their step, for later ones."""
+    """The most tokens whose states wait at once, after their step, for later steps."""
     tokens = np.arange(len(predictor))
     step = np.searchsorted(start, tokens, side="right") - 1
     going = predictor >= 0
@@ -224,13 +222,7 @@ def plan_any_steps(
     *,
     import_cost: ImportCost | None = None,
 ) -> Steps:
-    """`plan_steps`, with imported rows on the host where a path does not fit on the device.
-
-    Args:
-        packed, max_step_tokens, cost_model, import_cost: as in `plan_steps`.
-
-    Returns:
-        The steps; `stats.on_host` says where what they import waits.
+    """Plans steps as `plan_steps`, with imported rows on the host if a path does not fit otherwise.
 
     Raises:
         TypeError, ForestError, ValueError: as `plan_steps`. The ForestError names the least budget

@@ -1,11 +1,11 @@
 """`plan_trunks`: micro-batches of one forest that keep the trunks they share, for `kept_trunks`.
 
 The ends of sequences are taken in packed order, in which a sequence shares the most with its
-neighbours, and micro-batches are runs of them. What several micro-batches share is a trunk: its
-forward runs once, before the first of them, and its backward once, behind the last of them. So a
-trunk below another one lives shorter, and what is alive at once lies on one path. Micro-batches may
-be given instead, and then what is alive may lie anywhere. Every token has one owner: a trunk, or
-the one micro-batch that holds it. Legend: N nodes, E distinct ends.
+neighbours, and micro-batches are runs of them. Tokens that several micro-batches share are a trunk.
+Its forward runs once, before the first of them, and its backward once, after the last of them. So a
+trunk below another one lives shorter, and all that is alive at once lies on one path. The caller
+may also give micro-batches; then what is alive may lie anywhere. Every token has one owner: a
+trunk, or the one micro-batch that holds it. Legend: N nodes, E distinct ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.planning.costs import CostModel, ImportCost, run_flops
 from prefixtree.planning.steps import Steps
 
-# a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit
+# fewer tokens leave a GPU idle: the trunk above takes in those of a smaller trunk if they fit
 _FEW = 1024
-# of the budget: a trunk of fewer tokens takes as long
+# share of the budget; a trunk of fewer tokens takes as long as one of so many
 _LEAST = 1 / 32
 # budgets tried below max_tokens to make micro-batches even
 _EVENINGS = 6
@@ -42,8 +42,8 @@ class TrunkStats:
         alive_tokens: the most trunk tokens that are kept at once.
         peak: the most that is held at once, in own tokens; at most `max_tokens` of the plan.
         again: whether trunks keep no graph: their forward runs a second time before their backward.
-        on_host: whether what trunks export waits on the host until a layer reads it.
-        states: of recurrent layers, the most that trunks export at once; 0 without such layers.
+        on_host: whether exports of trunks wait on the host until a layer reads them.
+        states: the most states of recurrent layers that trunks export at once.
     """
 
     trunks: int
@@ -65,7 +65,7 @@ class TrunkStats:
 
 
 def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
-    """Those of all ranks: sums of trunks and their tokens, the most of what is held at once."""
+    """Joins the stats of all ranks: sums of trunks and tokens, maxima of what is held at once."""
     return TrunkStats(
         sum(stats.trunks for stats in of_ranks),
         sum(stats.kept_tokens for stats in of_ranks),
@@ -78,12 +78,12 @@ def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
 
 
 class Span(NamedTuple):
-    """A part in time.
+    """The life of a part, in micro-batches.
 
     Attributes:
         first: the micro-batch before which it runs forward.
-        last: the micro-batch behind which it runs its backward.
-        is_trunk: whether others import from it; else it is the part of micro-batch `first`.
+        last: the micro-batch after which it runs its backward.
+        is_trunk: whether others import from it; otherwise it is the part of micro-batch `first`.
     """
 
     first: int
@@ -95,10 +95,8 @@ class Trunks:
     """A forest in micro-batches and the trunks that they share. Made by `plan_trunks`.
 
     Attributes:
-        forest: the forest.
-        sequences: per micro-batch, int64, the sequences of `forest` that it scores.
-        spans: per part, in the order of forwards.
-        stats: TrunkStats.
+        sequences: int64 per micro-batch, the sequences of `forest` that it scores.
+        spans: one per part, in the order of forwards.
     """
 
     def __init__(
@@ -124,22 +122,18 @@ class Trunks:
         return self._steps[device]
 
     def costs(self, cost_model: CostModel) -> np.ndarray:
-        """FLOPs of what each micro-batch computes, and of the trunks that begin with it.
-
-        Returns:
-            float64 [micro-batches], of an update.
-        """
+        """FLOPs of an update, float64 [micro-batches], each with the trunks that begin with it."""
         border = np.flatnonzero(np.diff(self._owner, prepend=-1, append=-1))
         flops = run_flops(pack(self.forest), border, cost_model)
         first = np.array([span.first for span in self.spans])[self._owner[border[:-1]]]
         return np.bincount(first, flops, len(self.sequences))
 
     def exported_states(self) -> np.ndarray:
-        """Own tokens of each part that others continue, int64 [parts]."""
+        """Counts the own tokens of each part that others continue, int64 [parts]."""
         return _states(self.forest, self._owner, len(self.spans))
 
     def extra_tokens(self, max_tokens: int, has_backward: bool) -> int:
-        """The cost of trunks beside one pass over every token, in tokens of an update.
+        """The cost of trunks over one pass over every token, in tokens of an update.
 
         A small trunk leaves a GPU idle: it takes as long as a part of the budget does.
         """
@@ -171,18 +165,14 @@ def plan_trunks(
     """Divides a forest into micro-batches and trunks, and computes every token once.
 
     Where trunks do not fit with their graphs, they keep none and their forward runs twice. Where
-    what they export does not fit either, it waits on the host.
+    their exports do not fit either, these wait on the host.
 
     Args:
-        forest: what one rank computes.
+        forest: the forest of one rank.
         max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
             `import_cost.trunk_weight`. A sequence may be longer.
-        import_cost: the bytes. Default: `ImportCost()`.
         micro_batches: the sequences of each micro-batch, in the order in which they run; each
             sequence in one. Default: as few as fit.
-
-    Returns:
-        The micro-batches and trunks.
 
     Raises:
         ForestError: a path whose trunk does not fit, with the least budget that works.
@@ -200,8 +190,8 @@ def plan_trunks(
 
     def planned(budget: int) -> tuple[Trunks, ImportCost] | None:
         for way in ways:
-            if (found := divided(budget, way)) is not None:
-                return found, way
+            if (planned_trunks := divided(budget, way)) is not None:
+                return planned_trunks, way
         return None
 
     if (best := planned(max_tokens)) is None:
@@ -216,24 +206,25 @@ def plan_trunks(
             "keep no graph and what they export waits on the host: the least max_tokens that works "
             f"is about {high}; or compute it in steps (reuse=True)"
         )
-    found, way = best
-    # as even micro-batches as need no more of them and no more trunks
+    planned_trunks, way = best
+    # micro-batches as even as neither more of them nor more trunks make them
     low, high = max_tokens // 2, max_tokens
-    for _ in range(_EVENINGS if micro_batches is None and len(found.sequences) > 1 else 0):
+    for _ in range(_EVENINGS if micro_batches is None and len(planned_trunks.sequences) > 1 else 0):
         middle = (low + high) // 2
         other = divided(middle, way) if middle else None
-        if other is not None and len(other.spans) <= len(found.spans):
-            found, high = other, middle
+        if other is not None and len(other.spans) <= len(planned_trunks.spans):
+            planned_trunks, high = other, middle
         else:
             low = middle
-    if found.stats.trunks:
-        found.stats = replace(found.stats, again=way is not cost, on_host=way.on_host)
-    return found
+    if planned_trunks.stats.trunks:
+        planned_trunks.stats = replace(
+            planned_trunks.stats, again=way is not cost, on_host=way.on_host
+        )
+    return planned_trunks
 
 
 class _Weights(NamedTuple):
-    """In own tokens: one of a kept trunk, what its backward adds to one of its own, and the states
-    behind a token that others continue."""
+    """Memory in own tokens: a kept trunk's token, its returned gradients, states after a token."""
 
     trunk: float
     returned: float
@@ -247,7 +238,7 @@ def _weights(cost: ImportCost) -> _Weights:
 def _divided(
     forest: PrefixForest, sequences: Sequence[np.ndarray], max_tokens: int, weights: _Weights
 ) -> Trunks | None:
-    """The trunks of micro-batches within a budget; None where a path does not fit."""
+    """Makes the trunks of micro-batches within a budget; None where a path does not fit."""
     count = len(sequences)
     # the first and the last micro-batch that holds each node
     first = np.full(forest.num_nodes, count, np.int64)
@@ -264,7 +255,7 @@ def _divided(
     parts = _parts(first, last)
     length = forest.node_length.astype(np.int64)
     sizes = np.bincount(parts.of_node, length, len(parts.spans)).astype(np.int64)
-    # larger pieces of trunks are fewer; smaller ones fit beside more
+    # larger pieces of trunks are fewer; smaller ones fit next to more others
     for candidate, share in itertools.product(
         (_merged(parts, sizes, above, max_tokens, weights), parts), (1.0, 0.5, 0.25)
     ):
@@ -291,11 +282,10 @@ def _divided(
 
 
 def _micro_batches(forest: PrefixForest, max_tokens: int, weights: _Weights) -> list[np.ndarray]:
-    """The sequences of runs of ends, each of which is as long as fits with the trunks that it
-    shares."""
+    """Cuts the ends into runs of sequences, as long as fit with the trunks that they share."""
     ends, end_of = np.unique(forest.sequence_node, return_inverse=True)
     depth = (forest.node_position + forest.node_length).astype(np.int64)[ends].tolist()
-    # the tokens of the path that each end shares with the one before it, and what they take
+    # tokens of the path that each end shares with the one before it, and their memory
     shared, held = [0] * (len(ends) + 1), [0.0] * (len(ends) + 1)
     parents, deep = forest.node_parent.tolist(), forest.node_level
     reach = (forest.node_position + forest.node_length).tolist()
@@ -310,7 +300,7 @@ def _micro_batches(forest: PrefixForest, max_tokens: int, weights: _Weights) -> 
                 break
         if a == b:
             shared[k] = reach[a]
-            # a state behind each of its nodes
+            # a state after each of its nodes
             held[k] = weights.trunk * reach[a] + weights.state * (int(deep[a]) + 1)
     border = [0]
     while (start := border[-1]) < len(ends):
@@ -339,8 +329,8 @@ class _Parts(NamedTuple):
 
 
 def _parts(first: np.ndarray, last: np.ndarray) -> _Parts:
-    """A part for each two micro-batches between which nodes are held."""
-    # trunks before what imports from them: the longer first
+    """Makes a part for each two micro-batches between which nodes are held."""
+    # trunks come before their importers: the longer life first
     pairs, of_node = np.unique(np.stack([first, -last], 1), axis=0, return_inverse=True)
     spans = [Span(int(f), int(-n), int(f) != int(-n)) for f, n in pairs]
     return _Parts(of_node.reshape(-1), spans)
@@ -351,8 +341,8 @@ class _Held:
 
     Attributes:
         alive: int64 [micro-batches], trunk tokens that are kept while each runs.
-        states: int64 [micro-batches], the states behind tokens of trunks, likewise.
-        of_batch: float64 [micro-batches], what is held while each runs.
+        states: int64 [micro-batches], the states after tokens of trunks, likewise.
+        of_batch: float64 [micro-batches], the memory held while each runs.
         peak: the most that is held at once, also while trunks run.
     """
 
@@ -366,7 +356,7 @@ class _Held:
     ) -> None:
         first, last = (np.array([span[at] for span in spans]) for at in (0, 1))
         is_trunk = np.array([span.is_trunk for span in spans])
-        own, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
+        unshared, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
         exported = (
             np.zeros(len(spans), np.int64) if states is None else np.where(is_trunk, states, 0)
         )
@@ -377,19 +367,19 @@ class _Held:
         self.alive, self.states = np.cumsum(change, 1)[:, :-1]
         holds = weights.trunk * kept + weights.state * exported
         before = np.tri(len(spans), k=-1, dtype=bool)
-        # beside its forward: trunks before it; beside its backward: those whose own comes later
+        # in its forward: trunks before it; in its backward: trunks whose backward comes later
         forward = before & (first[:, None] <= last)
         ends = last[:, None]
         backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
         beside = np.where(is_trunk, np.maximum(forward @ holds, backward @ holds), 0)
         running = kept * (1 + weights.returned) + weights.state * exported + beside
         held = weights.trunk * self.alive + weights.state * self.states
-        self.of_batch = np.bincount(first, own, count) + held
+        self.of_batch = np.bincount(first, unshared, count) + held
         self.peak = float(max(running.max(), self.of_batch.max()))
 
 
 def _states(forest: PrefixForest, owner: np.ndarray, count: int) -> np.ndarray:
-    """How many own tokens of each part others continue, int64 [parts]."""
+    """Counts the own tokens of each part that others continue, int64 [parts]."""
     before = np.arange(forest.num_tokens) - 1
     end = forest.node_start + forest.node_length - 1
     above = forest.node_parent
@@ -401,7 +391,7 @@ def _states(forest: PrefixForest, owner: np.ndarray, count: int) -> np.ndarray:
 def _merged(
     parts: _Parts, sizes: np.ndarray, above: np.ndarray, max_tokens: int, weights: _Weights
 ) -> _Parts:
-    """The parts with small trunks in the trunks above them, where these then still fit."""
+    """Merges small trunks into the trunks above them, where these then still fit."""
     of_node, spans, sizes = parts.of_node.copy(), list(parts.spans), sizes.copy()
     count = max(span.last for span in spans) + 1
     # the one part above all nodes of a part that begin in it; -1 where there are several
@@ -433,29 +423,29 @@ def _merged(
 def _pieces(
     parts: _Parts, forest: PrefixForest, max_tokens: int, weights: _Weights, share: float
 ) -> tuple[np.ndarray, list[Span]] | None:
-    """The owner of each token, and the parts, those that do not fit cut into pieces.
+    """The owner of each token, and the parts, with those that do not fit cut into pieces.
 
-    The pieces of a micro-batch but its last are trunks that it alone imports from. A trunk's fill
-    at most `share` of the room that they have.
+    All pieces of a micro-batch but its last are trunks that it alone imports from. A piece of a
+    trunk fills at most `share` of its room.
     """
     of_token = np.repeat(parts.of_node, forest.node_length)
     ends_node = np.zeros(forest.num_tokens, bool)
     ends_node[forest.node_start + forest.node_length - 1] = True
     owner = np.empty(forest.num_tokens, np.int64)
     spans: list[Span] = []
-    # what each part takes while it is kept
+    # memory of each part while it is kept
     holds: list[float] = []
     for part, span in enumerate(parts.spans):
         tokens = np.flatnonzero(of_token == part)
         while len(tokens):
-            # what comes later is checked once all is known
+            # later parts are checked once all is known
             alive = sum(
                 held
                 for before, held in zip(spans, holds, strict=True)
                 if before.is_trunk and span.first <= before.last
             )
             room = max_tokens - alive
-            # at most a state behind each node and behind the last token
+            # at most a state after each node and after the last token
             states = weights.state * (1 + np.cumsum(ends_node[tokens]))
             if not span.is_trunk and len(tokens) <= room:
                 size, piece = len(tokens), span

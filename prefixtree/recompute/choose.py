@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 #: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
-# from the dtype in which a vision encoder takes pixels to the images of a forward
+# (dtype in which a vision encoder takes pixels) -> the images of a forward
 Shown = Callable[[torch.dtype], ImageWork | None]
-# of the memory, what is left free of forests that are sized by a probe alone
+# share of the memory left free by forests that only a probe sized
 _OF_PROBES = 0.08
-# patches that a vision encoder takes at once while nothing is known of the layers
+# patches per run of a vision encoder while nothing is known of the layers
 _FEW_PATCHES = 1 << 12
 
 
@@ -74,14 +74,14 @@ def plan_recomputation(
 ) -> RecomputePlan:
     """Plans what the layers of a model recompute in the backward of a packed forest.
 
-    As few FLOPs as possible are computed again: as many of the last layers as fit recompute
-    nothing, as many of the others as fit keep the outputs of attention and of recurrences, and the
-    rest recompute all. The memory that this takes is what micro-batches with recompute="auto" told;
-    before any did, a copy of the first layers, which shares the weights' memory and nothing else,
-    runs a few tokens.
+    As few FLOPs as possible are computed again. As many of the last layers as fit recompute
+    nothing. As many of the others as fit keep the outputs of attention and of recurrences. The rest
+    recompute all. The memory of layers is known from micro-batches with recompute="auto". Before
+    any of these, a copy of the first layers runs a few tokens; it shares the weights' memory and
+    nothing else.
 
-    With images, the vision encoder keeps its activations of the last ones where that saves more
-    FLOPs than layers would with these bytes, and computes the others again in the backward, as many
+    With images, the vision encoder keeps its activations of the last images where that saves more
+    FLOPs than layers would with these bytes. It computes the others again in the backward, as many
     at once as fit.
 
     Args:
@@ -89,8 +89,8 @@ def plan_recomputation(
         packed: the packed forest, on the model's device, or a MicroBatch.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
             are not there yet and 5 % of the device's memory (1 GiB at least). A plan that keeps
-            anything then leaves half of what the backward of a layer takes, for what fragments.
-        scored: edges whose log-probability is computed. Default: one per token; none of a
+            anything then leaves half of what the backward of a layer takes, against fragmentation.
+        scored: edges whose log-probability is computed. Default: one per token; none for a
             classifier.
         images: as `sequence_logprobs` gets them. Default: text alone.
 
@@ -125,7 +125,7 @@ def _planned(
     share: GroupShare | None = None,
     learns: bool = False,
 ) -> RecomputePlan:
-    """As `plan_recomputation`; held, share: as in `recomputed_forward`.
+    """Plans as `plan_recomputation`; held, share: as in `recomputed_forward`.
 
     Args:
         learns: whether its forward runs now, so that layers may be measured in it.
@@ -133,7 +133,7 @@ def _planned(
     causal_lm, device = _transformer(model), packed.device
     scored = packed.num_tokens if scored is None else scored
     trains = lm_head_trains(causal_lm)
-    # of a classifier nothing is scored: its rows are those of the last norm
+    # a classifier scores nothing: its rows are those of the last norm
     scored = 0 if trains is None else scored
     work: Work | PartWork = Work(packed.forest, scored, bool(trains))
     if share is not None:
@@ -155,7 +155,7 @@ def _planned(
     else:
         encoder = encoder_memory_of(model, causal_lm, device)
         if share is not None:
-            # features travel between ranks behind the vision encoder, all of whose runs are
+            # features travel between ranks after the vision encoder, all of whose runs are
             # computed again
             encoder = replace(encoder, may_keep=False)
         work = replace(work, images=shown(encoder.dtype))
@@ -176,7 +176,7 @@ def _planned(
 
 
 def measured_plan(plan: RecomputePlan, learnt: Learnt, work: Work | PartWork) -> RecomputePlan:
-    """The plan, to be measured if that tells something."""
+    """Marks a plan to be measured, if that tells something new."""
     if not learnt.tells(plan.modes, work.num_tokens):
         return plan
     return MeasuredPlan(plan.modes, plan.peak_bytes, plan.patches, plan.kept, work=work)
@@ -190,8 +190,7 @@ def first_plan(
     available: float,
     tokens: int = 0,
 ) -> MeasuredPlan | None:
-    """The plan of a forward before which nothing is known of the layers; None where memory is so
-    little that a probe looked first.
+    """Plans a forward before anything is known of the layers; None if memory needs a probe first.
 
     Args:
         tokens: of the largest forward that runs so, if that is not `work`.
@@ -207,7 +206,7 @@ def first_plan(
 
 
 def least_plan(layers: int) -> RecomputePlan:
-    """The plan that keeps least."""
+    """Makes the plan that keeps least."""
     return RecomputePlan(modes_at(layers, layers, layers), 0, _FEW_PATCHES, 0)
 
 
@@ -217,12 +216,10 @@ def _first_modes(causal_lm: Any, device: torch.device) -> tuple[Mode, ...]:
 
 @dataclass(frozen=True)
 class GroupShare:
-    """A part of a forest that "auto" plans on a rank of a group, whose ranks recompute the same
-    layers.
+    """A rank's part of a forest under "auto"; ranks of the group recompute the same layers.
 
     Attributes:
         work: of the part, before its scored edges are known.
-        group: the process group.
     """
 
     work: PartWork
@@ -234,44 +231,47 @@ class GroupShare:
         plan: Callable[[], RecomputePlan],
         first_modes: Callable[[], Sequence[Mode]] | None = None,
     ) -> RecomputePlan:
-        """The plan of this rank, with as much recomputation in each layer as any rank needs.
+        """This rank's plan, with as much recomputation in each layer as any rank needs.
 
         Args:
             device: where the group's collectives take tensors. plan: plans for this rank.
-            first_modes: gives those of all ranks where none knows anything of its layers. Where
-                some do, all recompute every layer.
+            first_modes: gives the modes of all ranks if none knows its layers. If only some know
+                theirs, all recompute every layer.
 
         Raises:
             RuntimeError: on the other ranks, if `plan` raised on one.
         """
         import torch.distributed as dist
 
-        own = agree(self.group, device, lambda: (plan(), {}), {})
+        rank_plan = agree(self.group, device, lambda: (plan(), {}), {})
         # layers that recompute all stand first, and those that recompute nothing last
-        knows_nothing = isinstance(own, MeasuredPlan) and own.first
-        most = torch.tensor([*place_of(own), knows_nothing, not knows_nothing], device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        first, kept, any_knows_nothing, any_knows = most.tolist()
+        knows_nothing = isinstance(rank_plan, MeasuredPlan) and rank_plan.first
+        reduced = torch.tensor(
+            [*place_of(rank_plan), knows_nothing, not knows_nothing], device=device
+        )
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
+        first, kept, any_knows_nothing, any_knows = reduced.tolist()
         if any_knows_nothing and any_knows:
-            first = kept = len(own.modes)
+            first = kept = len(rank_plan.modes)
         elif any_knows_nothing and first_modes is not None:
-            return replace(own, modes=tuple(first_modes()))
-        return replace(own, modes=modes_at(first, kept, len(own.modes)))
+            return replace(rank_plan, modes=tuple(first_modes()))
+        return replace(rank_plan, modes=modes_at(first, kept, len(rank_plan.modes)))
 
 
 @with_hints
 def max_micro_batch_tokens(
     model: nn.Module, memory: int | None = None, scored_share: float = 1.0
 ) -> int:
-    """The most distinct tokens of one micro-batch, for `plan_micro_batches(max_tokens=)`.
+    """Predicts the most distinct tokens of a micro-batch, for `plan_micro_batches(max_tokens=)`.
 
-    Every layer is recomputed then; micro-batches with fewer tokens recompute less with
-    `recompute="auto"`.
+    With that many tokens, every layer is recomputed. Micro-batches with fewer tokens recompute less
+    with `recompute="auto"`.
 
     Args:
         model: as `plan_recomputation` takes it, on the device it trains on.
         memory: bytes for activations. Default: as for `plan_recomputation`.
-        scored_share: scored edges divided by distinct tokens; none of a classifier. Default: 1.0.
+        scored_share: scored edges divided by distinct tokens; ignored for a classifier. Default:
+            1.0.
 
     Returns:
         A number of tokens; 0 where not even one fits.
@@ -299,7 +299,7 @@ def max_micro_batch_tokens(
 
 
 def _bytes(memory: Any) -> int:
-    """A number of bytes; below 0 where nothing is free."""
+    """A number of bytes; below 0 if nothing is free."""
     return int(number("memory", memory, or_none=True, note=" of bytes, as 40 * 2**30"))
 
 
@@ -308,12 +308,12 @@ def _transformer(model: nn.Module) -> Any:
 
     transformer = transformer_of(model)
     _check_unwrapped(model)
-    # what AutoModel gives is no classifier either
+    # a model of AutoModel is no classifier either
     return find_causal_lm(model) if transformer.base_model is transformer else transformer
 
 
 def lm_head_trains(transformer: Any) -> bool | None:
-    """Whether the lm_head's weight gets a gradient; None of a classifier, which has no lm_head."""
+    """Whether the lm_head's weight gets a gradient; None for a classifier, which has no lm_head."""
     head = transformer.get_output_embeddings()
     return None if head is None else any(p.requires_grad for p in head.parameters())
 
@@ -327,8 +327,7 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def left_for_activations(model: nn.Module, device: torch.device) -> tuple[Any, int]:
-    """The causal language model or classifier, and the bytes of a device that its activations may
-    take now.
+    """The causal language model or classifier, and the bytes that its activations may take now.
 
     Raises:
         UnsupportedError: layers that a wrapper recomputes by itself.
@@ -356,7 +355,7 @@ def recomputed_forward(
     Args:
         scored: edges whose log-probability is computed.
         recompute: not None.
-        held: bytes that are held until the backward beside activations of layers. Default: 0.
+        held: bytes that are held until the backward in addition to activations of layers.
         forwards: the wings of the forward, by name. Default: none.
         share: of a rank of a group, which computes a part of the forest. Default: all of it.
 
@@ -433,7 +432,7 @@ def _auto(
     held: int,
     share: GroupShare | None,
 ) -> RecomputePlan:
-    """The plan of "auto"; the one that recomputes all where nothing can be known of the layers."""
+    """The plan of "auto"; it recomputes all if nothing can be known of the layers."""
     try:
         return _planned(model, packed, None, scored, shown, held, share, learns=True)
     except NotMeasuredError as problem:
@@ -447,9 +446,9 @@ def memory_of(
     device: torch.device,
     modes: tuple[Mode, ...] = MODES,
 ) -> ModelMemory:
-    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
-    adapters, and with layers as they are compiled: as micro-batches told, or else as a probe does
-    (`probes`).
+    """The memory model of a model as it trains now, from micro-batches or else from a probe.
+
+    Autocast, FSDP2's mixed precision, adapters and compiled layers count as they are now.
 
     Args:
         modes: those that must have been measured; others may count as more than they take.
@@ -487,25 +486,27 @@ def _is_compiled(causal_lm: Any) -> bool:
 
 
 def encoder_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> EncoderMemory:
-    """The same of its vision encoder, always by a probe."""
+    """The memory of a model's vision encoder as it trains now, always by a probe."""
     from prefixtree.recompute.encoder_memory import encoder_memory
 
     return encoder_memory(causal_lm, device, *_dtypes(causal_lm, device))
 
 
 def _begins_with_gradient(causal_lm: Any) -> bool:
-    """Whether hidden states may get a gradient where the embedding does not train: of a hook, as
-    `enable_input_require_grads` adds one, or of images."""
+    """Whether hidden states may get a gradient though the embedding does not train.
+
+    A hook gives one (`enable_input_require_grads`), or images do.
+    """
     hooks = causal_lm.get_input_embeddings()._forward_hooks.values()
-    # FSDP2's need none
+    # FSDP2's hooks ask for none
     hooked = any(not hook.__module__.startswith("torch.distributed.") for hook in hooks)
     return hooked or images_train(causal_lm)
 
 
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
-    """Of weights, and of autocast."""
+    """The dtypes of weights and of autocast."""
     layer = layers_of(causal_lm)[0]
-    # FSDP1 takes a layer's parameters away, and quantised ones have the dtype of their storage
+    # FSDP1 takes a layer's parameters away, and quantised parameters have their storage's dtype
     dtypes = [p.dtype for p in causal_lm.parameters() if p.is_floating_point()]
     dtype = dtypes[0]
     if isinstance(layer, FSDPModule):
@@ -530,7 +531,7 @@ def available_bytes(device: torch.device) -> int:
 def _missing_gradients(model: nn.Module) -> int:
     """Bytes of the gradients that the backward will leave where there are none yet."""
     return sum(
-        # of a sharded parameter this rank's part
+        # this rank's part of a sharded parameter
         getattr(p, "_local_tensor", p).nbytes
         for p in model.parameters()
         if p.requires_grad and p.grad is None
@@ -543,10 +544,10 @@ def gathered_bytes(causal_lm: Any) -> int:
     kept = 0
     for layer in layers_of(causal_lm):
         if isinstance(layer, FSDPModule):
-            # layers that were given together share it, and travel together
+            # layers that were wrapped together share the state, and travel together
             state: Any = layer._get_fsdp_state()
             units[state] += sum(p.nbytes for p in layer.parameters())
-            # of reshard_after_forward=False: whole until its backward
+            # with reshard_after_forward=False a layer is whole until its backward
             if any(unit.post_forward_mesh_info is None for unit in fsdp2_units(layer)):
                 narrow = state._mp_policy.param_dtype
                 kept += sum(p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters())

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, as a dispatch mode counts them."""
+"""The bytes of living tensors, as a dispatch mode counts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from prefixtree.recompute.recorder import counting
 
-# of CPUs
+# CPU's autograd keys
 _AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
 
 
@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
     for an allocator on devices that have none.
 
     Attributes:
-        bytes: those that are alive. most: the most so far.
+        bytes: alive now. most: the most so far.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*failure)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # kernels of recurrences differentiate inside of themselves
+        # kernels of recurrences differentiate internally
         with ExitStack() as stack:
             for key in _AUTOGRAD if func.namespace == "prefixtree" else ():
                 stack.enter_context(_SetExcludeDispatchKeyGuard(key, False))

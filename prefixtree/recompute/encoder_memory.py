@@ -29,7 +29,7 @@ from prefixtree.recompute.memory import EncoderMemory
 from prefixtree.recompute.probes import drop_gradients, standing_for, twin, untouched
 from prefixtree.recompute.recorder import AllocatedBytes
 
-# placeholders a side of the image
+# placeholders per side of the image
 _SIDE = 8
 
 
@@ -39,12 +39,11 @@ _known: weakref.WeakKeyDictionary[Any, dict[Hashable, EncoderMemory]] = weakref.
 def encoder_memory(
     causal_lm: Any, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> EncoderMemory:
-    """The memory of the vision encoder of a model; a vision encoder that is as it was is measured
-    once.
+    """Measures a model's vision encoder; an unchanged one is measured once.
 
     Args:
         causal_lm: the transformers model, on a device.
-        dtype: in which FSDP2 gathers weights. autocast: that of the caller, who has it on.
+        dtype: in which FSDP2 gathers weights. autocast: the caller's, which is on.
 
     Raises:
         UnsupportedError: a vision encoder with eager attention.
@@ -83,7 +82,7 @@ def _measured(config: Any, encoder: Any, device: torch.device, dtype: torch.dtyp
     assert around is not None
     held, again = [], []
     counted = Products(patches)
-    # libraries and graphs need some memory once
+    # the first run also counts memory that libraries and graphs need once
     for count in (1, 1, 2) if device.type == "cuda" else (1, 2):
         shown = torch.cat([pixels] * count).to(device, dtype)
         keywords: dict[str, Any] = {keyword: torch.cat([grids] * count).to(device)}
@@ -115,15 +114,17 @@ def _measured(config: Any, encoder: Any, device: torch.device, dtype: torch.dtyp
 
 
 def _line(values: list[int], patches: int) -> tuple[float, float]:
-    """The bytes per patch and the fixed bytes of what was measured for one image and for two."""
+    """Fits bytes per patch and fixed bytes to the sizes of one image and of two."""
     few, many = values
     slope = (many - few) / patches
     return slope, max(0.0, few - slope * patches)
 
 
 class _Bytes(NamedTuple):
-    """Of a run: the most that is alive beside features and their gradients, what is held between
-    forward and backward, features, and their rows."""
+    """Bytes of a run: peak and bytes held to the backward, both without features, and features.
+
+    `rows` is the number of features.
+    """
 
     most: int
     held: int
@@ -142,20 +143,20 @@ def _run(
     with nullcontext() if shown.is_cuda else counts:
         start = meter.bytes
         meter.restart()
-        found = run(shown)
-        features = [x for x in tree_iter(found) if isinstance(x, torch.Tensor)]
-        del found
+        output = run(shown)
+        features = [x for x in tree_iter(output) if isinstance(x, torch.Tensor)]
+        del output
         size = sum(x.nbytes for x in features)
-        most, held = meter.restart() - size, meter.bytes - size
-        # some come from blocks below the first that trains
+        peak, held = meter.restart() - size, meter.bytes - size
+        # features of blocks below the first that trains have no gradient
         reached = [x for x in features if x.requires_grad]
         if goes_back and reached:
             gradients = [torch.ones_like(x) for x in reached]
             meter.restart()
             trained = [p for p in encoder.parameters() if p.requires_grad]
             torch.autograd.backward(reached, gradients, inputs=trained)
-            most = max(most, meter.restart() - 2 * size)
-    return _Bytes(most - start, held - start, size, len(features[0]))
+            peak = max(peak, meter.restart() - 2 * size)
+    return _Bytes(peak - start, held - start, size, len(features[0]))
 
 
 class Products(TorchDispatchMode):
@@ -183,7 +184,7 @@ class Products(TorchDispatchMode):
             else:
                 self.products += pairs
         elif func in _PRODUCTS:
-            # a bias stands before the factors
+            # a bias precedes the factors
             left, right = args[-2:]
             self.products += float(left.numel() * right.shape[-1])
         return result

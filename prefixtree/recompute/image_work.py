@@ -1,7 +1,7 @@
-"""The images of a micro-batch, and what a vision encoder may keep of them.
+"""The images of a micro-batch, and which activations a vision encoder may keep.
 
 A vision encoder that keeps the activations of its last images has their backward first, as layers
-do. The others it computes again, some at a time.
+do. It computes the others again, some at a time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from prefixtree.images.placements import Placements
     from prefixtree.recompute.memory import EncoderMemory
 
-# what is left for runs where a vision encoder keeps anything
+# patches for which memory is left for runs, where a vision encoder keeps anything
 _LEAST_RUN = 1 << 12
 
 
 class EncoderChoice(NamedTuple):
-    """One choice of what a vision encoder keeps.
+    """One choice of the images whose activations a vision encoder keeps.
 
     Attributes:
-        first: of the images that it keeps, which are the last ones.
-        kept: their patches.
-        held: bytes from its forward to its backward, beside features and pixels.
-        needs: the most bytes beside these at once, the held ones among them; of what is computed
-            again one image at a time, if that is less.
-        again: multiply-adds of the others, which are computed again.
+        first: the first kept image; all later ones are kept too.
+        kept: patches of the kept images.
+        held: bytes from its forward to its backward, without features and pixels.
+        needs: the most bytes at once, without features and pixels but with `held`; of images that
+            are computed again, at least one at a time.
+        again: multiply-adds of the images that are computed again.
     """
 
     first: int
@@ -49,8 +49,8 @@ class ImageWork:
 
     Attributes:
         patches: of each distinct image, by its number, in the order of the vision encoder.
-        features: those of distinct images, and those in the place of placeholders.
-        pixel_bytes: that are not there yet: pixels on their way, and in the vision encoder's dtype.
+        features: of distinct images, and those in the place of placeholders.
+        pixel_bytes: not there yet: pixels on their way, and in the vision encoder's dtype.
         frames: of each video by its number. Default: images alone.
     """
 
@@ -64,11 +64,10 @@ class ImageWork:
         return self.features * encoder.feature + self.pixel_bytes
 
     def choices(self, encoder: EncoderMemory, most: int) -> list[EncoderChoice]:
-        """The choices of a vision encoder: it keeps nothing, and of the last images more and more.
+        """Lists choices of a vision encoder: to keep nothing, then more and more last images.
 
         Args:
-            most: choices beside the first. Of a vision encoder that may not keep anything there are
-                none.
+            most: choices after the first; a vision encoder that may not keep anything has none.
         """
         sizes = list(self.patches.values())
         step = -(-len(sizes) // most)
@@ -79,10 +78,10 @@ class ImageWork:
         again, kept = sizes[:first], sizes[first:]
         held, needs = 0.0, 0.0
         runs, _ = EncoderShape(kept, 0).runs(RUN)
-        # what keeps has its backward first; gradients of weights wait for those of other runs
+        # kept runs have their backward first; gradients of weights wait for those of other runs
         waiting = encoder.gradients if len(runs) > 1 or (runs and again) else 0
-        for at in runs:
-            patches = sum(kept[slice(*at)])
+        for image in runs:
+            patches = sum(kept[slice(*image)])
             needs = max(needs, held + encoder.run(patches) + waiting)
             held += encoder.kept(patches)
         if again:
@@ -100,8 +99,7 @@ class ImageWork:
     def runs(
         self, encoder: EncoderMemory, available: float, choice: EncoderChoice
     ) -> tuple[int, float]:
-        """The patches that the vision encoder takes at once, as many as fit, and the bytes that it
-        needs."""
+        """The patches that the vision encoder takes at once, as many as fit, and their bytes."""
         sizes = list(self.patches.values())
         again = sizes[: choice.first]
         if not again:
@@ -110,7 +108,7 @@ class ImageWork:
         waiting = encoder.gradients if choice.kept else 0
         patches = encoder.patches_that_fit(available - waiting)
         if total > min(RUN, patches) and len(sizes) > 1:
-            # several runs
+            # several runs: gradients of weights wait
             waiting = encoder.gradients
             patches = encoder.patches_that_fit(available - waiting)
         run = max(max(again), min(RUN, patches, total))
@@ -120,7 +118,7 @@ class ImageWork:
     def of(
         cls, placements: Placements, images: Images, dtype: torch.dtype, moved: bool
     ) -> ImageWork | None:
-        """Those of a forest; None where it places none.
+        """The images of a forest; None if it places none.
 
         Args:
             placements: of the forest. dtype: in which the vision encoder takes pixels.
@@ -141,7 +139,7 @@ class ImageWork:
         features = sum(p.runs * p.run_tokens for p in shown.values())
         features += sum(shown[n].run_tokens for n in placements.number.tolist())
         patches = {n: len(p.pixels) for n, p in shown.items()}
-        # of videos with a grid of frames, height, width
+        # a video's grid is (frames, height, width)
         frames = {
             n: int(p.grid[0])
             for n, p in shown.items()
@@ -151,8 +149,9 @@ class ImageWork:
 
     @classmethod
     def of_rank(cls, encodings: Sequence[Encoding], dtype: torch.dtype) -> ImageWork:
-        """Those that a rank of a group encodes, whose pixels are on the device, beside features
-        that come from other ranks.
+        """The images that a rank of a group encodes, and features that come from other ranks.
+
+        The images' pixels are on the device.
 
         Args:
             encodings: the calls of the vision encoder. dtype: in which it takes pixels.
@@ -162,6 +161,6 @@ class ImageWork:
         for encoding in encodings:
             pixels, _ = encoding.shown
             taken += 0 if pixels.dtype == dtype else pixels.numel() * dtype.itemsize
-            # what the vision encoder gives, what came, what stands in the place of placeholders
+            # features of the vision encoder, of other ranks, and in the place of placeholders
             features += encoding.shape.features + encoding.rows.num_rows + len(encoding.rows.rows)
         return cls(dict(enumerate(patches)), features, taken)

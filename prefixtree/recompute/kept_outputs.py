@@ -1,8 +1,8 @@
 """Outputs of some operators that a checkpoint keeps, for every time that it runs again.
 
 torch's own contexts (`create_selective_checkpoint_contexts`) hand an output out once, so a second
-backward of one graph ends in an error. They also count all operators, and those differ between two
-runs where autocast has kept the cast of a weight.
+backward of one graph ends in an error. They also count all operators. The counts of two runs
+differ where autocast has kept the cast of a weight.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ from prefixtree.errors import UnsupportedError
 
 
 class KeptOutputs:
-    """The outputs of some operators in one checkpoint.
-
-    Args:
-        operators: each returns a tuple or a list.
-    """
+    """The outputs of some operators in one checkpoint; each operator returns a tuple or a list."""
 
     def __init__(self, operators: Sequence[Any]) -> None:
         self.operators = frozenset(operators)
-        # of each call: its outputs, and their versions
+        # per call: its outputs, and their versions
         self.calls: list[tuple[Sequence[Any], list[int]]] = []
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """Around the first run, and around each later one."""
+        """Makes the contexts of the first run and of each later run."""
         return _Keeping(self), _Taking(self)
 
 
@@ -41,7 +37,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Parts that are compiled run as they are, as in torch's contexts."""
+        """Whether compiled parts run as they are: they do, as in torch's contexts."""
         return True
 
 
@@ -76,9 +72,8 @@ class _Taking(_Mode):
 
 
 def _detached(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Detaches outputs, which keep their memory and versions: autograd writes its node into what
-    is returned."""
-    # below autograd, a view would count versions of its own
+    """Detaches outputs, with their memory and versions; autograd writes into what is returned."""
+    # below autograd, a view would otherwise count versions of its own
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         made = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
     return made if isinstance(outputs, list) else tuple(made)

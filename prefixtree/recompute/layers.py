@@ -1,9 +1,9 @@
 """Sets what each layer of a transformers model computes again in its backward.
 
 transformers' layers hold a switch and a function each for gradient checkpointing. While a model is
-scored, both are set per layer, so a forward may recompute some layers whole, keep the outputs of
-attention in others and recompute nothing in the rest. Values and gradients are those of the same
-operations on the same numbers.
+scored, both are set per layer. So in one forward some layers recompute all, others keep the outputs
+of attention, and the rest recompute nothing. Values and gradients are those of the same operations
+on the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.layers import layers_of
 
 #: What a layer computes again in its backward: all of it, all but attention and recurrences, or
-#: nothing. They stand from most to least recomputed. Plans [a, b] (`plan`), `Learnt._all_modes`
+#: nothing; from most to least recomputed. Plans [a, b] (`plan`), `Learnt._all_modes`
 #: (`measured`) and `GroupShare.agreed` (`choose`) know exactly these three, in this order.
 Mode = Literal["all", "all_but_attention", "nothing"]
 MODES: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
@@ -37,10 +37,10 @@ _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def _keeping(run: Callable[..., Any], *args: Any, operators: Sequence[Any]) -> Any:
-    """A checkpoint that keeps the outputs of operators."""
+    """Runs a checkpoint that keeps the outputs of operators."""
     contexts: Callable[[], Any]
     if torch.compiler.is_compiling():
-        # the compiler knows torch's, and keeps what they name in its graph
+        # the compiler knows torch's contexts, and keeps the named outputs in its graph
         contexts = partial(create_selective_checkpoint_contexts, list(operators))
     else:
         from prefixtree.recompute.kept_outputs import KeptOutputs
@@ -50,8 +50,7 @@ def _keeping(run: Callable[..., Any], *args: Any, operators: Sequence[Any]) -> A
 
 
 def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
-    """Whoever asks a layer how it is checkpointed reads the keyword, as of transformers'
-    functions."""
+    """Runs a checkpoint that keeps attention, with the keyword of transformers' functions."""
     return _keeping(run, *args, operators=KEPT_OPERATORS)
 
 
@@ -60,7 +59,7 @@ _FUNCTIONS: dict[Mode, Any] = {
     "all_but_attention": partial(_keeping_attention, use_reentrant=False),
     "nothing": None,
 }
-#: What torch's attention runs in the vision encoders of images.
+#: The operators of torch's attention in vision encoders.
 IN_ENCODERS = [
     operator.default
     for name in (
@@ -76,9 +75,9 @@ _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 @contextmanager
 def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
-    """While open, a forward in training mode recomputes what `modes` says, a mode per layer."""
+    """Has a forward in training mode recompute as `modes` say, one per layer, while open."""
     layers = layers_of(model)
-    inner = [[m for m in x.modules() if _has_switch(m) and m is not x] for x in layers]
+    inner = [[m for m in pair.modules() if _has_switch(m) and m is not pair] for pair in layers]
     with changing(model) as changes:
         for layer, within, mode in zip(layers, inner, modes, strict=True):
             for module in within:
@@ -93,9 +92,9 @@ def checkpoint_of_encoder(encoder: nn.Module, mode: Mode) -> Callable[..., Any] 
     """A checkpoint around a whole vision encoder, in which its layers have none of their own.
 
     Args:
-        vision encoder: of a transformers model.
-        mode: of the vision encoder. "all_but_attention" keeps the outputs of torch's attention,
-            except under FSDP2, where it is "all".
+        encoder: of a transformers model.
+        mode: "all_but_attention" keeps the outputs of torch's attention, except under FSDP2, where
+            it is "all".
 
     Returns:
         (function, *tensors) -> what the function returns. None for "nothing".
@@ -114,8 +113,7 @@ def checkpoint_of_encoder(encoder: nn.Module, mode: Mode) -> Callable[..., Any] 
 
 
 def keeping_in_encoder(encoder: nn.Module) -> Callable[..., Any]:
-    """The same for runs of a vision encoder that keep their activations: its layers have no
-    checkpoints."""
+    """Runs a vision encoder that keeps its activations: its layers have no checkpoints."""
     within = [m for m in encoder.modules() if _has_switch(m)]
     return partial(_as_one, within, _direct) if within else _direct
 
@@ -130,16 +128,16 @@ def checkpoints_itself(encoder: nn.Module) -> bool:
 
 
 def _has_switch(module: nn.Module) -> bool:
-    # hasattr of a module that has it not takes ten times as long
+    # hasattr takes ten times as long for a module without the attribute
     return _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
 
 
 def _as_one(
     within: Sequence[nn.Module], function: Callable[..., Any], run: Callable[..., Any], *args: Any
 ) -> Any:
-    """A checkpoint in which the layers within have none of their own.
+    """Runs a checkpoint in which the layers within have none of their own.
 
-    It is asked for in the backward too, when what was set before is set again.
+    The backward opens it too, and then restores the earlier settings.
     """
 
     def whole(*args: Any) -> Any:

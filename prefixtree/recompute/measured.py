@@ -1,4 +1,4 @@
-"""Layers as far as they are known: what they hold and work with, as measured (`recorder`).
+"""Facts about layers as far as they were measured (`recorder`): bytes that they hold and work with.
 
 Layers of one kind share what is known of them, so one micro-batch whose layers have different modes
 tells of all modes. Later ones are only watched: a peak above the plan widens the margin.
@@ -26,7 +26,7 @@ from prefixtree.recompute.memory import LayerMemory, ModelMemory
 from prefixtree.recompute.plan import PartWork, RecomputePlan, Work, added_by_rows, layer_tokens
 from prefixtree.recompute.recorder import Meter, NotMeasuredError, Recorder, Run, norm_of
 
-# layers that a forward of as many times the tokens measures anew
+# a forward of this many times the measured tokens measures layers anew
 _MORE = 2
 _Bytes = tuple[float, float]
 
@@ -36,21 +36,21 @@ class MeasuredPlan(RecomputePlan):
     """A plan whose forward and backward are measured.
 
     Attributes:
-        work: what runs. first: whether nothing was known of the layers before.
+        work: the part that runs. first: whether nothing was known of the layers before.
     """
 
     work: Work | PartWork | None = field(default=None, compare=False)
     first: bool = False
 
 
-# ---- what is known -----------------------------------------------------------------------------
+# ---- facts -------------------------------------------------------------------------------------
 
 
 class _Line:
-    """Bytes for a number of tokens: what was measured for the fewest and for the most.
+    """Bytes for a number of tokens, a line through the fewest and the most measured tokens.
 
     Args:
-        fixed: what of them does not grow with the tokens, as far as is known from one number.
+        fixed: bytes that do not grow with the tokens, as far as one number of tokens tells.
     """
 
     def __init__(self, fixed: float = 0.0) -> None:
@@ -80,11 +80,11 @@ class Learnt:
     """Facts about a model's layers, as it trains.
 
     Attributes:
-        kinds: of each layer; equal for those that hold as much.
-        frozen: layers, the first ones, that no gradient reaches.
-        margin: by how many bytes a plan was exceeded.
+        kinds: of each layer; equal for layers that hold as much.
+        frozen: the number of first layers that no gradient reaches.
+        margin: bytes by which a plan was exceeded.
         cost: of a token.
-        tokens: of the largest micro-batch that was measured; 0 where probes alone told.
+        tokens: of the largest measured micro-batch; 0 if there were only probes.
     """
 
     def __init__(self, causal_lm: Any, element_bytes: int) -> None:
@@ -94,27 +94,27 @@ class Learnt:
         self.margin = 0.0
         self.tokens = 0
         self._element_bytes = element_bytes
-        # of the configuration: weights may be quantised or sharded
+        # from the configuration, as weights may be quantised or sharded
         self.cost = model_cost(causal_lm.config, element_bytes)
         if len(self.cost.layers) != len(layers):
             raise NotMeasuredError(
                 f"what the layers of {causal_lm.config.model_type} compute is not known one by one"
             )
         self._tied = _tied(causal_lm)
-        # a gradient on its way
+        # gradients of weights on their way
         trained = ((p.nbytes for p in x.parameters() if p.requires_grad) for x in layers)
         self._fixed = dict(zip(self.kinds, (max(x, default=0) for x in trained), strict=True))
         self._lines: dict[Hashable, _Line] = {}
-        # of a forward that has not had its backward: what was there, and what it may come to
+        # a forward before its backward: bytes that were there, and bytes that it may come to
         self._watched: tuple[float, float, float] | None = None
 
     # ---- measurements ---------------------------------------------------------------------------
 
     def add(self, run: Run, work: Work | PartWork | None = None) -> None:
-        """Adds what a run told.
+        """Adds the measurements of a run.
 
         Args:
-            work: what ran, if it imported rows. Default: a whole forest.
+            work: the part that ran, if it imported rows. Default: a whole forest.
         """
         count = len(run.modes)
         self.frozen = run.frozen if run.frozen < count else len(self.kinds)
@@ -125,10 +125,10 @@ class Learnt:
             if place < run.frozen:
                 self._add((kind, None), tokens, working)
                 continue
-            own = self.cost.hidden * self._element_bytes * tokens
+            output_bytes = self.cost.hidden * self._element_bytes * tokens
             of_held, of_working = (x[place] for x in rows[mode])
-            # its output is there at least
-            self._add((kind, mode, "held"), tokens, max(own, held - of_held))
+            # a layer holds at least its output
+            self._add((kind, mode, "held"), tokens, max(output_bytes, held - of_held))
             fixed = self._fixed[kind]
             self._add((kind, mode, "working"), tokens, working - of_working, fixed)
         whole = int(run.tokens.min())
@@ -149,7 +149,7 @@ class Learnt:
         return (kind, mode, "held") not in self._lines
 
     def tells(self, modes: Sequence[Mode], tokens: int) -> bool:
-        """Whether a run of layers in these modes would tell something."""
+        """Whether a run of layers in these modes would tell something new."""
         lines = self._lines
         pairs = list(zip(self.kinds, modes, strict=True))[self.frozen :]
         return any(
@@ -157,14 +157,15 @@ class Learnt:
             for pair in pairs
         )
 
-    # ---- modes that tell ------------------------------------------------------------------------
+    # ---- modes to measure ------------------------------------------------------------------------
 
     def first_modes(self, compiled: bool) -> tuple[Mode, ...]:
-        """The safest modes that tell of all: every layer recomputes all, but of each kind the last
-        ones. What these keep is gone again when others recompute.
+        """The safest modes that tell of all: all layers recompute all, but the last of each kind.
+
+        Bytes that these keep are free again when others recompute.
 
         Args:
-            compiled: whether layers are: each mode is another graph, so the least one waits until a
+            compiled: whether layers are. Each mode is another graph, so the least one waits until a
                 plan may want it.
         """
         modes: list[Mode] = ["all"] * len(self.kinds)
@@ -177,17 +178,18 @@ class Learnt:
         return tuple(modes)
 
     def needs_at_most(self, tokens: int) -> int:
-        """A bound of the bytes that `first_modes` take, of a model of which nothing is known:
-        hidden states of all layers, and for each layer that is alive 40 times as many numbers."""
-        # layers of Qwen3-0.6B, 8B and 30B-A3B keep 31 to 37 times as many, with what is recomputed
+        """A bound of the bytes that `first_modes` take of a model of which nothing is known.
+
+        It counts hidden states of all layers, and 40 times as many numbers per layer that is alive.
+        """
+        # layers of Qwen3-0.6B, 8B and 30B-A3B keep 31 to 37 times as many, recomputed ones included
         alive = 1 + len(set(self.kinds))
         return (len(self.kinds) + 40 * alive) * self.cost.hidden * self._element_bytes * tokens
 
     def more_modes(
         self, plan: Sequence[Mode], compiled: bool, fits: Callable[[Sequence[Mode]], bool]
     ) -> tuple[Mode, ...]:
-        """The modes of a plan, in which a layer of each kind has a mode that nothing is known of,
-        as far as that fits."""
+        """A plan's modes, with an unknown mode in one layer of each kind as far as that fits."""
         modes = list(plan)
         if compiled and set(modes) == {"nothing"}:
             return tuple(modes)
@@ -211,10 +213,10 @@ class Learnt:
     # ---- the memory -----------------------------------------------------------------------------
 
     def memory(self) -> ModelMemory | None:
-        """Gives what is known, for plans; None where nothing is of a kind of layers.
+        """The memory model of the known layers; None if nothing is known of a kind of layers.
 
-        A mode that was not measured counts as the most that it may take: what all recomputes has
-        all activations of a layer there as its backward begins.
+        A mode that was not measured counts as the most that it may take: a layer that recomputes
+        all has all its activations when its backward begins.
         """
         by_kind: dict[Hashable, dict[Mode, LayerMemory]] = {}
         for kind in dict.fromkeys(self.kinds[self.frozen :]):
@@ -234,7 +236,7 @@ class Learnt:
         return ModelMemory(
             layers=layers,
             before=self._line("before")[0],
-            # its input in float32, and its output
+            # the norm's input in float32, and its output
             after=(4 + cost.element_bytes) * cost.hidden,
             cost=cost,
             norm=self._line("norm")[0],
@@ -264,7 +266,7 @@ class Learnt:
 
     @contextmanager
     def measuring(self, causal_lm: Any, meter: Meter, plan: MeasuredPlan) -> Iterator[None]:
-        """While open, a forward is measured; what it told is known behind its backward."""
+        """Measures a forward while open; the facts are known after its backward."""
         assert plan.work is not None
         tokens = np.broadcast_to(layer_tokens(self.cost, plan.work), (len(self.kinds),))
 
@@ -278,11 +280,11 @@ class Learnt:
 
     @contextmanager
     def watching(self, causal_lm: Any, meter: Meter, planned: float) -> Iterator[None]:
-        """While open, a forward runs that was planned to take so many bytes beside what is there.
+        """Watches a forward, while open, that was planned to take so many additional bytes.
 
-        Behind its backward, or before the next forward, the margin grows if it took more.
+        After its backward, or before the next forward, the margin grows if it took more.
         """
-        # one that died in its backward
+        # the last forward may have died in its backward
         self.look(meter)
         self._watched = meter.bytes, meter.most, planned
 
@@ -299,8 +301,7 @@ class Learnt:
             yield
 
     def look(self, meter: Meter) -> None:
-        """Compares what was taken with what was planned; where others took more before, what was
-        taken is not known."""
+        """Compares the peak with the plan, unless others took more before and hide it."""
         if self._watched is not None:
             start, most, planned = self._watched
             self._watched = None
@@ -308,7 +309,7 @@ class Learnt:
                 self.margin = max(self.margin, meter.most - start - planned)
 
     def exceeded(self, used: float, planned: float) -> None:
-        """Grows the margin behind a forward that ran out of memory."""
+        """Grows the margin after a forward that ran out of memory."""
         self._watched = None
         self.margin = max(self.margin + planned / 20, used - planned)
 
@@ -327,8 +328,10 @@ def _tied(causal_lm: Any) -> int:
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> tuple[Hashable, ...]:
-    """Names what is equal for layers that hold as much, if a gradient reaches them: their class,
-    what the configuration calls it, and their parameters."""
+    """Names kinds of layers: class, configured type and parameters. Equal ones hold as much.
+
+    A layer that no gradient reaches may hold less.
+    """
     return tuple(
         (
             type(layer).__name__,
@@ -349,7 +352,7 @@ def learnt_of(causal_lm: Any, element_bytes: int, *facts: Hashable) -> Learnt:
     """Finds what is known of a model's layers as they are now.
 
     Args:
-        facts: what memory depends on besides: dtypes, the device, compiled layers.
+        facts: other facts that memory depends on: dtypes, the device, compiled layers.
     """
     kinds = kinds_of(layers_of(causal_lm))
     experts = getattr(causal_lm.config, "_experts_implementation", None)
@@ -364,10 +367,10 @@ def learnt_of(causal_lm: Any, element_bytes: int, *facts: Hashable) -> Learnt:
 def learning(
     learnt: Learnt, causal_lm: Any, meter: Meter, plan: RecomputePlan, planned: float
 ) -> Iterator[None]:
-    """While open, a forward is measured, or it is watched.
+    """Measures or watches a forward while open.
 
     Args:
-        meter: what counts. planned: bytes that it may take beside what is there.
+        planned: additional bytes that it may take.
     """
     start = meter.bytes
     try:

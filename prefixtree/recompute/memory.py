@@ -17,9 +17,10 @@ class LayerMemory:
     """Bytes of one layer in one mode: [bytes per token, bytes whatever the number of tokens].
 
     Attributes:
-        held: what is kept from its forward until its backward.
-        working: the most that is alive in its backward beside what it and the layers before it
-            hold: what is computed again, gradients of activations, a weight's gradient on its way.
+        held: kept from its forward until its backward.
+        working: the most that is alive in its backward in addition to what it and the layers before
+            it hold: what is computed again, gradients of activations, a weight's gradient on its
+                way.
     """
 
     held: tuple[float, float]
@@ -35,11 +36,11 @@ class ModelMemory:
         before: bytes per token that are held from before the first layer, the embedding's.
         after: bytes per token that the last norm holds until the backward of the layers begins.
         cost: of a token; its element_bytes are those of activations.
-        norm: bytes per token that the backward of the last norm takes beside these.
+        norm: additional bytes per token of the backward of the last norm.
         tied: bytes of the gradient that an lm_head with the embedding's weight leaves: it waits for
             the embedding's.
-        frozen: layers, the first ones, that no gradient reaches. They hold nothing and compute
-            nothing again, and what they work with is that of their forward.
+        frozen: the number of first layers that no gradient reaches. They hold nothing and compute
+            nothing again, and work only in their forward.
     """
 
     layers: dict[Mode, tuple[LayerMemory, ...]]
@@ -57,7 +58,7 @@ class ModelMemory:
         scoring: float = 0.0,
         waiting: float = 0.0,
     ) -> int:
-        """The most bytes that are alive at once.
+        """Predicts the most bytes that are alive at once.
 
         Args:
             tokens: packed ones.
@@ -66,17 +67,17 @@ class ModelMemory:
             waiting: bytes that wait through the backward of all layers. Default: 0.0.
         """
         count = len(next(iter(self.layers.values())))
-        each = [modes] * count if isinstance(modes, str) else modes
-        below = most = self.before * tokens
-        for layer, mode in enumerate(each):
+        layer_modes = [modes] * count if isinstance(modes, str) else modes
+        below = peak = self.before * tokens
+        for layer, mode in enumerate(layer_modes):
             of_layer = self.layers[mode][layer]
             below += of_layer.held[0] * tokens + of_layer.held[1]
             working = of_layer.working[0] * tokens + of_layer.working[1]
-            most = max(most, below + working + waiting)
-        return round(max(most, below + scoring))
+            peak = max(peak, below + working + waiting)
+        return round(max(peak, below + scoring))
 
     def scaled(self, factor: float, element_bytes: int) -> ModelMemory:
-        """For layers that hold `factor` times the bytes, and keys and values of `element_bytes`."""
+        """Scales layers to `factor` times the bytes, and keys and values of `element_bytes`."""
 
         def times(layer: LayerMemory) -> LayerMemory:
             held, working = ((a * factor, b * factor) for a, b in (layer.held, layer.working))
@@ -98,16 +99,16 @@ class EncoderMemory:
     """Bytes of a vision encoder in training.
 
     Attributes:
-        patch: of a run, per patch: the most that is alive in its backward, in which it is computed
-            again whole, beside its pixels and features.
-        fixed: of a run, whatever its patches.
-        feature: of the features of one placeholder, all that the model reads.
+        patch: bytes of a run per patch: the most that is alive in its backward, in which it is
+            computed again whole, without its pixels and features.
+        fixed: bytes of a run, whatever its patches.
+        feature: bytes of all features of one placeholder that the model reads.
         dtype: of pixels as the vision encoder takes them.
-        gradients: of its parameters, which those of the first run wait in until the last one.
-        held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
-            what it keeps from its forward until its backward.
-        products: multiply-adds of a forward per patch, attention's left out.
-        pairs: attention's, per pair of patches of a frame.
+        gradients: bytes of its parameters' gradients, which wait from the first run to the last.
+        held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]
+            from its forward until its backward.
+        products: multiply-adds of a forward per patch, without attention.
+        pairs: multiply-adds of attention, per pair of patches of a frame.
         may_keep: whether a plan may let it keep anything. A vision encoder without gradients has
             nothing to keep and computes nothing again.
     """
@@ -127,14 +128,14 @@ class EncoderMemory:
         return self.patch * patches + self.fixed
 
     def kept(self, patches: int) -> float:
-        """The bytes that a run keeps which is not computed again."""
+        """Bytes that a run keeps if it is not computed again."""
         return self.held[0] * patches + self.held[1]
 
     def again(self, patches: int, frames: int = 1) -> float:
-        """The multiply-adds of a forward of an image, which are those of computing it again.
+        """Multiply-adds of a forward of an image, which are those of computing it again.
 
         Args:
-            frames: in which its patches are; vision encoders attend within a frame. Default: an
+            frames: that hold its patches; vision encoders attend within a frame. Default: an
                 image's.
         """
         return self.products * patches + self.pairs * patches**2 / frames

@@ -1,4 +1,4 @@
-"""Which layers recompute what, so that a micro-batch fits and as little as possible is recomputed.
+"""Plans what layers recompute, so that a micro-batch fits and as little as possible runs again.
 
 Layers that recompute nothing stand last: their memory is free again before the backward of the
 others begins. In front of them stand layers that keep attention, and first those that recompute
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from prefixtree.planning.parts import Part
     from prefixtree.recompute.memory import EncoderMemory, ModelMemory
 
-# a plan [a, b] cuts the layers into as many runs
+# a plan [a, b] cuts the layers into one run per mode
 assert len(MODES) == 3
 
 _GIB = 2**30
-# of what a vision encoder may keep
+# choices of the images that a vision encoder keeps
 _CHOICES = 64
 # logits of a chunk of scored edges, and their float32 copies where no kernel of ours runs
 _LOGITS = 1 << 29
@@ -40,13 +40,13 @@ class RecomputePlan:
 
     Attributes:
         modes: "all", "all_but_attention" or "nothing", first layer to last.
-        peak_bytes: the most bytes of activations that are alive at once, as predicted; gradients of
-            weights that are added to kept ones count, weights and kept gradients do not.
-        patches: of images, that the vision encoder takes at once; a larger image is taken alone.
-        kept: of the last images, as many as have at most so many patches, the vision encoder keeps
-            its activations; those of the others it computes again in the backward. None, as in
-            plans
-            without images: those of all.
+        peak_bytes: the most bytes of activations that are alive at once, as predicted. Gradients of
+            weights that are added to kept ones count; weights and kept gradients do not.
+        patches: patches of images that the vision encoder takes at once; a larger image is taken
+            alone.
+        kept: the vision encoder keeps its activations of as many of the last images as have at most
+            so many patches. It computes the others again in the backward. None, as in plans without
+            images: it computes all of them again.
     """
 
     modes: tuple[Mode, ...]
@@ -66,7 +66,6 @@ class Work:
     """A micro-batch, as the memory model sees it.
 
     Attributes:
-        forest: of the micro-batch.
         scored: edges whose log-probability is computed.
         trains_lm_head: whether the lm_head's weight gets a gradient.
         images: that its forest places. Default: text alone.
@@ -79,33 +78,32 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Those of the forest."""
+        """The number of tokens of the forest."""
         return self.forest.num_tokens
 
     @property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The position of the first token of each run, and its tokens, int64 [runs]."""
+        """The position of the first token of each run, and its tokens, int64 [runs] each."""
         forest = self.forest
         return forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class PartWork:
-    """A trunk, a micro-batch that imports from trunks, or the part of a rank of a group, as the
-    memory model sees it.
+    """A trunk, a micro-batch that imports from trunks, or a rank's part, for the memory model.
 
     Attributes:
-        runs: the position of the first token of each run of own tokens, and its tokens, int64
-            [runs].
+        runs: int64 [runs] each: the position of the first token of each run of own tokens, and its
+            tokens.
         imported: rows of keys and values that every layer imports.
         scored: edges whose log-probability is computed.
         trains_lm_head: whether the lm_head's weight gets a gradient.
-        exported: rows that every layer exports. Default: none, as of a micro-batch.
-        states: own tokens behind which recurrent layers export their states.
+        exported: rows that every layer exports.
+        states: own tokens after which recurrent layers export their states.
         images: that it encodes. Default: text alone.
-        wide: rows of keys and values in float32 that the backward of attention has at once, beside
-            those of a whole forest. Default: as many as are imported.
-        above: others' tokens that recurrent layers compute again. Default: none.
+        wide: additional rows of float32 keys and values that the backward of attention has at once,
+            compared with a whole forest. Default: as many as are imported.
+        above: others' tokens that recurrent layers compute again.
     """
 
     runs: tuple[np.ndarray, np.ndarray]
@@ -120,12 +118,12 @@ class PartWork:
 
     @property
     def num_tokens(self) -> int:
-        """Own tokens."""
+        """The number of own tokens."""
         return int(self.runs[1].sum())
 
     @classmethod
     def of(cls, part: Part, scored: int, trains_lm_head: bool, states: int = 0) -> PartWork:
-        """Of a part of a forest; the other arguments are attributes."""
+        """Makes the work of a part of a forest; the other arguments are attributes."""
         position = part.host.position[part.own_tokens].astype(np.int64)
         starts = np.flatnonzero(np.diff(position, prepend=-2) != 1)
         runs = position[starts], np.diff(starts, append=len(position))
@@ -134,7 +132,7 @@ class PartWork:
 
 
 def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
-    """The most bytes that the last norm and the lm_head take beside what the layers hold."""
+    """The most additional bytes of the last norm and the lm_head while layers hold theirs."""
     cost = memory.cost
     # hidden states of predictors and of edges, and their gradients
     rows = 4 * work.scored * cost.hidden * cost.element_bytes
@@ -143,7 +141,7 @@ def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
     if not work.trains_lm_head:
         head = rows + (_LOGITS if work.scored else 0)
     else:
-        # a float32 sum beside a chunk of logits; then, beside it, its copy in the weight's dtype
+        # a float32 sum next to a chunk of logits; then the sum and its copy in the weight's dtype
         copy = cost.element_bytes * cost.lm_head_weights
         head = rows + 4 * cost.lm_head_weights + max(_LOGITS, copy)
     return max(head, of_norm + memory.norm * work.num_tokens + waiting_bytes(memory, work))
@@ -162,23 +160,21 @@ def plan_for(
     *,
     with_spare: bool = False,
 ) -> RecomputePlan:
-    """The plan that recomputes least of those that need at most `available` bytes.
+    """Finds the plan that recomputes least of those that need at most `available` bytes.
 
     Features of images are there from the vision encoder's forward to its backward. The backward of
     the vision encoder comes last, when the activations of layers are gone, so the larger of both
-    counts.
-
-    The vision encoder keeps its activations of the last images where that saves more multiply-adds
-    than layers would with these bytes.
+    counts. The vision encoder keeps its activations of the last images where that saves more
+    multiply-adds than layers would with these bytes.
 
     Args:
-        vision encoder: the memory of the vision encoder, where there are images. What it does not
-            keep it computes again in runs of as many patches as fit.
+        encoder: the memory of the vision encoder, where there are images. It computes again in runs
+            of as many patches as fit.
         with_spare: whether layers leave `spare_bytes` free. Default: only what was planned with.
 
     Raises:
         torch.OutOfMemoryError: not even a backward that recomputes every layer fits, or the vision
-            encoder does not with one image at a time.
+        encoder does not with one image at a time.
     """
     peaks, cost = peaks_of(memory, work), recomputed_by(memory, work)
     spare = spare_bytes(memory, work, with_spare)
@@ -203,7 +199,7 @@ def plan_for(
             f"features, enough for {at_once:,} patches at once: give smaller images (max_pixels "
             "of the processor), fewer of them in a micro-batch, or more memory"
         )
-    found: list[tuple[float, RecomputePlan, EncoderChoice]] = []
+    fitting: list[tuple[float, RecomputePlan, EncoderChoice]] = []
     for choice in choices:
         free = spare_beside(choice, spare)
         if choice.needs + free > available - ends:
@@ -211,11 +207,11 @@ def plan_for(
         text = cheapest(peaks, cost, available - choice.held - np.maximum(spare, free))
         if text is not None:
             again = float(cost[place_of(text)]) + choice.again
-            found.append((again, text, choice))
-    if not found:
+            fitting.append((again, text, choice))
+    if not fitting:
         raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
-    # of equal ones the first, which keeps least
-    _, text, choice = min(found, key=lambda each: each[0])
+    # the first of equal ones keeps least
+    _, text, choice = min(fitting, key=lambda each: each[0])
     room = available - ends - spare_beside(choice, spare)
     at_once, run = images.runs(encoder, room, choice)
     peak = max(text.peak_bytes + choice.held, run + ends)
@@ -225,10 +221,10 @@ def plan_for(
 def cheapest(
     peaks: np.ndarray, cost: np.ndarray, available: float | np.ndarray
 ) -> RecomputePlan | None:
-    """The plan that costs least of those that fit, and of these the smallest; None where none does.
+    """The plan of least cost that fits, and the smallest of equal ones; None if none fits.
 
     Args:
-        peaks: of all plans [a, b], in bytes: layers before a recompute all, from b on nothing.
+        peaks: bytes of all plans [a, b]: layers before a recompute all, from b on nothing.
         cost: of the same. available: in bytes, for all or for each.
     """
     fits = np.where(peaks <= available, cost, np.inf)
@@ -239,13 +235,13 @@ def cheapest(
 
 
 def place_of(plan: RecomputePlan) -> tuple[int, int]:
-    """Where a plan stands in arrays of all plans [a, b]."""
+    """The place [a, b] of a plan in arrays of all plans."""
     counts = [plan.modes.count(mode) for mode in MODES]
     return counts[0], counts[0] + counts[1]
 
 
 def plan_at(peaks: np.ndarray, place: int) -> RecomputePlan:
-    """The plan of a place in `peaks`, row after row."""
+    """The plan at a place in `peaks`, row after row."""
     a, b = divmod(place, peaks.shape[1])
     modes = modes_at(a, b, peaks.shape[0] - 1)
     return RecomputePlan(modes, round(float(peaks.flat[place])))
@@ -258,13 +254,15 @@ def modes_at(a: int, b: int, layers: int) -> tuple[Mode, ...]:
 
 
 def reserve(total: int) -> int:
-    """Bytes of a device's `total` that are not planned with: what fragments, and what kernels and
-    communication take for themselves. 5 %, and 1 GiB at least."""
+    """Bytes of a device's `total` that are not planned with: 5 %, and 1 GiB at least.
+
+    They are for fragments, kernels and communication.
+    """
     return max(1 << 30, total // 20)
 
 
 def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) -> float | np.ndarray:
-    """Bytes that all plans [a, b] leave free beside the reserve; 0.0 unless `with_spare`.
+    """Additional bytes that each plan [a, b] leaves free; 0.0 unless `with_spare`.
 
     The first backward puts gradients of weights into large blocks that activations left. Those stay
     cut, and later tensors of other sizes do not fit them. Half of what the backward of a layer
@@ -282,9 +280,10 @@ def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) ->
 
 
 def spare_beside(choice: EncoderChoice, spare: float | np.ndarray) -> float:
-    """The part of `spare_bytes` that every plan leaves free, and the vision encoder behind the
-    layers too: all of it where the vision encoder keeps anything, as that leaves blocks to be
-        cut."""
+    """The part of `spare_bytes` that all plans, and the encoder after the layers, leave free.
+
+    It is all of them if the vision encoder keeps anything, as that leaves blocks to be cut.
+    """
     return float(np.max(spare)) if choice.kept else 0.0
 
 
@@ -295,12 +294,10 @@ def tokens_that_fit(
     mode: Mode = "all",
     trains_lm_head: bool = True,
 ) -> int:
-    """The most tokens of one micro-batch; 0 where scoring one takes too much.
+    """The most tokens of one micro-batch; 0 if scoring one takes too much.
 
     Args:
-        memory: of the model. available: in bytes. scored_share: scored edges per token.
-        mode: of every layer.
-        trains_lm_head: as of `Work`.
+        available: in bytes. scored_share: scored edges per token. mode: of every layer.
     """
 
     def fits(tokens: int) -> bool:
@@ -326,7 +323,7 @@ def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int | np.ndarray)
 
 
 def layer_tokens(cost: ModelCost, work: Work | PartWork) -> int | np.ndarray:
-    """The tokens that a layer computes, or those of each layer."""
+    """The number of tokens that a layer computes, or that each layer computes."""
     if isinstance(work, Work) or not work.above:
         return work.num_tokens
     return work.num_tokens + np.array([work.above if x.state else 0 for x in cost.layers])
@@ -343,7 +340,7 @@ def _held_by(memory: ModelMemory, work: Work | PartWork) -> dict[Mode, np.ndarra
 
 
 def held_by_plans(memory: ModelMemory, work: PartWork) -> np.ndarray:
-    """Bytes that a part's graph holds from its forward to its backward, of all plans [a, b]."""
+    """Bytes that a part's graph holds from its forward to its backward, for all plans [a, b]."""
     cost = memory.cost
     first, middle, last = _held_by(memory, work).values()
     layers = (first - middle)[:, None] + (middle - last)[None, :] + last[-1]
@@ -359,7 +356,7 @@ def _row_bytes(cost: ModelCost) -> np.ndarray:
 
 
 def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
-    """Predicted peaks of all plans: [a, b], layers before a recompute all, from b on nothing."""
+    """Predicts peaks of all plans [a, b]: layers before a recompute all, from b on nothing."""
     tokens, scoring = work.num_tokens, scoring_bytes(memory, work)
     waiting = waiting_bytes(memory, work)
     held, reach = _held_by(memory, work), {}
@@ -367,7 +364,7 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     for mode in MODES:
         working = _bytes(memory, mode, "working", of_layers)
         working = working + added_by_rows(memory.cost, work, mode)[1]
-        # of a backward, where every layer before has this mode
+        # peak of a layer's backward if every layer before has this mode
         reach[mode] = held[mode][1:] + working + waiting
     first, middle, last = (held[mode] for mode in MODES)
     count = len(first)
@@ -377,7 +374,7 @@ def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     in_middle = np.full((count, count), -np.inf)
     for a in range(count - 1):
         in_middle[a, a + 1 :] = np.maximum.accumulate(reach["all_but_attention"][a:])
-    # of the layers before b, less what they would hold in the last mode
+    # bytes of the layers before b, less what they would hold in the last mode
     below = first[:, None] - middle[:, None] + (middle - last)[None, :]
     peaks = np.maximum.reduce(
         [

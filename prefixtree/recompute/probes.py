@@ -37,24 +37,24 @@ from prefixtree.recompute.measured import Learnt, kinds_of
 from prefixtree.recompute.memory import ModelMemory
 from prefixtree.recompute.recorder import AllocatedBytes, NotMeasuredError, Recorder, Run
 
-# tokens of the probes, multiples of what recurrent kernels take at once: CUDA's allocator rounds
+# tokens of the probes, multiples of recurrent kernels' chunks, as CUDA's allocator rounds
 _TOKENS = {"cuda": (512, 2048)}
 _FEW_TOKENS = (128, 512)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# what stands for a parameter or a buffer
+# (a parameter or a buffer) -> the tensor that stands for it
 Made = Callable[[torch.Tensor], torch.Tensor]
 
 
 def probe(
     causal_lm: Any, device: torch.device, dtype: torch.dtype, modes: Sequence[Mode]
 ) -> Iterator[Run]:
-    """Runs of a copy of a model's first layers, forward and backward, under the caller's autocast.
+    """Runs a copy of a model's first layers forward and backward, under the caller's autocast.
 
     Args:
         causal_lm: the transformers model, prepared, with weights.
         device: where it computes. dtype: in which FSDP2 gathers a layer's weights.
-        modes: every layer has the same, in one run after another.
+        modes: one run per mode, which every layer has.
 
     Raises:
         NotMeasuredError: FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one.
@@ -69,14 +69,14 @@ def probe(
     with untouched(device):
         copied = twin(causal_lm, standing_for(device, dtype))
         if device.type == "cuda":
-            # elsewhere compiled code cannot be looked into, and counts as if it were not compiled
+            # on other devices compiled code hides its memory, and counts as if it were not compiled
             compile_alike(causal_lm, copied)
         yield from _runs(copied, device, modes)
 
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Gradients are on, and random generators go on as if nothing ran."""
+    """Switches gradients on, and restores random generators afterwards."""
     devices = [device] if device.type == "cuda" else []
     with (
         torch.inference_mode(False),
@@ -87,8 +87,11 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
-    """Gives what a copy has in the place of a tensor: weights that train share their memory, those
-    that do not are the model's own, and sharded ones are zeros in one piece."""
+    """Makes what a copy has in the place of a tensor.
+
+    A weight that trains shares its memory. One that does not is the model's own. A sharded one is
+    zeros in one piece.
+    """
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         trains = tensor.requires_grad
@@ -106,9 +109,9 @@ def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
 
 
 def twin(model: nn.Module, made: Made) -> Any:
-    """A copy of a module with the same classes and attributes, and other tensors.
+    """Copies a module with the same classes and attributes, and other tensors.
 
-    It has hooks of known packages alone, and FSDP2 does not know it.
+    The copy has only hooks of known packages, and FSDP2 does not know it.
     """
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -116,7 +119,7 @@ def twin(model: nn.Module, made: Made) -> Any:
     def of_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
-        # a tied weight stays one
+        # a tied weight stays one tensor
         if id(tensor) not in tensors:
             tensors[id(tensor)] = made(tensor)
         return tensors[id(tensor)]
@@ -145,7 +148,7 @@ def twin(model: nn.Module, made: Made) -> Any:
 
 
 def _is_needed(hook: Any) -> bool:
-    """Whether a forward needs a hook: one of a known package, which shards nothing."""
+    """Whether a forward needs a hook: one of a known package that shards nothing."""
     shards = str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
     return not shards and foreign_module(hook, (*KNOWN_PACKAGES, "prefixtree")) is None
 
@@ -160,7 +163,7 @@ def _runs(
     fake: Any = None,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Run]:
-    """Runs of a model whose tensors stand for others.
+    """Runs a model whose tensors stand for others.
 
     Args:
         fake: the mode of its tensors. autocast: of its forwards. Default: as it is.
@@ -169,12 +172,12 @@ def _runs(
     prepare_layers(model)
     layers = layers_of(model)
     kinds = kinds_of(layers)
-    # the first two have more than their own: rotary tables, or what is made once
+    # the first two layers count more than their own: rotary tables, or what is made once
     count = min(len(layers), max(map(kinds.index, kinds)) + 3)
     _skip(layers[:count], layers[count:])
     drop_gradients(model)
     numbers = _TOKENS.get(device.type, _FEW_TOKENS)
-    # what allocators and libraries need once
+    # a first run counts memory that allocators and libraries need once
     if device.type == "cuda" and fake is None:
         _run(model, count, device, modes[0], numbers[0], fake, autocast)
     for mode in modes:
@@ -183,7 +186,7 @@ def _runs(
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Has parameters let go of their gradients as these come."""
+    """Has parameters drop their gradients as these come."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -194,7 +197,7 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def _skip(first: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
-    """Has other layers hand on what they are given, as the first ones do."""
+    """Has the other layers hand on their input, as the first ones return it."""
     in_tuples: list[bool] = []
 
     def note(layer: nn.Module, args: Any, output: Any) -> None:
@@ -211,7 +214,7 @@ def _skip(first: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
 
 
 def _forest(tokens: int, config: Any) -> PrefixForest:
-    """A forest of so many tokens, with paths for which the model's RoPE is exact."""
+    """Makes a forest of so many tokens, with paths for which the model's RoPE is exact."""
     longest = min((limit for _, limit in fixed_lengths(config)), default=tokens)
     if tokens > longest:
         lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
@@ -252,7 +255,7 @@ def _run(
         hidden = output[0]
         del output
         if hidden.requires_grad:
-            # whatever else is in the graph gets no gradient
+            # nothing else in the graph gets a gradient
             trained = [p for p in model.parameters() if p.requires_grad]
             hidden.backward(torch.ones_like(hidden), inputs=trained or None)
         recorder.finish()
@@ -273,7 +276,7 @@ def _of_config(key: _Config, dtype: torch.dtype, autocast: torch.dtype | None) -
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
     set_experts(config, traced_as(config))
-    # whose frequencies look at numbers, and keep no other memory
+    # other RoPEs look at numbers for their frequencies, and keep no other memory
     as_default_rope(config.get_text_config())
     with torch.device("meta"):
         model = auto_class(config).from_config(
@@ -283,7 +286,7 @@ def _of_config(key: _Config, dtype: torch.dtype, autocast: torch.dtype | None) -
 
 
 class _Config:
-    """A config, compared by what it says."""
+    """A config, compared by its content."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -317,11 +320,7 @@ def memory_of_config(
 def memory_on_shapes(
     model: Any, dtype: torch.dtype, autocast: torch.dtype | None = None
 ) -> ModelMemory:
-    """The same of a model on the meta device, as it trains.
-
-    Raises:
-        UnsupportedError: as `memory_of_config`.
-    """
+    """The memory of a model on the meta device, as it trains; it raises as `memory_of_config`."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -331,8 +330,8 @@ def memory_on_shapes(
 
     cpu = torch.device("cpu")
     if dtype != torch.bfloat16 and _has_grouped_experts(layers_of(model)):
-        # torch knows the shapes of grouped products in bfloat16 alone, and autocast leaves them in
-        # the weights' dtype; what is kept in float32 there counts as more than it is
+        # torch knows the shapes of grouped products only in bfloat16, and autocast leaves them in
+        # the weights' dtype; tensors kept in float32 then count as more than they are
         half = memory_on_shapes(model.to(torch.bfloat16), torch.bfloat16)
         return half.scaled(dtype.itemsize / 2, (autocast or dtype).itemsize)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -361,7 +360,7 @@ def memory_on_shapes(
 
 def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
     modules = (module for layer in layers for module in layer.modules())
-    # a convolution's weight has three dimensions too
+    # a convolution's weight has three dimensions too, so names are compared
     return any(
         p.ndim == 3
         for module in modules

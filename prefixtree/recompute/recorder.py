@@ -1,9 +1,8 @@
 """Reads bytes at the borders of layers as a forward and its backward run.
 
-They are read behind each layer's forward, and where the gradient of its output arrives. What a
-layer keeps is what the bytes grow by from one border to the next. What its backward works with is
-the peak above what is there as it begins, so what others gather, prefetch or have left there
-cancels.
+They are read after each layer's forward, and where the gradient of its output arrives. A layer
+keeps what the bytes grow by from one border to the next. Its backward works with the peak above the
+bytes at its beginning. So what others gather, prefetch or have left there cancels.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Meter(Protocol):
     """Counts bytes.
 
     Attributes:
-        bytes: those that are alive. most: the most so far, or since a reset by whoever.
+        bytes: alive now. most: the most so far, or since anyone's reset.
     """
 
     @property
@@ -48,12 +47,12 @@ class AllocatedBytes:
 
     @property
     def bytes(self) -> int:
-        """Counts those that are allocated."""
+        """Bytes that are allocated now."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
     def most(self) -> int:
-        """The most since a reset, by whoever."""
+        """The most bytes since anyone's reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def restart(self) -> int:
@@ -63,12 +62,12 @@ class AllocatedBytes:
         return peak
 
 
-#: what counts elsewhere, while it is open
+#: open meters of devices without an allocator's count
 counting: list[Meter] = []
 
 
 def meter_of(device: torch.device) -> Meter | None:
-    """Finds what counts bytes now, also in a backward that others run; None where nothing does."""
+    """Finds what counts bytes now, also in a backward that others run; None if nothing does."""
     if device.type == "cuda":
         return AllocatedBytes(device)
     return counting[-1] if counting else None
@@ -83,10 +82,10 @@ class Run(NamedTuple):
 
     Attributes:
         tokens: that each layer computed. modes: of the layers, all or the first ones.
-        before: what the first layer was called with.
-        held: by each layer; then by the norm behind them, if there is one.
-        working: of the same. Of layers that no gradient reaches it is that of their forward.
-        frozen: the number of these, the first ones.
+        before: bytes that the first layer was called with.
+        held: by each layer; then by the norm after them, if there is one.
+        working: of the same. Layers that no gradient reaches work in their forward.
+        frozen: the number of first layers that no gradient reaches.
     """
 
     tokens: np.ndarray
@@ -101,10 +100,8 @@ class Recorder:
     """Reads bytes at the borders of layers, of one forward and its backward.
 
     Args:
-        causal_lm: the transformers model.
-        meter: what counts.
-        done: called behind the backward. Default: nobody is.
-        count: the first layers that are looked at. Default: all.
+        done: called after the backward.
+        count: the number of first layers that are looked at. Default: all.
     """
 
     def __init__(
@@ -127,11 +124,11 @@ class Recorder:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While open, a forward is recorded; its backward may come later."""
+        """Records a forward while open; its backward may come later."""
         with changing(self._layers[0]) as changes:
             for place, module in enumerate(self._places):
                 if (compiled := vars(module).get("_compiled_call_impl")) is not None:
-                    # hooks would become part of its graph
+                    # hooks would become part of a compiled layer's graph
                     of_place = partial(self._around, place, compiled)
                     changes.set(module, _compiled_call_impl=of_place)
                     continue
@@ -145,7 +142,7 @@ class Recorder:
             self.finish()
 
     def finish(self) -> None:
-        """Behind the backward."""
+        """Ends the record after the backward."""
         if not self._over:
             self._end_turn()
             self._over = True
@@ -153,7 +150,7 @@ class Recorder:
                 self._done(self)
 
     def run(self, tokens: np.ndarray, modes: Sequence[Mode]) -> Run | None:
-        """Gives what was recorded; None where a layer did not run."""
+        """The record; None if a layer did not run."""
         places = range(len(self._places))
         if any(place not in self._after or place not in self._working for place in places):
             return None
@@ -191,7 +188,7 @@ class Recorder:
             hidden.register_hook(partial(self._begin_turn, place))
 
     def _begin_turn(self, place: int, gradient: torch.Tensor) -> None:
-        """The backward of this layer begins, that of the next one is over."""
+        """Begins the backward of this layer and ends that of the layer after it."""
         if self._turn is None and self._done is not None:
             Variable._execution_engine.queue_callback(self.finish)
         self._end_turn()
@@ -205,7 +202,7 @@ class Recorder:
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    """Finds those in tuples, lists and dictionaries."""
+    """Finds tensors in tuples, lists and dictionaries."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, tuple | list | dict):
@@ -214,7 +211,7 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
 
 
 def norm_of(causal_lm: Any) -> nn.Module | None:
-    """The norm behind the layers."""
+    """Finds the norm after the layers."""
 
     def shapes(module: nn.Module) -> list[int]:
         return [p.ndim for p in module.parameters()]

@@ -1,10 +1,10 @@
 """Modes of kept trunks and of their micro-batches, as the caller said or as planned.
 
-With "auto" both recompute by one plan (`plan_kept`). A trunk's graph is held beside every
+With "auto" both recompute by one plan (`plan_kept`). A trunk's graph is held during every
 micro-batch that runs before the trunk's backward, so each of these has less memory for its own. All
 trunks follow one plan; or they hold no graph, and their forward runs again before their backward.
-Each micro-batch follows the plan that recomputes least in what is left. Of all choices for the
-trunks, the one with which the fewest FLOPs run again is taken.
+Each micro-batch follows the plan that recomputes least in the remaining memory. Of all choices for
+the trunks, the one with which the fewest FLOPs run again is taken.
 
 Legend: C choices for the trunks: all plans [a, b] of `peaks_of`, with images also those in which
 vision encoders keep all, and the forward again.
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 from prefixtree.wings import CallWing
 
-# of what a vision encoder may keep
+# choices of the images that a vision encoder keeps
 _CHOICES = 8
 
 
@@ -74,7 +74,7 @@ class KeptPlan:
     """The plans of trunks and micro-batches.
 
     Attributes:
-        of_part: per part, in the order of forwards. A peak counts what is held beside the part.
+        of_part: in the order of forwards. A peak counts what is held while the part runs.
         runs_again: whether trunks hold no graph. Their plans are those of the second forward.
     """
 
@@ -102,16 +102,14 @@ def plan_kept(
     """Plans trunks and micro-batches within `available` bytes.
 
     Args:
-        memory: of the model.
-        works: per part, in the order of forwards.
-        spans: of the same parts.
-        available: bytes for activations, exported rows, states, and what is returned to them.
-        on_host: whether what trunks export waits on the host.
+        works, spans: one per part, in the order of forwards.
+        available: bytes for activations, exported rows, states, and their returned gradients.
+        on_host: whether exports of trunks wait on the host.
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
-        vision encoder: the memory of the vision encoder, where parts have images.
+        encoder: the memory of the vision encoder, where parts have images.
         with_spare: as in `plan_for`.
-        waiting: bytes that parts which are no trunks leave to others, per part that runs beside
-            them, as steps do. Default: none.
+        waiting: bytes that other parts than trunks, such as steps, leave waiting while each part
+            runs. Default: none.
 
     Raises:
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
@@ -124,10 +122,10 @@ def plan_kept(
     row, gradient = (
         imports.held_layers * x for x in (imports.row_bytes, imports.gradient_row_bytes)
     )
-    # of trunks, vision encoders keep nothing, or all
+    # vision encoders keep nothing of trunks' images, or all
     ways = [0, -1] if any(len(parts[part].encoders) > 1 for part in trunks) else [0]
     plans = costs[0].size
-    # [C] each: what a trunk holds while others run, and what waits for its own layers
+    # [C] each: bytes that a trunk holds while others run, and that wait for its own layers
     holds, waits = {}, dict(enumerate(np.zeros(len(works)) if waiting is None else waiting))
     for part in trunks:
         work = works[part]
@@ -166,23 +164,23 @@ def plan_kept(
         raise torch.OutOfMemoryError(_message(memory, works, peaks, beside, available))
     choice = int(best[sum((h[best] for h in holds.values()), nothing[best]).argmin()])
     keeps_graphs = choice < len(total) - 1
-    found = []
+    chosen_plans = []
     for part, span in enumerate(spans):
-        others = float(beside[part][choice])
+        held_bytes = float(beside[part][choice])
         if span.is_trunk and keeps_graphs:
             way, place = divmod(choice, plans)
-            found.append(parts[part].plan(others, available, ways[way], place))
+            chosen_plans.append(parts[part].plan(held_bytes, available, ways[way], place))
         else:
-            found.append(parts[part].plan(others, available))
-    return KeptPlan(tuple(found), not keeps_graphs)
+            chosen_plans.append(parts[part].plan(held_bytes, available))
+    return KeptPlan(tuple(chosen_plans), not keeps_graphs)
 
 
 class _PartPlans:
     """The plans of one part.
 
     Attributes:
-        costs: multiply-adds computed again by layers, of all plans [a, b].
-        vision encoders: what its vision encoder may keep; one choice where it has no images.
+        costs: multiply-adds computed again by layers, for all plans [a, b].
+        encoders: choices of its vision encoder; one choice if it has no images.
         shown: bytes of images, from the vision encoder's forward to its backward, which comes last.
     """
 
@@ -193,8 +191,8 @@ class _PartPlans:
         self._images = work.images if encoder is not None else None
         self._peaks, self.costs = peaks_of(memory, work), recomputed_by(memory, work)
         self._spare = spare_bytes(memory, work, with_spare)
-        # beside the vision encoder's backward are the gradients of the embedding and of an lm_head
-        # with its weight
+        # during the vision encoder's backward the gradients of the embedding and of an lm_head with
+        # its weight are alive
         self._ends = memory.before * work.num_tokens + waiting_bytes(memory, work)
         self.shown, self.encoders = 0.0, [EncoderChoice(0, 0, 0.0, 0.0, 0.0)]
         if self._images is not None and encoder is not None:
@@ -202,7 +200,7 @@ class _PartPlans:
             self.encoders = self._images.choices(encoder, _CHOICES)
 
     def with_encoder(self, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all plans [a, b]: peaks, what must be free for them, and multiply-adds."""
+        """Peaks, bytes that must be free, and multiply-adds of all plans [a, b]."""
         choice = self.encoders[way]
         free = spare_beside(choice, self._spare)
         of_layers = self._peaks + choice.held
@@ -212,8 +210,7 @@ class _PartPlans:
         return peaks, needs, self.costs + choice.again
 
     def least(self, room: np.ndarray) -> np.ndarray:
-        """The multiply-adds of the cheapest plan in each room, [len(room)]; infinite where none
-        fits."""
+        """Multiply-adds of the cheapest plan in each room, [len(room)]; infinite if none fits."""
         each = [_least(*self.with_encoder(way)[1:], room) for way in range(len(self.encoders))]
         return np.minimum.reduce(each)
 
@@ -228,11 +225,7 @@ class _PartPlans:
     def plan(
         self, others: float, available: float, way: int | None = None, place: int = 0
     ) -> RecomputePlan:
-        """The cheapest plan, or a given one, beside `others` bytes.
-
-        Args:
-            way, place: of the given one. Default: the cheapest.
-        """
+        """The cheapest plan, or that at (way, place), while others hold `others` bytes."""
         if way is None:
             room = np.array([available - others])
             least = [_least(*self.with_encoder(i)[1:], room)[0] for i in range(len(self.encoders))]
@@ -254,7 +247,7 @@ class _PartPlans:
 
 
 def _least(peaks: np.ndarray, costs: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """The cost of the cheapest plan in each room, [len(room)]; infinite where none fits.
+    """The cost of the cheapest plan in each room, [len(room)]; infinite if none fits.
 
     Args:
         peaks, costs: of all plans [a, b]. room: in bytes.
@@ -281,17 +274,12 @@ def _message(
 
 # ---- modes of parts ----------------------------------------------------------------------------
 
-#: What `kept_trunks(recompute_trunks=)` takes.
+#: Values of `kept_trunks(recompute_trunks=)`.
 RecomputeTrunks = Recompute | Literal["again"]
 
 
 class Asked(Protocol):
-    """The rows that are asked of parts.
-
-    Attributes:
-        options: of a language model's edges.
-        wings: of the call, by name.
-    """
+    """The rows asked of parts: options of a language model's edges, and the call's wings."""
 
     options: ScoreOptions
     wings: Mapping[str, CallWing]
@@ -301,7 +289,6 @@ class PartModes(NamedTuple):
     """The modes of the forwards of `kept_trunks`.
 
     Attributes:
-        of_part: per part.
         of_dummy: of a dummy token.
         runs_again: whether trunks hold no graph and run forward again.
     """
@@ -311,7 +298,7 @@ class PartModes(NamedTuple):
     runs_again: bool
 
 
-#: Of a model that kept trunks show images to, with two modes of recompute.
+#: Refusals of two modes of recompute for kept trunks with images.
 KEPT_IMAGES = (
     Refusal(
         "recompute_trunks",
@@ -328,7 +315,6 @@ def check_modes(
     """Refuses modes that do not go together.
 
     Args:
-        model: as `kept_trunks` takes it.
         sees: whether there are images.
 
     Raises:
@@ -361,22 +347,20 @@ def modes_of(
     """The modes of all parts; those of "auto" for the memory that is available now.
 
     Args:
-        model: as `kept_trunks` takes it.
+        model, recompute, recompute_trunks: as `kept_trunks` takes them.
         trunks: of the rank; None where it has no sequence. steps: their parts.
         num_scored: edges that each part scores.
-        recompute, recompute_trunks: as in `kept_trunks`.
-        asked: what is computed.
         trains: whether there are backwards.
-        held_bytes: what a loss of routers holds.
+        held_bytes: held by a loss of routers.
 
     Raises:
         torch.OutOfMemoryError, UnsupportedError, ValueError: see `plan_recomputation` and
-            `plan_kept`.
+        `plan_kept`.
     """
     again = recompute_trunks == "again"
     if recompute == "auto":
         if trunks is None or steps is None or not trains:
-            # ranks of FSDP2 whose parts are planned recompute their vision encoders, dummies' too
+            # planned ranks of FSDP2 recompute their vision encoders, also for dummies
             return PartModes([None] * len(num_scored), "all" if trains else None, again)
         plan = _planned(
             *(model, steps, num_scored, trunks.exported_states(), trunks.spans, asked, held_bytes),
@@ -401,20 +385,15 @@ def modes_of_steps(
     asked: Asked,
     trains: bool,
 ) -> PartModes:
-    """The modes of steps, each beside what waits on the device for others.
+    """The modes of steps, each while exports wait on the device for others.
 
-    Args:
-        ledger: of the steps.
-        model, num_scored, recompute, asked, trains: as in `modes_of`.
-
-    Raises:
-        torch.OutOfMemoryError, UnsupportedError, ValueError: as `modes_of`.
+    Arguments and errors are those of `modes_of`.
     """
     steps = ledger.division.parts
     if recompute != "auto" or not trains:
         mode = None if recompute == "auto" else recompute
         return PartModes([mode] * len(steps), mode, False)
-    # one graph at a time
+    # steps hold one graph at a time
     spans = [Span(step, step, is_trunk=False) for step in range(len(steps))]
     no_states = np.zeros(len(steps))
     held_bytes = sum(wing.held_bytes for wing in asked.wings.values())
@@ -433,10 +412,10 @@ def _planned(
     ledger: Ledger | None = None,
     **more: Any,
 ) -> KeptPlan:
-    """The plan of all parts for the memory that is available now.
+    """Plans all parts for the memory that is available now.
 
     Args:
-        states: own tokens behind which each trunk exports states.
+        states: own tokens after which each trunk exports states.
         ledger: of parts that are no trunks, and export.
     """
     causal_lm, available = left_for_activations(model, steps.packed.device)

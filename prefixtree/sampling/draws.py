@@ -1,4 +1,4 @@
-"""`Draws`: how the next token of each row is chosen, by numbers that only a counter decides.
+"""`Draws`: the choice of each row's next token, by numbers that only a counter decides.
 
 A token is the argmax over the vocabulary of logits / temperature + Gumbel noise, which is a draw
 from the softmax. The noise of a token is a hash of (seed, row, position, token). So a row's draws
@@ -20,12 +20,12 @@ import torch
 from prefixtree._numbers import integer, number
 from prefixtree.kernels.runtime import installed
 
-# of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
+# SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _BRANCH = 0xD1B54A32D192ED03 - 2**64
-# behind the numbers of a short path
+# marks the end of a short path
 _ENDED = -1
 # the least temperature: logits of 1e10 divided by it stay within 1e30, as kernels take them
 _COLDEST = 1e-20
@@ -35,10 +35,10 @@ _AT_ONCE = 2**25
 
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn.
+    """The way in which tokens are drawn.
 
-    `log_softmax(logits / temperature)` over the full vocabulary gives the log-probabilities, with
-    truncation (top_k, top_p, min_p) and without: those that `sequence_logprobs` gives at this
+    Log-probabilities are `log_softmax(logits / temperature)` over the full vocabulary, also with
+    truncation (top_k, top_p, min_p). They are those that `sequence_logprobs` gives at this
     temperature.
 
     Attributes:
@@ -46,7 +46,7 @@ class Draws:
             log-probability is then that at temperature 1. Default: 1.0.
         seed: any integer; the same one gives the same noise, so every training step needs another
             one. Default: 0.
-        top_k: draws from the k likeliest tokens alone. Default: from all.
+        top_k: draws only from the k likeliest tokens. Default: from all.
         top_p: draws from the fewest likeliest tokens that hold this probability. Default: from all.
         min_p: draws from tokens with at least this share of the likeliest one's probability.
             Default: from all.
@@ -69,7 +69,7 @@ class Draws:
                 f"temperature must be finite, and 0 (the likeliest token) or at least {_COLDEST}, "
                 f"got {temperature}"
             )
-        # numbers of numpy wrap around or have no place in transformers
+        # numpy's numbers wrap around, or transformers does not take them
         read: dict[str, Any] = {
             "temperature": temperature,
             "seed": integer("seed", self.seed, wrong=TypeError),
@@ -87,14 +87,14 @@ class Draws:
         """transformers' own truncations, in the order in which `generate` applies them."""
         from transformers.generation import logits_process as t
 
-        found: list[Any] = []
+        warpers: list[Any] = []
         if self.top_k is not None:
-            found.append(t.TopKLogitsWarper(self.top_k))
+            warpers.append(t.TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1:
-            found.append(t.TopPLogitsWarper(self.top_p))
+            warpers.append(t.TopPLogitsWarper(self.top_p))
         if self.min_p is not None:
-            found.append(t.MinPLogitsWarper(self.min_p))
-        return found
+            warpers.append(t.MinPLogitsWarper(self.min_p))
+        return warpers
 
     def choose(
         self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
@@ -108,7 +108,7 @@ class Draws:
 
         Returns:
             int64 [B] tokens, float32 [B] log-probabilities over the full vocabulary, and with
-            truncation float32 [B], the log of the probability that was kept; else None.
+            truncation float32 [B], the log of the probability that was kept; otherwise None.
         """
         if not self.warpers and in_one_pass(logits):
             from prefixtree.kernels.decoding import draw
@@ -143,11 +143,11 @@ def in_one_pass(logits: torch.Tensor) -> bool:
 
 
 def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Keys of rows: a hash of the seed and of the row's place in the tree of branchings.
+    """Makes keys of rows: hashes of the seed and of the row's place in the tree of branchings.
 
     Args:
-        seed: of the draws. paths: one per row: the sequence that it continues, then its number at
-            each branching above it.
+        paths: one per row: the sequence that it continues, then its number at each branching above
+            it.
 
     Returns:
         int64 [B] on the CPU.
@@ -159,19 +159,19 @@ def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:
     state = (seed + _GAMMA + 2**63) % 2**64 - 2**63
     keys = _mix(torch.full((len(paths),), state))
     for column in numbers.unbind(1):
-        # another step than that of positions and tokens, whose numbers would meet these
+        # a step of its own, as numbers of positions and tokens would collide with these
         below = _mix(keys + (column + 1) * _BRANCH + _GAMMA)
         keys = torch.where(column == _ENDED, keys, below)
     return keys
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """float32 [B, V] Gumbel noise; keys and positions int64 [B]."""
+    """Makes Gumbel noise, float32 [B, V]; keys and positions are int64 [B]."""
     state = _mix(keys + positions * _GAMMA)[:, None]
     numbers = torch.arange(1, vocabulary + 1, device=keys.device) * _GAMMA
-    # 53 bits, of which float32 keeps 24; near 0, where large noise comes from, all of these count
+    # 53 bits, of which float32 keeps 24; all of them count near 0, where large noise comes from
     uniform = (_mix(state + numbers) >> 11).bitwise_and_(2**53 - 1).add_(1).float().mul_(2.0**-53)
-    # what is rounded to 1 would be noise of minus infinity, which no likely token outweighs
+    # a number rounded to 1 would give infinite noise, which no likely token outweighs
     uniform = uniform.clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -184,5 +184,5 @@ def _mix(z: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """The logical shift to the right; torch's copies the sign."""
+    """Shifts logically to the right; torch's shift copies the sign."""
     return (z >> bits) & (2 ** (64 - bits) - 1)

@@ -1,13 +1,13 @@
-"""`ForestCache`: the keys and values of a growing forest, attention over them, and what rows keep
-of recurrent layers, in slots (`StatePools`).
+"""`ForestCache`: the keys and values of a growing forest, attention over them, and rows' recurrent
+states in slots (`StatePools`).
 
 It reaches the attention function as one more keyword, `forest_cache`. A prefill is a forward over
 the packed forest (`tree_mask`), whose keys and values are kept here. In later forwards the new
 tokens of all rows stand in ONE row, as those of packed forests do.
 
-A slot holds, per layer, the state behind a token and the W - 1 inputs of the convolution up to it.
-Rows that branched have one slot until they move on: a forward reads a row's source slot and
-writes its target slot (`GrowingForest`). Slot 0 is spare: rows behind a batch read it.
+A slot holds, per layer, the state after a token and the W - 1 inputs of the convolution up to it.
+Rows that branched share a slot until they move on: a forward reads a row's source slot and writes
+its target slot (`GrowingForest`). Slot 0 is spare: padding rows of a batch read it.
 
 Legend: B rows of a decode step or new tokens of rows, T packed tokens, C keys of the pool, S slots,
 H heads (Hk of keys), D and Dv head dims of attention (in states K and V, and D channels), W taps.
@@ -37,7 +37,7 @@ from prefixtree.packing.state_borders import StateBorders
 
 
 def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A new tensor, uninitialised."""
+    """Makes a new tensor, uninitialised."""
     return like.new_empty(shape)
 
 
@@ -49,7 +49,7 @@ class _Kind:
         self.calls = 0
 
     def next(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The pool of a call, whose slots have this shape and dtype."""
+        """Finds the pool of a call, whose slots have this shape and dtype."""
         pool = self.pools[self.calls] if self.calls < len(self.pools) else None
         if pool is None or pool.shape[1:] != shape:
             raise UnsupportedError(
@@ -66,7 +66,7 @@ class _Kind:
 
 
 class _Ends:
-    """Of a prefill: the tokens behind which rows go on, and their slots."""
+    """The tokens of a prefill after which rows go on, and their slots."""
 
     def __init__(self, mask: TreeMask, last: np.ndarray, slots: np.ndarray) -> None:
         tokens, first = np.unique(last, return_index=True)
@@ -75,14 +75,14 @@ class _Ends:
         self._tokens = move(torch.from_numpy(tokens), mask.device)
 
     def tails(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """[F, W - 1, D] of x [T, D]; zeros before a root."""
+        """Selects [F, W - 1, D] of x [T, D]; zeros before a root."""
         tables = tables_of(self.mask.host, x.device)
         above = tables.taps(width).ancestors[: width - 1, self._tokens].flip(0).t()
         return x[above.clamp(min=0)].masked_fill((above < 0)[..., None], 0)
 
 
 class _Chains:
-    """Several new tokens of each row: chains that states enter, and that they leave."""
+    """Several new tokens of each row: chains that states enter and leave."""
 
     def __init__(self, counts: np.ndarray, source: np.ndarray, target: np.ndarray, device: Any):
         self._counts, self._device = counts, device
@@ -98,8 +98,11 @@ class _Chains:
         return TreeMask(ends).to(self._device)
 
     def behind_tails(self, width: int) -> tuple[TreeMask, torch.Tensor, torch.Tensor]:
-        """Each row's tail and its new tokens as a chain: their mask, the places of the new tokens
-        [B], and of what is the tail behind them [rows, W - 1]."""
+        """Chains each row's tail and its new tokens.
+
+        Returns:
+            Their mask, the places of the new tokens [B], and those of the next tail [rows, W - 1].
+        """
         if width not in self._widths:
             counts = self._counts + width - 1
             is_new = np.arange(counts.sum()) >= np.repeat(
@@ -116,31 +119,30 @@ class _Chains:
 class StatePools:
     """A pool of states, or of tails, per call of a recurrent layer's functions.
 
-    Calls are told apart by their order, as those of attention are. Empty for a model without
-    recurrent layers.
+    Calls are told apart by their order, as those of attention are. Without recurrent layers there
+    are none.
     """
 
     def __init__(self) -> None:
         self._states, self._tails = _Kind(), _Kind()
         self._slots = 1
-        # what the calls of the forward are
+        # the kind of forward whose calls come
         self._now: _Ends | _Chains | RowSlots | None = None
         self._filling = False
 
     def begin_prefill(self, mask: TreeMask, last: np.ndarray, slots: np.ndarray) -> None:
-        """The next forward is over a packed forest.
+        """Announces a forward over a packed forest.
 
         Args:
-            mask: its mask.
-            last: int64 [rows], the token that each row goes on behind.
-            slots: int64 [rows], of the states behind these tokens.
+            last: int64 [rows], the token after which each row goes on.
+            slots: int64 [rows], of the states after these tokens.
         """
         self._now, self._filling = _Ends(mask, last, slots), True
         self._slots = max(self._slots, int(slots.max(initial=0)) + 1)
         self._states.calls = self._tails.calls = 0
 
     def read(self, counts: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
-        """The next forward is of counts[i] new tokens for row i, one row behind the other."""
+        """Announces a forward of counts[i] new tokens for row i, row after row."""
         device = self._device
         if device is None:
             return
@@ -152,11 +154,11 @@ class StatePools:
         self._now = _Chains(counts, source, target, device)
 
     def resume(self, rows: RowSlots) -> None:
-        """The next forwards are of one token for each of these rows."""
+        """Announces forwards of one token for each of these rows."""
         self._now = rows
 
     def end(self) -> None:
-        """Ends a forward: rows that went on read next what they wrote.
+        """Ends a forward: rows that went on next read the slots that they wrote.
 
         Raises:
             UnsupportedError: fewer calls than in the prefill.
@@ -180,7 +182,7 @@ class StatePools:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the pools. Other ones are made where there are more slots."""
+        """Addresses of the pools. More slots make other pools."""
         return [pool.data_ptr() for pool in self._all]
 
     @property
@@ -197,14 +199,14 @@ class StatePools:
         return next((pool.device for pool in self._all), None)
 
     def hold(self, slots: int) -> None:
-        """Makes room for so many slots, the spare one among them; what slots hold stays.
+        """Makes room for so many slots, the spare one among them; the contents of slots stay.
 
         Raises:
             MemoryError: the device has less.
         """
         if slots <= self._slots or not self._all:
             return
-        # not anew for every row that comes
+        # rounded up, so that few new rows make new pools
         step = 1 << max(0, slots.bit_length() - 4)
         self._slots = -(-slots // step) * step
         try:
@@ -213,14 +215,14 @@ class StatePools:
                     if len(pool) < self._slots:
                         larger = self._made(pool, tuple(pool.shape[1:]))
                         larger[: len(pool)] = pool
-                        # at last, so that an interruption loses nothing
+                        # last, so that an interruption loses nothing
                         kind.pools[at] = larger
         except MemoryError:
             self._slots = min(len(pool) for pool in self._all)
             raise
 
     def _made(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new pool in the dtype of `like`."""
+        """Makes a new pool in the dtype of `like`."""
         try:
             pool = empty(like, self._slots, *shape)
         except RuntimeError as error:
@@ -233,19 +235,19 @@ class StatePools:
                 f"{self._slots * of_slot / 1e9:,.1f} GB: drop rows, or sample fewer at a time "
                 "(generate(rows=))"
             ) from error
-        # of rows behind a batch
+        # padding rows of a batch read slot 0
         pool[0] = 0
         return pool
 
     def _keep(self, kind: _Kind, kept: torch.Tensor) -> None:
-        """Keeps what one call of a prefill leaves at the rows' ends: [F, ..]."""
+        """Keeps the states of one call of a prefill at the rows' ends: [F, ..]."""
         assert isinstance(self._now, _Ends)
         if kind.calls == len(kind.pools):
             kind.pools.append(kept.new_empty(0))
         pool, shape = kind.pools[kind.calls], tuple(kept.shape[1:])
         alike = (pool.dtype, pool.device, pool.shape[1:]) == (kept.dtype, kept.device, shape)
         if not alike or len(pool) < self._slots:
-            # the old one is of no use any more: its memory may be needed
+            # the old pool is useless now, and its memory may be needed
             kind.pools[kind.calls] = kept.new_empty(0)
             kind.pools[kind.calls] = pool = self._made(kept, shape)
         pool.index_copy_(0, self._now.slots, kept)
@@ -253,7 +255,7 @@ class StatePools:
 
     # ---- calls of layers ------------------------------------------------------------------------
 
-    # which pool is a call's changes from layer to layer, so a compiled layer ends a graph here
+    # the pool of a call changes from layer to layer, so a compiled layer ends a graph here
     @torch.compiler.disable
     def conv(
         self,
@@ -262,13 +264,7 @@ class StatePools:
         bias: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        """`tree_conv` of a prefill, or of rows' new tokens behind their tails.
-
-        Args:
-            x: [T or B, D]. weight, bias, activation: as `tree_conv` takes them.
-
-        Returns:
-            As x.
+        """Computes `tree_conv` of a prefill, or of rows' new tokens after their tails, [T or B, D].
 
         Raises:
             UnsupportedError: calls that the prefill did not make.
@@ -345,22 +341,21 @@ class ForestCache:
         capacity: C, the keys of every pool.
 
     Attributes:
-        capacity: as given.
-        states: what rows keep of recurrent layers.
+        states: recurrent states of rows.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.states = StatePools()
         self._pools: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # None: of a prefill
+        # None in a prefill
         self._works: Works | None = None
         # (H / Hk, Hk) of the last layer with each window: they only set how the work is cut
         self._heads: dict[int | None, tuple[int, int]] = {}
         self._calls = 0
 
     def begin_prefill(self) -> None:
-        """The next forward is over a packed forest, whose keys and values are kept."""
+        """Announces a forward over a packed forest, whose keys and values are kept."""
         self._works, self._calls = None, 0
         self._heads.clear()
 
@@ -371,7 +366,7 @@ class ForestCache:
         live: torch.Tensor | None = None,
         spare: bool = False,
     ) -> Works:
-        """Lists of what tokens see, for `resume`. All arguments as `DecodeWork` takes them."""
+        """Makes lists of the keys that tokens see, for `resume`; arguments as in `DecodeWork`."""
         options: dict[str, Any] = {"num_keys": self.capacity, "live": live, "spare": spare}
         options["device"] = self._pools[0][0].device
         return {
@@ -380,12 +375,12 @@ class ForestCache:
         }
 
     def resume(self, works: Works) -> None:
-        """The next forwards are of the tokens of these lists."""
+        """Announces forwards of the tokens of these lists."""
         self._works, self._calls = works, 0
 
     @property
     def addresses(self) -> list[int]:
-        """Of the pools. Other ones are made where a prefill brings other shapes or dtypes."""
+        """Addresses of the pools. A prefill with other shapes or dtypes makes other pools."""
         keys = [pool.data_ptr() for pools in self._pools for pool in pools]
         return keys + self.states.addresses
 
@@ -416,7 +411,7 @@ class ForestCache:
             self._pools.append((k.new_empty(0), v.new_empty(0)))
         pools = []
         for pool, new in zip(self._pools[self._calls], (k, v), strict=True):
-            # of the last prefill, if the model is still the same
+            # the pool of the last prefill serves if the model is still the same
             if (pool.dtype, pool.device, pool.shape[1:]) != (new.dtype, new.device, new.shape[1:]):
                 pool = new.new_empty(self.capacity, *new.shape[1:])
             pool[: len(new)] = new
@@ -424,7 +419,7 @@ class ForestCache:
         self._pools[self._calls] = (pools[0], pools[1])
         self._calls += 1
 
-    # which pools are its own changes from layer to layer, so a compiled layer ends a graph here
+    # the pools of a call change from layer to layer, so a compiled layer ends a graph here
     @torch.compiler.disable
     def attend(
         self,
@@ -435,7 +430,7 @@ class ForestCache:
         window: int | None,
         **options: Any,
     ) -> torch.Tensor:
-        """Writes the new keys and values, and attends to all that each token sees.
+        """Writes the new keys and values, and attends to all keys that each token sees.
 
         Args:
             q: [B, H, D]. k: [B, Hk, D]. v: [B, Hk, Dv].
@@ -464,7 +459,7 @@ class ForestCache:
         return cascade_attention(q, k, v, keys, values, work, window=window, **options)
 
     def move(self, index: np.ndarray) -> None:
-        """Moves keys and values: those at index[i] go to i."""
+        """Moves keys and values from index[i] to i."""
         for pools in self._pools:
             for pool in pools:
                 pool[: len(index)] = pool[torch.from_numpy(index).to(pool.device)]

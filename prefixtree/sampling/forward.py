@@ -1,8 +1,8 @@
-"""`CachedForward`: forwards of a model over a growing forest, and what no such forward serves; and
-CUDA graphs of decode steps: when one is captured, and when it may be replayed.
+"""`CachedForward`: forwards of a model over a growing forest, and refusals of models that no such
+forward serves. `StepGraphs`: when CUDA graphs of decode steps are captured and replayed.
 
-A captured step is a list of kernels and of the addresses that they read and write. Whatever Python
-decided while it was captured stays decided.
+A captured step is a list of kernels and of the addresses that they read and write. All that Python
+decided during the capture stays decided.
 
 Legend: B new tokens, V vocabulary.
 """
@@ -45,7 +45,7 @@ from prefixtree.sparse.masks import not_kept
 
 # ---- CUDA graphs of decode steps ----------------------------------------------------------------
 
-# steps that run as they are before one is captured: kernels are compiled in the first, and the
+# uncaptured steps before a capture: kernels are compiled in the first, and the
 # second is watched
 _WARM = 2
 # transformers looks for packed sequences in position_ids there, and not while a graph is captured
@@ -55,14 +55,13 @@ _NOT_WHEN_CAPTURED = "masking_utils.py"
 class StepGraphs:
     """Captures steps on a device as CUDA graphs, which share one pool of memory.
 
-    One runs at a time, and what it leaves is in tensors made before, so they may share.
+    One runs at a time, and its results are in tensors made before, so graphs may share.
 
     Args:
-        device: of the steps.
-        wanted: False: none is captured. Default: they are where the device has CUDA graphs.
+        wanted: False: none is captured. Default: they are if the device has CUDA graphs.
 
     Attributes:
-        num_captured: how many were.
+        num_captured: the number of captured steps.
         reason: why steps are not captured; None if they are.
     """
 
@@ -76,19 +75,20 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def size_of(self, rows: int) -> int:
-        """The size of a step for so many rows. Where steps are captured there are few sizes, at
-        most a quarter above the rows."""
+        """The size of a step for so many rows.
+
+        If steps are captured there are few sizes, at most a quarter above the rows.
+        """
         if self.reason is not None:
             return rows
         step = max(8, 1 << max(0, (rows - 1).bit_length() - 3))
         return -(-rows // step) * step
 
     def captured(self) -> Callable[[Callable[[], None]], None]:
-        """Runs a step: as it is at first, then captured and replayed.
+        """Makes a runner of one step, which runs it plainly at first, then captures and replays it.
 
-        Returns:
-            What takes the step, the same one at every call; it reads and writes tensors that stay
-            where they are. It is not kept, so no circle of references keeps its tensors.
+        The caller hands the runner the same step at every call. The step reads and writes tensors
+        that stay where they are. It is not kept, so no circle of references keeps its tensors.
         """
         calls, replay = 0, None
 
@@ -133,7 +133,7 @@ class StepGraphs:
         current.wait_stream(self._stream)
 
     def _waits(self, step: Callable[[], None]) -> set[str]:
-        """Runs a step; the places in Python where it waited for the device."""
+        """Runs a step, and finds the places in Python where it waited for the device."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -151,7 +151,7 @@ class StepGraphs:
 
     def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # other threads may go on meanwhile: those that fetch data
+        # other threads, such as those that fetch data, may go on meanwhile
         options: dict[str, Any] = {"capture_error_mode": "thread_local", "stream": self._stream}
         with torch.cuda.graph(graph, pool=self._pool, **options):
             step()
@@ -160,15 +160,15 @@ class StepGraphs:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all samplers: cuBLAS keeps a workspace for every stream that it has seen."""
+    """The one stream for all samplers, as cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
 def state_of(model: nn.Module, addresses: list[int]) -> int:
-    """A number for all that a captured step of a model depends on, beside what tensors hold.
+    """Hashes all that a captured step of a model depends on, but for the contents of tensors.
 
-    Addresses of parameters and buffers, the modules, their hooks and plain attributes (which
-    adapter is active, whether it is merged, its scaling), and the configuration.
+    These are addresses of parameters and buffers, the modules, their hooks and plain attributes
+    (which adapter is active, whether it is merged, its scaling), and the configuration.
 
     Args:
         addresses: others that it depends on.
@@ -192,7 +192,7 @@ def _facts(value: Any) -> Hashable:
 
 # ---- forwards over a growing forest ------------------------------------------------------------
 
-# numbers of every parameter that are compared: an update in bfloat16 leaves most as they were
+# compared numbers per parameter: an update in bfloat16 leaves most as they were
 _SEEN = 64
 
 
@@ -203,14 +203,13 @@ class CachedForward:
         model: as `sequence_logprobs` takes it. capacity: keys of the cache.
 
     Attributes:
-        cache: what forwards keep.
         has_states: whether the model has recurrent layers.
     """
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self.cache = ForestCache(capacity)
         self._model = model
-        # adapters are inside of it; wrappers of training (DDP) are not called
+        # adapters are inside of the causal LM; wrappers of training (DDP) are not called
         self._causal_lm = find_causal_lm(model)
         config = self._causal_lm.config
         if family_of(config.get_text_config()).has_indexers:
@@ -219,7 +218,7 @@ class CachedForward:
         self.has_states = bool(family_of(config.get_text_config()).functions)
         self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}
         if getattr(config.get_text_config(), "output_router_logits", False):
-            # a load-balancing loss is of no use here
+            # sampling needs no load-balancing loss
             self._keywords["output_router_logits"] = False
         self._rope_length: int | None = None
         self._owner: weakref.ref[Any] | None = None
@@ -233,17 +232,18 @@ class CachedForward:
 
     @property
     def reads_lengths(self) -> bool:
-        """Whether a forward looks at numbers of positions, which a CUDA graph cannot."""
+        """Whether a forward looks at the values of positions, which a CUDA graph cannot."""
         return bool(fixed_lengths(self._causal_lm.config.get_text_config()))
 
     @property
     def state(self) -> int:
-        """As `state_of` says it, of the model and the pools."""
+        """The `state_of` the model and the pools."""
         return state_of(self._causal_lm, self.cache.addresses)
 
     def prefill(self, packed: PackedForest, last: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-        """Reads a packed forest; the logits [S, V] of its tokens `last`, int64 [S], and their
-        states in `slots`, int64 [S].
+        """Reads a packed forest; gives the logits [S, V] of tokens `last`, int64 [S].
+
+        Their states go into `slots`, int64 [S].
 
         Raises:
             MemoryError: no room for the states.
@@ -265,8 +265,10 @@ class CachedForward:
         return logits
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]. Compiled layers run as
-        such: their graphs serve every number of rows."""
+        """Reads ids int64 [B] at positions int64 [B]; gives the logits [B, V].
+
+        Compiled layers run compiled: their graphs serve every number of rows.
+        """
         return self._call(**self._inputs(ids, positions))
 
     def read(
@@ -276,11 +278,11 @@ class CachedForward:
         slots: tuple[np.ndarray, np.ndarray],
         tokens: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Reads several tokens per row; the logits [rows, V] of the last of each."""
+        """Reads several tokens per row; gives the logits [rows, V] of the last of each."""
         self.cache.resume(self.cache.works(runs, tails))
         self.cache.states.read(np.array([len(row) for row in tokens]), *slots)
         ids = torch.tensor([token for row in tokens for token in row], device=self.device)
-        # of the first key of a row's own run, and the keys written behind it
+        # position of the first key of a row's own run, plus the keys written after it
         position_ids = torch.from_numpy(tails[:, 3] + tails[:, 2]).to(self.device)
         last = np.cumsum([len(row) for row in tokens]) - 1
         logits = self._eager(**self._inputs(ids, position_ids))
@@ -306,7 +308,7 @@ class CachedForward:
     # ---- checks ---------------------------------------------------------------------------------
 
     def check_forest(self, forest: PrefixForest) -> None:
-        """Refuses what cannot be sampled from, before anything is computed.
+        """Refuses a forest that cannot be sampled from, before anything is computed.
 
         Raises:
             TypeError: not a PrefixForest.
@@ -330,7 +332,7 @@ class CachedForward:
         attention_modules(self._causal_lm)
         parts = *self._model.named_modules(), *self._causal_lm.named_parameters()
         kinds = FSDPModule, FullyShardedDataParallel, DTensor
-        # ZeRO-3 leaves parameters without numbers
+        # ZeRO-3 leaves parameters empty
         sharded = [
             name
             for name, part in parts
@@ -353,13 +355,12 @@ class CachedForward:
         check_loaded(self._causal_lm)
 
     def check_tokens(self, tokens: np.ndarray) -> None:
-        """Refuses token ids that the model does not have, and warns of those of images."""
+        """Refuses token ids that the model does not have, and warns of ids of images."""
         check_tokens(self._causal_lm.config, tokens, sees=False)
         check_vocabulary(self._causal_lm, tokens)
 
     def check_length(self, longest: int) -> None:
-        """Refuses rows that would grow beyond what learned positions, or one set of RoPE's
-        frequencies, serve.
+        """Refuses rows longer than learned positions, or one set of RoPE's frequencies, serve.
 
         Args:
             longest: the most tokens that a row may come to have.
@@ -373,16 +374,12 @@ class CachedForward:
             )
 
     def own(self, rows: Any) -> None:
-        """From now on the cache holds the keys and states of these rows."""
+        """Notes whose rows' keys and states the cache holds from now on."""
         # weak, so that a sampler's memory is free as soon as nobody has it or its rows
         self._owner = None if rows is None else weakref.ref(rows)
 
     def check_owner(self, rows: Any) -> None:
-        """Refuses rows whose keys are gone.
-
-        Raises:
-            RuntimeError: they are.
-        """
+        """Raises a RuntimeError for rows whose keys are gone."""
         if self._owner is None or self._owner() is not rows:
             raise RuntimeError(
                 "the keys of these rows are gone: the sampler started anew, or was interrupted "
@@ -391,7 +388,7 @@ class CachedForward:
             )
 
     def check_model(self) -> None:
-        """Refuses a model that is not what it was when it read the forest.
+        """Refuses a model that changed since it read the forest.
 
         Raises:
             RuntimeError: the keys are of other weights.
@@ -410,7 +407,7 @@ class CachedForward:
 
     @torch.no_grad()
     def _some_numbers(self) -> bytes:
-        """The first numbers of all parameters: what writes to `.data` leaves no other trace."""
+        """The first numbers of all parameters: writes to `.data` leave no other trace."""
         # by name: PEFT's forwards change the order of parameters that `target_parameters` names
         named = sorted(self._causal_lm.named_parameters())
         numbers = torch.cat([p.flatten()[:_SEEN].float() for _, p in named])

@@ -1,14 +1,14 @@
 """`GrowingForest`: which keys of a pool belong to which node, and which slot to which row.
 
-Keys and values of a forest that grows stand in a pool. A node holds one run of it. A row is the end
-of a path: branching makes several rows of one, and a row that gets room grows a node of its own.
-Rows stand depth first, so the rows below any node are neighbours, and whatever happens to rows
-keeps that order. A node below which no row is left gives its run back. New runs stand behind all
-others; where the pool ends, nodes move together.
+Keys and values of a growing forest stand in a pool. A node holds one run of it. A row is the end of
+a path: branching makes several rows of one, and a row that gets room grows a node of its own. Rows
+stand depth first, so the rows below any node are neighbours, and every operation keeps that order.
+A node without rows below it gives its run back. New runs stand after all others; at the end of the
+pool, nodes move together.
 
-A row's slot holds what recurrent layers keep of its path. Rows that branch share one. A row that
-gets room gets a slot to write: its own where it is the only one that reads it, else a free one. It
-has it once keys were written.
+A row's slot holds the recurrent states of its path. Rows that branch share one. A row that gets
+room gets a slot to write: its own if no other row reads it, otherwise a free one. It reads that
+slot once keys were written.
 
 Legend: B rows of a forward (one per token), N runs.
 """
@@ -32,7 +32,7 @@ class _Node:
     Attributes:
         start: the first key. length: keys written. room: keys that it may hold.
         position: that of its first key in its sequences.
-        users: rows that end here, and child nodes.
+        users: the number of rows that end here, and of child nodes.
     """
 
     parent: _Node | None
@@ -53,7 +53,7 @@ class GrowingForest:
         capacity: keys of the pool.
 
     Attributes:
-        sources: of each row at the beginning, the sequence that it continues.
+        sources: the sequence that each row continues, at the beginning.
 
     Raises:
         MemoryError: the forest has more tokens than the pool has keys.
@@ -78,13 +78,13 @@ class GrowingForest:
         self._rows = [nodes[forest.sequence_node[s]] for s in self.sources]
         for node in self._rows:
             node.users += 1
-        # of each row the slot that it reads, and the one that it is to write; how many rows read or
+        # each row's slot to read and slot to write; how many rows read or
         # are to write a slot, and those below the highest that nobody does
         numbers: dict[_Node, int] = {}
         self._slots = [numbers.setdefault(node, len(numbers) + 1) for node in self._rows]
         self._targets = list(self._slots)
         self._readers, self._free = Counter(self._slots), list[int]()
-        # keys that nodes hold, and the first one behind all of them; between stand freed ones
+        # number of keys that nodes hold, and the first key after all of them and freed ones
         self._held = self._used = forest.num_tokens
 
     @property
@@ -94,12 +94,12 @@ class GrowingForest:
 
     @property
     def num_free(self) -> int:
-        """Keys of the pool that no node holds."""
+        """The number of keys of the pool that no node holds."""
         return self.capacity - self._held
 
     @property
     def num_slots(self) -> int:
-        """How many slots there must be: 0, which no row has, to the highest that some row has."""
+        """The number of slots: from 0, which no row has, to the highest that some row has."""
         return max(self._readers, default=0) + 1
 
     def slots(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +109,7 @@ class GrowingForest:
         return source, target
 
     def length(self, row: int) -> int:
-        """Keys written on the path of a row."""
+        """The number of keys written on the path of a row."""
         node = self._rows[row]
         return node.position + node.length
 
@@ -133,11 +133,11 @@ class GrowingForest:
         """Gives rows room to grow, all of them or none.
 
         Args:
-            rows: which rows, ascending. rooms: how many keys each is to write, >= 1.
+            rows: ascending. rooms: how many keys each is to write, >= 1.
 
         Returns:
-            None, or int64 [kept keys], where the room is scattered and so all nodes moved together:
-            key i is what stood at the i-th number before.
+            None, or int64 [kept keys] if the room is scattered and so all nodes moved together: key
+            i stood at the i-th number before.
 
         Raises:
             MemoryError: the pool has less room; nothing was changed.
@@ -152,7 +152,7 @@ class GrowingForest:
         if self._used + needed > self.capacity:
             moved = self._move_together()
         for row, room in zip(rows, rooms, strict=True):
-            # its users: the row, which leaves the node above to its child
+            # the row uses the new node, which uses the node above in the row's place
             above = self._rows[row]
             position = above.position + above.length
             self._rows[row] = _Node(above, self._used, 0, room, position, users=1)
@@ -163,7 +163,7 @@ class GrowingForest:
         return moved
 
     def extend(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Notes that counts[i] keys more of rows[i] were written."""
+        """Notes that counts[i] more keys of rows[i] were written."""
         for row, count in zip(rows, counts, strict=True):
             node = self._rows[row]
             node.length += count
@@ -186,11 +186,11 @@ class GrowingForest:
     def runs_and_tails(
         self, rows: Sequence[int], counts: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lists which keys the tokens of a forward see.
+        """Lists the keys that the tokens of a forward see.
 
         Args:
-            rows: which rows, ascending, each with room for its tokens.
-            counts: how many tokens of each. Default: one.
+            rows: ascending, each with room for its tokens.
+            counts: tokens of each row. Default: one.
 
         Returns:
             Runs, int64 [N, 5]: first key, stop key, first token of the forward that sees them, stop
@@ -198,7 +198,7 @@ class GrowingForest:
             the row's own run, its room, keys written before this token, position of the first key.
         """
         tails: list[tuple[int, int, int, int]] = []
-        # the first token below each node, and the one behind its last
+        # the first token below each node, and the one after its last
         below: dict[_Node, list[int]] = {}
         for row, count in zip(rows, counts or [1] * len(rows), strict=True):
             own, at = self._rows[row], len(tails)
@@ -219,13 +219,13 @@ class GrowingForest:
     # ---- slots ----------------------------------------------------------------------------------
 
     def _free_slot(self) -> int:
-        """The lowest one, which from now on is one's own."""
+        """Takes the lowest free slot."""
         slot = heapq.heappop(self._free) if self._free else len(self._readers) + 1
         self._readers[slot] = 1
         return slot
 
     def _leave(self, slot: int, other: int) -> None:
-        """One row less has a slot, where it has another one."""
+        """Counts one row less for a slot, if the row has another one."""
         if slot != other:
             self._readers[slot] -= 1
             self._free_if_unread(slot)
@@ -238,7 +238,7 @@ class GrowingForest:
     # ---- the pool -------------------------------------------------------------------------------
 
     def _move_together(self) -> np.ndarray:
-        """Moves all nodes to the beginning of the pool; as `reserve` returns it."""
+        """Moves all nodes to the beginning of the pool; returns an index as `reserve` does."""
         nodes = {node for row in self._rows for node in _path(row)}
         parts, self._used = [np.empty(0, np.int64)], 0
         for node in sorted(nodes, key=lambda node: node.start):
@@ -248,7 +248,7 @@ class GrowingForest:
         return np.concatenate(parts)
 
     def _let_go(self, node: _Node | None) -> None:
-        """Gives the run of a node back that nobody uses, and so up its path."""
+        """Gives back the run of a node that nobody uses, and so up its path."""
         while node is not None and node.users == 0:
             self._held -= node.room
             node = node.parent
@@ -257,7 +257,7 @@ class GrowingForest:
 
 
 def _path(node: _Node | None) -> list[_Node]:
-    """The nodes from the root down to this one."""
+    """Lists the nodes from the root down to this one."""
     path = []
     while node is not None:
         path.append(node)

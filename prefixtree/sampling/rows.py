@@ -1,5 +1,5 @@
-"""`Rows`: the growing ends of a forest, which branch, generate, hear replies and end; and
-`Samples`: what they hold, as training takes it."""
+"""`Rows`: the growing ends of a forest, which branch, generate, hear replies and end. `Samples`:
+their contents, as training takes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest
 from prefixtree.sampling.step import DecodeStep, Steps
 
-# ---- what rows hold -----------------------------------------------------------------------------
+# ---- contents of rows ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Samples:
         forest: their PrefixForest, for `pack`; its sequences are in this order.
         sequences: int64 token ids, [n] each: the history, sampled tokens and replies.
         loss_masks: bool [n] each, true where the token was sampled.
-        logprobs: float32 [n - 1] per sequence on the CPU, aligned with those of
-            `sequence_logprobs`: of tokens 1 .. n - 1, over the full vocabulary at the temperature
-            of their draw, before truncation; 0 where the token was not sampled.
+        logprobs: float32 [n - 1] per sequence on the CPU, of tokens 1 .. n - 1 as in
+            `sequence_logprobs`. They are over the full vocabulary at the temperature of the draw,
+            before truncation; 0 where the token was not sampled.
         log_kept_mass: float32 [n - 1] per sequence: the log of the probability that truncation
             (top_k, top_p, min_p) left; 0 where the token was not sampled, or without truncation.
-        source: int64 [S], the sequence of the forest at the start that each one continues.
+        source: int64 [S], the sequence of the starting forest that each one continues.
         parents: int64 [S]: sequences with the same number branched from the same row (the last
             branching above them); -1 where a row never branched.
-        paths: of each sequence its place in the tree of branchings: its source, then its number
+        paths: the place of each sequence in the tree of branchings: its source, then its number
             among the rows of each branching above it.
-        finished: bool [S], whether the last token is a stop token that was sampled.
+        finished: bool [S], whether the last token is a sampled stop token.
     """
 
     forest: PrefixForest
@@ -66,21 +66,21 @@ class Piece(NamedTuple):
 
     @classmethod
     def said(cls, tokens: Sequence[int] | np.ndarray) -> Piece:
-        """Tokens that were not sampled."""
+        """Makes a piece of tokens that were not sampled."""
         zeros = np.zeros(len(tokens), np.float32)
         return cls(np.array(tokens, np.int64), zeros.astype(bool), zeros, zeros)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The contents of one row, beside its keys.
+    """The contents of one row, without its keys.
 
     Attributes:
         path: as `Samples.paths` has it.
-        pieces: the history, then what was sampled and appended.
-        pending: the last tokens, where the model has not read them yet.
-        logits: [V], of the token that comes next; None where tokens are pending.
-        stopped: whether the last token is a stop token that was sampled.
+        pieces: the history, then sampled and appended tokens.
+        pending: the last tokens, if the model has not read them yet.
+        logits: [V], of the token that comes next; None if tokens are pending.
+        stopped: whether the last token is a sampled stop token.
         new: tokens sampled by the last `generate`.
     """
 
@@ -92,7 +92,7 @@ class Row:
     new: tuple[int, ...] = ()
 
     def with_sampled(self, piece: Piece, stop: frozenset[int]) -> Row:
-        """The row with sampled tokens, of which the model has read all but the last."""
+        """Adds sampled tokens, of which the model has read all but the last."""
         tokens = tuple(piece.tokens.tolist())
         if not tokens:
             return self
@@ -106,7 +106,7 @@ class Row:
         )
 
     def with_reply(self, tokens: Sequence[int]) -> Row:
-        """The row with tokens that others said."""
+        """Adds tokens that others said."""
         return replace(
             self,
             pieces=(*self.pieces, Piece.said(tokens)),
@@ -117,7 +117,7 @@ class Row:
 
 
 def samples_of(rows: Sequence[Row]) -> Samples:
-    """Gathers what rows hold."""
+    """Gathers the contents of rows."""
     columns = [[np.concatenate(parts) for parts in zip(*row.pieces, strict=True)] for row in rows]
     sequences = [tokens for tokens, *_ in columns]
     branchings: dict[tuple[int, ...], int] = {}
@@ -140,10 +140,10 @@ def samples_of(rows: Sequence[Row]) -> Samples:
 
 # ---- rows --------------------------------------------------------------------------------------
 
-# how often the host looks whether rows stopped: on a GPU it would wait at each look
+# steps between looks of the host whether rows stopped: on a GPU it waits at each look
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ON_GPUS = 16
-# of the rows of a batch: when no more than this share still goes on, the others leave it
+# share of a batch's rows; when no more than it still go on, the others leave
 _STILL_FULL = 0.75
 # pending tokens of a forward: a GPU keeps partial results of all of them while a layer attends
 _READ_AT_ONCE = 2048
@@ -167,11 +167,11 @@ class Rows:
     """Rows that grow below the sequences of a forest. Made by `TreeSampler.start`.
 
     Rows are numbered from 0. At the start row i continues sequence i. `branch` and `drop` number
-    the rows anew: those that branched from one row stand side by side in its place. A row's draws
+    the rows anew: rows that branched from one row stand side by side in its place. A row's draws
     do not depend on its number.
     """
 
-    # what `start` hands over; its types are no part of the interface
+    # only `start` calls it, so its types are no part of the interface
     def __init__(
         self, forward: Any, steps: Any, growing: Any, rows: list[Any], max_rows: int
     ) -> None:
@@ -192,23 +192,22 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # ---- what becomes of rows -------------------------------------------------------------------
+    # ---- changes of rows ------------------------------------------------------------------------
 
     @lasting
     def branch(self, counts: int | Sequence[int] | Mapping[int, int]) -> None:
         """Makes several rows of one, side by side. Nothing is copied.
 
         Args:
-            counts: for every row how many rows it becomes: one number for all, one per row, or a
-                mapping from rows (the others stay as they are). 1 leaves a row as it is, 0 drops
-                it.
+            counts: how many rows every row becomes: one number for all, one per row, or a mapping
+                from rows (the others stay as they are). 1 leaves a row as it is, 0 drops it.
 
         Raises:
-            ValueError: a number below 0, or another number of counts than of rows.
+            ValueError: a number below 0, or a number of counts that is not the number of rows.
             IndexError: a row that does not exist.
-            MemoryError: no room for tokens that the model has not read yet, or for states behind
+            MemoryError: no room for tokens that the model has not read yet, or for states after
                 them; nothing was changed.
-            RuntimeError, UnsupportedError: as `generate`, where the model reads such tokens.
+            RuntimeError, UnsupportedError: as `generate`, if the model reads such tokens.
         """
         self._forward.check_owner(self)
         given = self._counts(counts)
@@ -235,7 +234,7 @@ class Rows:
         """Drops rows: they leave the samples, and their keys make room.
 
         Args:
-            rows: which ones.
+            rows: the rows to drop.
 
         Raises:
             ValueError: rows that are no integers.
@@ -246,8 +245,8 @@ class Rows:
     def append(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Appends tokens that were not sampled: replies of tools or users.
 
-        The model reads them with the next `branch` or `generate` that goes on from them, once for
-        all rows that share them. A row that had stopped goes on.
+        The next `branch` or `generate` that goes on from them has the model read them, once for all
+        rows that share them. A row that had stopped goes on.
 
         Args:
             tokens: from rows to token ids, perhaps none.
@@ -280,8 +279,8 @@ class Rows:
         """Samples up to `max_new_tokens` tokens for each row that goes on.
 
         A row ends at its first stop token, which it keeps. If the call is interrupted
-        (KeyboardInterrupt, an error of the model), the rows keep what was sampled. They go on from
-        there, except where the model has recurrent layers: their states may then have seen more.
+        (KeyboardInterrupt, an error of the model), the rows keep the sampled tokens and go on from
+        there. With recurrent layers they do not: their states may have seen more.
 
         Args:
             max_new_tokens: the most tokens per row, >= 1.
@@ -326,7 +325,7 @@ class Rows:
                 "nothing: look whether its weights are finite (isfinite)"
             )
 
-    # ---- what rows hold -------------------------------------------------------------------------
+    # ---- reading rows ---------------------------------------------------------------------------
 
     def stopped(self) -> list[int]:
         """Lists the rows whose last token is a stop token that they sampled."""
@@ -357,7 +356,7 @@ class Rows:
     # ---- the model ------------------------------------------------------------------------------
 
     def _read(self, rows: Sequence[int], room: int = 0) -> None:
-        """Lets the model read what is pending in rows, and gives them room for tokens behind it."""
+        """Has the model read pending tokens of rows, and gives rows room for tokens after them."""
         reading = [at for at in rows if self._rows[at].pending]
         if reading or room:
             self._forward.check_model()
@@ -386,7 +385,7 @@ class Rows:
             reading = [at for at in reading if self._rows[at].pending]
 
     def _read_some(self, rows: Sequence[int]) -> None:
-        """One forward over pending tokens of these rows."""
+        """Runs one forward over pending tokens of these rows."""
         left, which, tokens = _READ_AT_ONCE, [], []
         for at in rows:
             if left:
@@ -395,7 +394,7 @@ class Rows:
                 left -= len(tokens[-1])
         counts = [len(part) for part in tokens]
         if self._forward.has_states:
-            # an interruption would leave some of them behind tokens that others have not read
+            # an interruption would leave some rows after tokens that others have not read
             self._forward.own(None)
         seen, slots = self._growing.runs_and_tails(which, counts), self._growing.slots(which)
         logits = self._forward.read(*seen, slots, tokens)
@@ -416,7 +415,7 @@ class Rows:
         keys = row_keys(draws.seed, [self._rows[at].path for at in rows])
         step.start(keys, torch.tensor(last))
         if self._forward.has_states:
-            # until rows have what their states have seen
+            # until rows have the tokens that their states have seen
             self._forward.own(None)
         try:
             step.draw(torch.stack(logits))
@@ -441,7 +440,7 @@ class Rows:
                 self._forward.own(self)
 
     def _collect(self, step: DecodeStep, rows: list[int], stop: frozenset[int]) -> None:
-        """Hands what a step drew to its rows, each up to its first stop token."""
+        """Hands a step's draws to its rows, each up to its first stop token."""
         drawn = step.take()
         ends = np.isin(drawn.tokens, list(stop))
         for number, at in enumerate(rows):
@@ -456,7 +455,7 @@ class Rows:
             )
 
     def _counts(self, counts: Any) -> dict[int, int]:
-        """The counts that `branch` was asked for, by row."""
+        """The counts given to `branch`, by row."""
         given = counts
         if not isinstance(counts, Mapping):
             one = getattr(counts, "ndim", None) == 0 or not hasattr(counts, "__iter__")
@@ -473,13 +472,13 @@ class Rows:
 
     @staticmethod
     def _numbers(rows: Any) -> list[int]:
-        """Rows as integers."""
+        """Reads rows as integers."""
         return [
             integer("rows", row) for row in entries("rows", rows, "a list of rows", ordered=False)
         ]
 
     def _places(self, rows: Iterable[int]) -> list[int]:
-        """Where rows of these numbers stand in the growing forest."""
+        """The places of these rows in the growing forest."""
         numbers = self._numbers(rows)
         for bad in (row for row in numbers if not 0 <= row < len(self)):
             raise IndexError(f"row {bad} does not exist; expected 0 to {len(self) - 1}")

@@ -24,23 +24,23 @@ class TreeSampler:
 
     Every distinct token of the forest is read once, and its keys and values are stored once. In a
     decode step, the keys of a node are read once for all rows below it. Samples, log-probabilities
-    and their order are exact: greedy sampling gives the tokens of `model.generate`, up to rounding,
-    and the log-probabilities are those of `sequence_logprobs`.
+    and their order are exact. Greedy sampling gives the tokens of `model.generate`, up to rounding.
+    The log-probabilities are those of `sequence_logprobs`.
 
     The keys and values of all layers take `max_keys` x layers x (D + Dv) x key heads numbers. They
     are kept for the next `start`. Layers that share keys keep them once per layer, and latent
-    attention (MLA) keeps those of all heads. Layers that carry a state keep one per row, in
-    float32, and one more of rows that branched until they go on.
+    attention (MLA) keeps those of all heads. Recurrent layers keep one state per row, in float32.
+    Rows that branched keep one more until they go on.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
             wrapped (DDP, PEFT) or not. Its own `generate` is not used.
-        max_keys: the most tokens whose keys are held: the distinct tokens of the forest, and for
-            every row what it adds.
+        max_keys: the most tokens whose keys are held: the distinct tokens of the forest, and those
+            that every row adds.
         max_rows: the most rows that sample at once. Default: 4096.
-        graphs: on CUDA devices, decode steps are captured in CUDA graphs, one per number of rows
-            (rounded up), and replayed. Hooks of modules run while a step is captured, and not when
-            it is replayed. False: every step runs as it is. Default: True.
+        graphs: whether CUDA devices capture decode steps in CUDA graphs, one per number of rows
+            (rounded up), and replay them. Hooks of modules run while a step is captured, and not
+            when it is replayed. False: every step runs as it is. Default: True.
 
     Raises:
         TypeError: not a module.
@@ -79,7 +79,7 @@ class TreeSampler:
         growing = GrowingForest(forest, self._max_keys)
         packed = pack(forest)
         histories = packed.unpack(packed.input_ids)  # type: ignore[arg-type]
-        # whatever becomes of the forward, the keys of earlier rows are gone
+        # even if the forward fails, the keys of earlier rows are gone
         self._forward.own(None)
         ends = forest.sequence_node[growing.sources]
         last = (forest.node_start + forest.node_length - 1)[ends].astype("int64")
@@ -105,9 +105,7 @@ class TreeSampler:
         Args:
             prompts: sequences of token ids, as `PrefixForest.from_sequences` takes them.
             n: continuations of each.
-            max_new_tokens: as `Rows.generate` takes it.
-            draws: as `Rows.generate` takes it.
-            stop: as `Rows.generate` takes it.
+            max_new_tokens, draws, stop: as `Rows.generate` takes them.
 
         Returns:
             Samples: n sequences per prompt, side by side, in the prompts' order.
@@ -115,7 +113,7 @@ class TreeSampler:
         Raises:
             ForestError, MemoryError, UnsupportedError, ValueError: as `start` and `Rows.generate`.
         """
-        # before the model reads anything
+        # checked before the model reads anything
         n, room = at_least_one("n", n), at_least_one("max_new_tokens", max_new_tokens)
         ends = stop_tokens(stop)
         rows = self.start(PrefixForest.from_sequences(prompts))

@@ -18,15 +18,17 @@ from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forest_cache import Works
 from prefixtree.sampling.forward import CachedForward, StepGraphs
 
-# drawn tokens per row that are on the device at once
+# most drawn tokens per row on the device
 _KEPT = 16
-# steps that are kept, each of a size and a way to draw
+# most kept steps, each of a size and a way to draw
 _MOST = 64
 
 
 class Drawn(NamedTuple):
-    """The draws of n steps, on the host: tokens int64 [B, n], log-probabilities and logs of the
-    probability that truncation kept float32 [B, n]."""
+    """Draws of n steps, on the host: tokens int64 [B, n], and float32 [B, n] log-probabilities.
+
+    `kept` holds logs of the probability that truncation kept, float32 [B, n].
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -34,21 +36,17 @@ class Drawn(NamedTuple):
 
 
 class DecodeStep:
-    """Model call, draw, stop, advance, for batches of up to `size` rows, one after another.
+    """Model call, draw, stop and advance for batches of up to `size` rows, one after another.
 
-    What differs from batch to batch, and from step to step, is in tensors that are filled in place.
-    So a step may be captured in a CUDA graph, which then serves all batches. Rows behind those of a
-    batch are not live.
+    All that differs from batch to batch, and from step to step, is in tensors that are filled in
+    place. So a step may be captured in a CUDA graph, which then serves all batches. Rows after
+    those of a batch are not live.
 
     Args:
-        forward: the model.
         draws: how tokens are drawn; their seed is in the keys.
         stop: tokens.
-        size: the most rows.
-        graphs: captures steps.
 
     Attributes:
-        size: as given.
         ids: int64 [size], the last tokens drawn. positions: theirs.
         live: bool [size], whether no stop token was drawn.
         torn: whether a step was interrupted, so that states of some layers may have moved.
@@ -77,7 +75,7 @@ class DecodeStep:
         self._begin(0)
 
     def _begin(self, rows: int) -> None:
-        """A batch of so many rows; nothing is drawn yet."""
+        """Begins a batch of so many rows without draws."""
         self._rows, self._count, self.torn = rows, 0, False
         self._taken: list[Drawn] = []
         for tensor in (self.ids, self.positions, *self._slots, self._column):
@@ -96,23 +94,25 @@ class DecodeStep:
         self.positions[: len(keys)] = move(positions, self._keys.device)
 
     def hand_over(self, rows: list[int], other: DecodeStep) -> None:
-        """Begins a batch of `other` with some of these rows, behind what they drew."""
+        """Begins a batch of `other` with some of these rows, after their draws."""
         index = move(torch.tensor(rows), self.ids.device)
         other.start(self._keys[index], self.positions[index])
         other.ids[: len(rows)] = self.ids[index]
 
     def size_for(self, rows: int) -> int:
-        """The size of the step that so many rows would take."""
+        """The size of the step for so many rows."""
         return self._graphs.size_of(rows)
 
     def begin(
         self, runs: np.ndarray, tails: np.ndarray, slots: tuple[np.ndarray, np.ndarray]
     ) -> None:
-        """The next `run` is of these tokens, one per row (`GrowingForest.runs_and_tails`), which
-        read and write these slots (`GrowingForest.slots`)."""
+        """Sets the tokens of the next `run`, one per row, and the slots that they read and write.
+
+        They come from `GrowingForest.runs_and_tails` and `GrowingForest.slots`.
+        """
         for into, of_rows in zip(self._slots, slots, strict=False):
             into[: len(of_rows)] = move(torch.from_numpy(of_rows), into.device)
-        # what was captured reads the lists as they were, so it goes where others are made
+        # a captured graph reads the old lists, so it goes if others are made
         runner, self._runner = self._runner, None
         fit = [work.refill(runs, tails) for work in (self._works or {}).values()]
         if self._works is None:
@@ -126,7 +126,7 @@ class DecodeStep:
         self._count += 1
 
     def run(self) -> None:
-        """One step: reads the last tokens and draws the next ones."""
+        """Runs one step: reads the last tokens and draws the next ones."""
         assert self._works is not None and self._runner is not None
         if self._count == _KEPT:
             self._unload()
@@ -137,7 +137,7 @@ class DecodeStep:
         self._count += 1
         self.torn = False
 
-    # what a graph captures: nothing here reads a tensor on the host
+    # a graph captures this: nothing here reads a tensor on the host
     def _advance(self) -> None:
         self._draw(self._forward.step(self.ids, self.positions))
 
@@ -154,10 +154,10 @@ class DecodeStep:
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
 
-    # ---- what was drawn -------------------------------------------------------------------------
+    # ---- draws ----------------------------------------------------------------------------------
 
     def _unload(self) -> None:
-        """Brings what is on the device to the host."""
+        """Moves draws from the device to the host."""
         count, self._count = self._count, 0
         # copies, on a CPU too: these tensors are written again
         tokens = self._tokens[:count, : self._rows].t().cpu().numpy().copy()
@@ -166,18 +166,17 @@ class DecodeStep:
         self._column.zero_()
 
     def take(self) -> Drawn:
-        """Reads what was drawn, once: after an interruption nothing is handed out twice."""
+        """Reads the draws once: after an interruption nothing is handed out twice."""
         self._unload()
         taken, self._taken = self._taken, []
         return Drawn(*(np.concatenate(parts, 1) for parts in zip(*taken, strict=True)))
 
 
 class Steps:
-    """The steps of a model, kept where they are captured.
+    """The steps of a model, kept if they are captured.
 
     Args:
-        forward: the model.
-        captured: whether steps are captured where the device has CUDA graphs.
+        captured: whether steps are captured if the device has CUDA graphs.
 
     Attributes:
         graphs: captures them. None before the first step.
@@ -186,12 +185,12 @@ class Steps:
     def __init__(self, forward: CachedForward, captured: bool) -> None:
         self._forward, self._captured = forward, captured
         self.graphs: StepGraphs | None = None
-        # of the model in this state
+        # the state of the model that the steps are of
         self._state: int | None = None
         self._kept: dict[Any, DecodeStep] = {}
 
     def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
-        """A step for batches of so many rows; of an earlier batch, where it may be captured."""
+        """A step for batches of so many rows; that of an earlier batch, if it may be captured."""
         state = self._forward.state if self._captured else None
         if self.graphs is None or state != self._state:
             self._kept.clear()

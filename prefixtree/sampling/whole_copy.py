@@ -18,7 +18,7 @@ from prefixtree.models.checks import foreign_module, transformer_of
 from prefixtree.models.compiled import compile_alike
 from prefixtree.recompute.choose import available_bytes
 
-# attributes that the copy has not: forwards and compiled code of an instance are bound to a module,
+# attributes that are not copied: forwards and compiled code of an instance are bound to a module,
 # and hooks gather parameters
 _BOUND = "forward", "_compiled_call_impl"
 _SHARDING = "hook", "fsdp", "composable_api"
@@ -28,21 +28,20 @@ _AROUND = "torch", "transformers", "accelerate", "trl", "functools"
 
 @contextmanager
 def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
-    """A copy of a model with whole parameters, of what they are now. All ranks enter together, and
-    none waits for another within.
+    """Copies a model with its current parameters whole; all ranks enter together.
 
-    A sampler's step reads every weight, and ranks take different numbers of steps: to gather layers
-    in each would take longer, and rows that end would have to go on. The copy's memory is there
-    within the context alone, so a training step has it.
+    No rank waits for another within. A sampler's step reads every weight, and ranks take different
+    numbers of steps: to gather layers in each would take longer, and rows that end would have to go
+    on. The copy has memory only within the context, so a training step has it.
 
-    Modules are copied with their attributes, adapters among them, so that it computes what the
-    model does. Hooks are not copied. Layers that `compile_layers` compiled are compiled. The
+    Modules are copied with their attributes, adapters among them, so that the copy computes what
+    the model does. Hooks are not copied. Layers that `compile_layers` compiled are compiled. The
     configuration is the model's own.
 
     Args:
         model: under `fully_shard` or not; wrapped by adapters or not.
-        dtype: of sharded parameters in the copy: what training computes in, the `param_dtype` of
-            its mixed precision. Default: their own.
+        dtype: of sharded parameters in the copy: the dtype that training computes in, the
+            `param_dtype` of its mixed precision. Default: their own.
 
     Yields:
         The copy, in evaluation mode and without gradients.
@@ -54,9 +53,9 @@ def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[A
     modules = list(model.modules())
     for module in modules:
         if isinstance(module, FSDPModule):
-            # an evaluation leaves some whole
+            # an evaluation leaves some modules whole
             module.reshard()
-    # tied ones are there once
+    # tied parameters are listed once
     sources = list(model.parameters())
     _check_plain(model, sources)
     targets = [_empty(p, dtype) for p in sources]
@@ -85,7 +84,7 @@ def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[A
 
 
 def _empty(p: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter of this shape without memory."""
+    """Makes a parameter of this shape without memory."""
     dtype = dtype if isinstance(p, DTensor) and p.is_floating_point() else None
     out = torch.empty(p.shape, dtype=dtype or p.dtype, device=p.device)
     out.untyped_storage().resize_(0)
@@ -118,7 +117,7 @@ def _check_room(targets: list[nn.Parameter], device: torch.device) -> None:
 
 
 def _unsharded(module: nn.Module) -> Any:
-    """A module of this one's class without attributes, or of the class that FSDP made that of."""
+    """Makes a module of this one's class without attributes, or of FSDP's original class."""
     kind: Any = type(module)
     if isinstance(module, FSDPModule):
         kind = kind.__bases__[1]

@@ -3,9 +3,9 @@
 A compressor makes one key (and value) of every m neighbouring tokens of a sequence, an entry. Along
 the tree a window is m tokens of a path: the token that ends it, at a position d with d + 1 a
 multiple of m, and its m - 1 nearest ancestors. A query sees an entry exactly when it sees that
-token. So entries stand in the rows of these tokens, and the query's choice of them is a bit per
-position of its path, as of other keys (`sparse.indexers`). All that a forest shares is compressed
-once; a window across a branch is one per branch.
+token. So entries stand in the rows of these tokens. The query's choice of them is a bit per
+position of its path, as for other keys (`sparse.indexers`). Shared windows are compressed once; a
+window across a branch is one per branch.
 
 Legend: T packed tokens, E entries, m tokens of a window, D head dim, n queries of a chunk, K tokens
 of their path, W words of bits.
@@ -30,7 +30,7 @@ from prefixtree.sparse.paths import QueryPath
 
 
 def of_compressor(original: Any) -> dict[str, Any]:
-    """A compressor of the windows of all paths, which also says who sees which entry."""
+    """Makes a compressor of the windows of all paths, which also says who sees which entry."""
     rotate = inspect.unwrap(original.forward).__globals__["apply_rotary_pos_emb"]
 
     @uncompiled
@@ -42,13 +42,15 @@ def of_compressor(original: Any) -> dict[str, Any]:
         cache: Any,
         layer_idx: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [1, T, C] -> entries [1, 1, T, D] in the rows of their tokens, None; the
-        family's entries and their mask of ordinary batches."""
+        """Compresses hidden_states [1, T, C] to entries [1, 1, T, D] in the rows of their tokens.
+
+        The mask is None. Ordinary batches get the family's entries and mask.
+        """
         if not isinstance(cache, ForestMask):
-            found: tuple[torch.Tensor, torch.Tensor | None] = original.forward(
+            members: tuple[torch.Tensor, torch.Tensor | None] = original.forward(
                 self, hidden_states, q_residual, position_ids, cache, layer_idx
             )
-            return found
+            return members
         path = QueryPath(cache.mask, hidden_states)
         windows = _Windows.of(cache.mask, self.compress_rate)
         indexer = getattr(self, "indexer", None)
@@ -68,8 +70,8 @@ class _Windows:
 
     Attributes:
         last: int64 [E], the packed token that ends each.
-        tokens: int64 [E, m], those of each.
-        before: int64 [E, m], those of the window before it on its path; -1 where there is none.
+        tokens: int64 [E, m], the tokens of each.
+        before: int64 [E, m], the tokens of the window before it on its path; -1 if there is none.
         start: int64 [E], the position of its first token.
     """
 
@@ -80,7 +82,7 @@ class _Windows:
 
     @classmethod
     def of(cls, mask: TreeMask, size: int) -> _Windows:
-        """Of windows of `size` tokens."""
+        """Finds the windows of `size` tokens."""
         host = mask.host
         last = np.flatnonzero((host.position + 1) % size == 0)
         columns, at = [], last
@@ -95,13 +97,14 @@ class _Windows:
 def _entries(
     module: Any, rotate: Any, hidden_states: torch.Tensor, windows: _Windows, overlaps: bool
 ) -> torch.Tensor:
-    """hidden_states [1, T, C] -> [1, T, D], the entries in the rows of their last tokens, 0 in the
-    others.
+    """Compresses hidden_states [1, T, C] to entries [1, T, D] in the rows of their last tokens.
+
+    Other rows are 0.
 
     Args:
         module: a compressor, or an indexer, which compresses keys of its own.
         rotate: the family's function of RoPE.
-        overlaps: whether a window takes the one before it in, by the first halves of the
+        overlaps: whether a window takes in the one before it, by the first halves of the
             projections.
     """
     dim, bias = module.head_dim, module.position_bias
@@ -124,7 +127,7 @@ def _entries(
 
 
 def _every_entry(mask: TreeMask, size: int) -> torch.Tensor:
-    """int32 [T, W], the bits of all entries of a path."""
+    """Makes the bits of all entries of a path, int32 [T, W]."""
     deepest = mask.host.deepest
     ends = torch.arange(1, deepest + 1, device=mask.device) % size == 0
     return to_bits(ends[None], words(deepest)).repeat(mask.num_tokens, 1)
@@ -139,7 +142,7 @@ def _best_entries(
     windows: _Windows,
     path: QueryPath,
 ) -> torch.Tensor:
-    """int32 [T, W], the bits of each query's best entries."""
+    """Makes the bits of each query's best entries, int32 [T, W]."""
     size, kind = indexer.compress_rate, indexer.rope_layer_type
     keys = _entries(indexer, rotate, hidden_states, windows, True)[0]
     for rows in path.spans(indexer.num_heads):
@@ -152,7 +155,7 @@ def _best_entries(
         scores = indexer.scorer(queries, entries[None], hidden)[0]
         count = len(entries)
         seen = torch.arange(count, device=scores.device) < (positions[:, None] + 1) // size
-        # a query is no entry: which ones it sees, scores say
+        # a query is no entry: scores say which entries it sees
         scores, anywhere = (
             scores.masked_fill(~seen, -torch.inf),
             positions.new_full((len(seen),), count),
@@ -165,7 +168,7 @@ def _best_entries(
 
 
 def _with_own(bits: torch.Tensor, mask: TreeMask, size: int) -> Entries:
-    """The bits with its own of a query that sees no entry, as a query must attend to something."""
+    """Adds the own bit of a query that sees no entry, as it must attend to something."""
     positions = mask.position_ids.long()
     absent = positions < size - 1
     own = torch.eye(max(1, min(size - 1, mask.host.deepest)), dtype=torch.bool, device=bits.device)

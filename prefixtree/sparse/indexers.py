@@ -1,16 +1,18 @@
 """Indexers, which choose the keys that a query attends to, on packed forests.
 
 An attention layer of such a model (DeepSeek V3.2, GLM-5 and others) asks its indexer for the best
-k keys of each query, that of MiniMax M3 for the best blocks of keys, by groups of heads. Along the
-tree, these are the best of the query's path. `prepare` gives attentions and indexers a class whose
-forward runs the family's code: the indexer's once for a few neighbouring queries of one path, which
-it shows the keys of that path alone; or, on a GPU, for any neighbouring queries, whose products
-with keys a Triton kernel computes. What it chose goes to `tree_attention` as a bit per position of
-the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
+k keys of each query. That of MiniMax M3 asks for the best blocks of keys, by groups of heads. Along
+the tree, these are the best of the query's path. `prepare` gives attentions and indexers a class
+whose forward runs the family's code. The indexer's code runs once for a few neighbouring queries of
+one path, and sees the keys of that path alone. On a GPU it may run for any neighbouring queries,
+whose products with keys a Triton kernel computes. The choice goes to `tree_attention` as a bit per
+position of the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T
+numbers.
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
-checkpoint's second forward, over the same chunks, and chooses the same keys. Where a rank or a step
-computes a part of the forest, it first tells the keys of the own tokens, which others import.
+checkpoint's second forward, over the same chunks, and chooses the same keys. If a rank or a step
+computes a part of the forest, the indexer first gives the keys of the own tokens, which others
+import.
 
 Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
 """
@@ -50,16 +52,16 @@ from prefixtree.sparse.latents import held_back, of_expansion
 from prefixtree.sparse.masks import ForestMask, UnpreparedMask, not_handed_on, not_kept
 from prefixtree.sparse.paths import CHUNK, QueryPath, keys_of_part
 
-# scores of queries held at once where a kernel sums the heads: 64 MiB
+# scores of queries held at once if a kernel sums the heads: 64 MiB
 _SCORES = 1 << 24
 # the mark of attention layers, which holds transformers' name of their type
 _LAYER_TYPE = "_prefixtree_layer_type"
-# what an attention has that chooses keys, and the layer types in which this gets no mask but the
+# parts of an attention that choose keys, and the layer types in which these get no mask but the
 # cache, by either name
 _PARTS = ("indexer", "compressor")
 _WITHOUT_MASK = COMPRESSED_TYPES | {INDEXED_BLOCKS}
 _CACHES = ("past_key_values", "cache")
-# what the verified forwards take, and names that they use
+# arguments of the verified forwards, and names that they use
 _KEYS_TAKE = (
     "hidden_states",
     "q_resid",
@@ -87,7 +89,7 @@ def prepare_layers(transformer: Any, config: Any) -> None:
     """Gives attentions and indexers their forward along the tree.
 
     Raises:
-        UnsupportedError: one that is not as the family's proof had it.
+        UnsupportedError: one that differs from the one the family's proof had.
     """
     layers = [
         (name, module, part)
@@ -107,7 +109,7 @@ def prepare_layers(transformer: Any, config: Any) -> None:
         if (chooses := getattr(module, part)) is not None:
             _check_indexer(f"{name}.{part}", chooses)
             if (inner := getattr(chooses, "indexer", None)) is not None:
-                # whose forward is not called
+                # the inner indexer's forward is not called
                 _check_indexer(f"{name}.{part}.indexer", inner)
             _give_class(chooses, _MEMBERS[kind])
         _give_class(module, _of_attention)
@@ -148,8 +150,10 @@ def _check_indexer(name: str, indexer: Any) -> None:
 
 
 def _of_attention(original: Any) -> dict[str, Any]:
-    """An attention that hands its indexer the forest's mask; it is left out of compiled layers,
-    as an indexer loops over the forest's paths."""
+    """Makes an attention that hands its indexer the forest's mask.
+
+    It is left out of compiled layers, as an indexer loops over the forest's paths.
+    """
     takes = inspect.signature(inspect.unwrap(original.forward)).parameters
     cache = next((name for name in _CACHES if name in takes), "")
 
@@ -160,7 +164,7 @@ def _of_attention(original: Any) -> dict[str, Any]:
             raise not_kept()
         if isinstance(mask, PartMask) and getattr(self, _LAYER_TYPE) in COMPRESSED_TYPES:
             raise not_handed_on()
-        # most families hand them on to the attention function, these do not
+        # unlike most families, these do not hand positions on to the attention function
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
         if isinstance(given, UnpreparedMask):
             kwargs["attention_mask"] = None
@@ -185,8 +189,10 @@ def _of_attention(original: Any) -> dict[str, Any]:
 
 
 def _pads_left(attention: Any, mask: Any) -> bool:
-    """Whether an ordinary batch's mask [B, 1, n, m] hides the first key from the last query. One
-    new query belongs to a batch that was asked before."""
+    """Whether an ordinary batch's mask [B, 1, n, m] hides the first key from the last query.
+
+    One new query belongs to a batch that was checked before.
+    """
     if not isinstance(mask, torch.Tensor) or mask.shape[2] == 1:
         return False
     if attention.config._attn_implementation != "prefixtree":
@@ -207,7 +213,7 @@ def _forest_mask(mask: TreeMask | PartMask) -> ForestMask:
 
 
 def _of_indexer(original: Any) -> dict[str, Any]:
-    """An indexer that chooses among the keys of each query's path."""
+    """Makes an indexer that chooses among the keys of each query's path."""
 
     @uncompiled
     @torch.no_grad()
@@ -220,8 +226,10 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         *cached: Any,
         **more: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, C] -> int32 [1, T, W], [1, T, 0] where all queries choose all keys;
-        the family's indices of ordinary batches."""
+        """Chooses keys for hidden_states [1, T, C], int32 [1, T, W]; [1, T, 0] means all keys.
+
+        Ordinary batches get the family's indices.
+        """
         tokens = (hidden_states, q_resid, *position_embeddings)
         if not isinstance(attention_mask, ForestMask):
             indices: torch.Tensor = original.forward(
@@ -250,10 +258,10 @@ def _of_indexer(original: Any) -> dict[str, Any]:
 
 
 def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
-    """The module whose kernel computes scores, or None: the family's own products.
+    """The module whose kernel computes scores, or None for the family's own products.
 
-    Autocast rounds what the family's products give, which the kernel does not. Tensors without
-    numbers, as memory is traced with, know torch's operations alone.
+    Autocast rounds the family's products, and the kernel does not. Tensors without numbers, as
+    memory is traced with, know only torch's operations.
     """
     if type(hidden) is not torch.Tensor:
         return None
@@ -267,7 +275,7 @@ def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
 
 
 def _of_block_indexer(original: Any) -> dict[str, Any]:
-    """An indexer that chooses among the blocks of positions of each query's path."""
+    """Makes an indexer that chooses among the blocks of positions of each query's path."""
 
     @uncompiled
     @torch.no_grad()
@@ -278,8 +286,10 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
         cache: Any,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden_states [1, T, C] -> int32 [1, H, T, W], [1, T, 0] where all queries choose all
-        keys; the family's block indices [B, H, n, k] of ordinary batches."""
+        """Chooses keys for hidden_states [1, T, C], int32 [1, H, T, W]; [1, T, 0] means all keys.
+
+        Ordinary batches get the family's block indices [B, H, n, k].
+        """
         if not isinstance(cache, ForestMask):
             indices: torch.Tensor = original.forward(
                 self, hidden_states, position_embeddings, cache, position_ids
@@ -303,24 +313,24 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
 
 
 class _Keys(QueryPath):
-    """Stands in for mask, cache and scores in an indexer's forward of queries of one path.
+    """A stand-in for mask, cache and scores in an indexer's forward of queries of one path.
 
     The indexer hands it the chunk's keys and gets those of the path, adds it to its scores as a
     mask, and asks it for the best of them.
     """
 
-    # it is added to the scores, as masks of numbers are
+    # this object is added to the scores, as masks of numbers are
     dtype = torch.float32
     shape: torch.Size
     _scores: torch.Tensor
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """[1, n, D] -> [1, K, D]."""
+        """Replaces the chunk's keys [1, n, D] by those of the path, [1, K, D]."""
         return self.of_path(keys[0])[None]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Keys:
-        """scores [1, n, K] + path; torch asks no other method under its function modes."""
+        """Takes scores [1, n, K] + path; torch asks no other method under its function modes."""
         scores, path = args
         if func not in (torch.Tensor.add, torch.Tensor.__add__) or not isinstance(path, cls):
             raise TypeError(f"an indexer adds its mask to its scores, and calls {func}")
@@ -335,14 +345,14 @@ class _Keys(QueryPath):
 
 
 class Products:
-    """Stands in for mask, cache, keys and scores in an indexer's forward of neighbouring queries.
+    """A stand-in for mask, cache, keys and scores in an indexer's forward of neighbouring queries.
 
-    What the indexer would do with all keys, a product per head, a ReLU and the weighted sum of
-    heads, it is told, and a kernel computes at the end.
+    The indexer tells it the operations with all keys: a product per head, a ReLU and the weighted
+    sum of heads. A kernel computes them at the end.
 
     Attributes:
         exported: as in `QueryPath`.
-        bits: int32 [T, W], what was chosen so far.
+        bits: int32 [T, W], the choices so far.
         shape: of the scores.
     """
 
@@ -360,7 +370,7 @@ class Products:
         self._position = host.position[host.query_tokens]
 
     def spans(self, heads: int, head_dim: int) -> Iterator[slice]:
-        """The queries of each chunk; it stands for the chunk that it gave last."""
+        """Cuts the queries into chunks; the object stands for the chunk that it gave last."""
         borders, start = self._kernels.tile_borders(self._host, heads), 0
         most = min(CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
         most = max(most, self._kernels.tile_tokens(heads))
@@ -375,7 +385,7 @@ class Products:
             yield self._rows
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Products:
-        """keys: [1, n, D], those of the chunk."""
+        """Takes the chunk's keys, [1, n, D]."""
         if self._keys is None:
             shape = self._host.num_queries, self._num_words
             self.bits = keys.new_empty(shape, dtype=torch.int32)
@@ -387,8 +397,10 @@ class Products:
         return self
 
     def transpose(self, *_: Any) -> Products:
-        """Nothing comes of k.transpose(-1, -2).float().unsqueeze(1), nor later of
-        index_scores.squeeze(-2) + attention_mask."""
+        """Returns itself, for k.transpose(-1, -2).float().unsqueeze(1).
+
+        So do the later index_scores.squeeze(-2) + attention_mask.
+        """
         return self
 
     float = unsqueeze = squeeze = __add__ = transpose
@@ -397,7 +409,7 @@ class Products:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Products:
-        """relu(products), and the two products: of q with keys, of weights with heads."""
+        """Notes relu(products) and the two products: of q with keys, of weights with heads."""
         found: Products = args[-1]
         name = func.__name__
         if name == "matmul":
@@ -430,11 +442,11 @@ class Products:
 
 
 class _Blocks(QueryPath, TorchFunctionMode):
-    """Stands in for the cache in the forward of an indexer of blocks, for queries of one path.
+    """A stand-in for the cache in the forward of an indexer of blocks, for queries of one path.
 
     The indexer hands it the chunk's keys and gets those of the path. Inside, as a mode of torch, it
-    sees the scores of blocks [1, H, n, blocks] of which the best are asked for: -inf where a query
-    sees nothing of a block, inf where it has to see it.
+    sees the scores of blocks [1, H, n, blocks] whose best are asked for: -inf where a query sees
+    nothing of a block, inf where it has to see it.
     """
 
     def __init__(self, mask: TreeMask, hidden_states: torch.Tensor, size: int) -> None:
@@ -443,21 +455,21 @@ class _Blocks(QueryPath, TorchFunctionMode):
 
     @property
     def layers(self) -> _Blocks:
-        """Of all layers, as a cache has them."""
+        """The cache of all layers."""
         return self
 
     def __getitem__(self, layer_idx: int) -> _Blocks:
         return self
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
-        """[1, 1, n, D] -> [1, 1, K, D]."""
+        """Replaces the chunk's keys [1, 1, n, D] by those of the path, [1, 1, K, D]."""
         return self.of_path(keys[0, 0])[None, None]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.topk:
             scores, count = args[0][0], args[1]
             heads, n, blocks = scores.shape
-            # every block may be the best: which ones a query sees, scores say
+            # every block may be the best: scores say which blocks a query sees
             scores = scores.flatten(0, 1)
             anywhere = self.positions.new_full((len(scores),), blocks)
             best = best_keys(scores, count, anywhere) & (scores > -torch.inf)

@@ -1,10 +1,10 @@
 """Latents in place of the keys and values that they expand to, where queries choose few keys.
 
-Multi-head latent attention expands one latent row per token to the keys and values of all heads. In
-a layer that chooses keys, on paths so long that gathered keys take less time
-(`kernels.latents`), a prepared attention holds its latents back. The attention function
-takes them, with the expanding projection as the module itself computes it; where anything is not
-verified, it has them expanded after all, as the family does.
+Multi-head latent attention expands one latent row per token to the keys and values of all heads. A
+prepared attention holds its latents back in a layer that chooses keys, on paths so long that
+gathered keys take less time (`kernels.latents`). The attention function takes them, with the
+expanding projection as the module itself computes it. If anything is not verified, it has them
+expanded after all, as the family does.
 
 Legend: T packed tokens, H heads, R and P columns of a latent and of its key with positions.
 """
@@ -28,11 +28,11 @@ from prefixtree.kernels.operators import note_call
 from prefixtree.models.changes import changing
 from prefixtree.packing.mask import TreeMask
 
-# where an attention keeps its latents during a forward: an empty list before they are there
+# attribute with an attention's latents during a forward: an empty list before they are there
 _HELD = "_prefixtree_latents"
 _TAKES = ["self", "kv_nope", "k_rot"]
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-# what stands around the matrices of an adapter
+# modules around the matrices of an adapter
 _AROUND = (nn.ModuleDict, nn.ParameterDict, nn.Identity)
 
 
@@ -44,8 +44,7 @@ class Latents(NamedTuple):
 
 
 def of_expansion(original: Any) -> dict[str, Any]:
-    """`expand_kv` of an attention whose latents may be held back; nothing where it has none, or
-    expands them as no verified family does."""
+    """Makes an `expand_kv` whose latents may be held back; nothing for an unverified attention."""
     expand = getattr(original, "expand_kv", None)
     if expand is None or list(inspect.signature(expand).parameters) != _TAKES:
         return {}
@@ -57,7 +56,7 @@ def of_expansion(original: Any) -> dict[str, Any]:
         if held is None:
             return expand(self, kv_nope, k_rot)
         held.append(Latents(kv_nope, k_rot))
-        # the family hands these on and looks at no number in them
+        # the family hands these on without a look at their numbers
         return kv_nope, kv_nope
 
     return {"expand_kv": expand_kv}
@@ -65,7 +64,7 @@ def of_expansion(original: Any) -> dict[str, Any]:
 
 @contextmanager
 def held_back(attention: Any, mask: Any) -> Iterator[None]:
-    """Around an attention's forward: whether it holds its latents back."""
+    """Holds an attention's latents back during its forward, if that pays; yields whether."""
     if not _gathers(attention, mask):
         yield
         return
@@ -87,15 +86,16 @@ def _gathers(attention: Any, mask: Any) -> bool:
     if kernels_for(mask.backend, mask.device) is None:
         return False
     rank, rope, nope, dv = (getattr(attention, name) for name in _SIZES)
-    # known of the mask: most layers need no look at their modules
+    # the mask decides first, so that most layers need no look at their modules
     is_worth_it = pays(mask.host, config.index_topk, (nope + rope, dv), (rank, rope))
     return is_worth_it and _is_linear(attention.kv_b_proj)
 
 
 def _is_linear(projection: nn.Module) -> bool:
-    """Whether the projection of an identity is its matrix: nothing is rounded, dropped or added.
+    """Whether a projection computes its matrix from an identity: nothing is rounded or added.
 
-    Quantised modules have another class, or weights of another; DoRA is a variant.
+    Nor is anything dropped. Quantised modules have another class, or weights of another; DoRA is a
+    variant.
     """
     for module in projection.modules():
         kind = type(module)
@@ -113,13 +113,13 @@ def _is_linear(projection: nn.Module) -> bool:
 
 
 def held_by(attention: nn.Module) -> Latents | None:
-    """The latents that an attention held back in the forward that runs."""
+    """The latents that an attention held back in the running forward."""
     held = vars(attention).get(_HELD)
     return held[-1] if held else None
 
 
 def expanded(attention: Any, latents: Latents) -> tuple[torch.Tensor, torch.Tensor]:
-    """key [1, H, T, D] and value [1, H, T, Dv] after all."""
+    """Expands latents to key [1, H, T, D] and value [1, H, T, Dv] after all."""
     key, value = type(attention)._original.expand_kv(attention, *latents)
     return key, value
 
@@ -136,7 +136,7 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Attention to latents, [T, H, Dv]; None where it has to be that to expanded keys.
+    """Attends to latents, [T, H, Dv]; None if it has to attend to expanded keys.
 
     Args:
         q: [T, H, D]. Others: as `tree_attention` takes them.

@@ -20,12 +20,12 @@ from prefixtree.parallel.attention import PartMask
 from prefixtree.sparse import latents
 from prefixtree.wings import DividedMask, LayerMask
 
-# how MiniMax M3 hands blocks of keys to its attention function
+# keyword by which MiniMax M3 hands blocks of keys to its attention function
 BLOCKS = "block_indices"
 
 
 class UnpreparedMask(LayerMask):
-    """Stands for the attention mask of a batch without padding in a model with indexers.
+    """A stand-in for the attention mask of a batch without padding in a model with indexers.
 
     transformers asks for it before layers run, and does not know the tree. A prepared layer puts
     the forest's mask in its place, or an ordinary causal one; others cannot read it.
@@ -41,7 +41,7 @@ class UnpreparedMask(LayerMask):
         raise unprepared(config)
 
     def causal(self) -> torch.Tensor:
-        """bool [1, 1, n, n] of an ordinary batch."""
+        """Makes the mask of an ordinary batch, bool [1, 1, n, n]."""
         shape = 1, 1, self._length, self._length
         return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
 
@@ -50,8 +50,8 @@ class Entries(NamedTuple):
     """The compressed keys (`sparse.compressed`) that queries attend to.
 
     Attributes:
-        bits: int32 [T, W], those of the tokens that end their windows; its own of a query that sees
-            none.
+        bits: int32 [T, W], those of the tokens that end their windows; its own for a query that
+            sees none.
         absent: bool [T], whether a query sees none.
     """
 
@@ -60,14 +60,15 @@ class Entries(NamedTuple):
 
 
 class ForestMask(LayerMask):
-    """A forest's mask where a layer hands its indexer the attention mask, or its cache, and then
-    the function the mask.
+    """A forest's mask in the place of the mask or the cache that a layer hands its indexer.
+
+    The layer later hands the function the mask.
 
     Attributes:
         mask: of the forest, or of the part that a rank or a step computes.
-        part: where it is a part's.
+        part: the part's mask, if it is of one.
         deepest: tokens of the longest path of the whole forest.
-        entries: the compressed keys that each query attends to, where a layer has some.
+        entries: the compressed keys that each query attends to, if a layer has some.
     """
 
     entries: Entries | None = None
@@ -100,13 +101,13 @@ class ForestMask(LayerMask):
             q, k, v = token_rows(*rows)
             return _attend_to_entries(q, k, v, mask, self.entries, **options)
         (bits,) = chosen.values()
-        # no words: all queries choose all keys
+        # without words, all queries choose all keys
         options["chosen"] = bits[0] if bits.shape[-1] else None
         if (held := latents.held_by(module)) is not None:
             assert isinstance(mask, TreeMask)
-            found = latents.attend(module, token_rows(rows[0])[0], held, mask, **options)
-            if found is not None:
-                return found
+            entries = latents.attend(module, token_rows(rows[0])[0], held, mask, **options)
+            if entries is not None:
+                return entries
             rows = rows[0], *latents.expanded(module, held)
         q, k, v = token_rows(*rows)
         if BLOCKS in chosen and options["chosen"] is not None:
@@ -114,17 +115,17 @@ class ForestMask(LayerMask):
         return attend_once(module, q, k, v, mask, **options)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Gives back those of the layer: nothing is kept."""
+        """Gives back the layer's keys and values: nothing is kept."""
         return keys, values
 
 
 def not_kept() -> UnsupportedError:
-    """The refusal of samplers."""
+    """Makes the refusal of samplers."""
     return UnsupportedError("samplers do not keep an indexer's keys yet: sample with an engine")
 
 
 def not_handed_on() -> UnsupportedError:
-    """The refusal of parts of a forest."""
+    """Makes the refusal of parts of a forest."""
     return UnsupportedError(
         "steps, kept trunks and groups would cut the windows of compressed keys (DeepSeek V4): "
         "score without max_step_tokens=, kept_trunks and group="
@@ -142,8 +143,10 @@ def _attend_by_group(
     sinks: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]. Parts
-    hand on each group's keys as those of a layer."""
+    """Attends with keys chosen per group of heads: chosen int32 [groups, T, W].
+
+    Parts hand on each group's keys as those of a layer.
+    """
     assert sinks is None
     count = len(chosen)
     groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
@@ -167,7 +170,7 @@ def _attend_to_entries(
     sinks: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention to the keys in a window and to compressed ones, under one softmax.
+    """Attends to the keys in a window and to compressed ones, under one softmax.
 
     Args:
         k, v: [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
@@ -180,7 +183,7 @@ def _attend_to_entries(
         out, lse = tree_attention(q, *far, chosen=entries.bits, **options)
     lse = lse.masked_fill(entries.absent, -torch.inf)
     sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    # each part's share of the softmax; the sink has no value
+    # shares of near and compressed keys in the softmax; the sink has no value
     shares = torch.stack([near_lse, lse, sink]).softmax(0)[:2].transpose(1, 2)[..., None]
     return (shares[0] * near + shares[1] * out).to(q.dtype)
 
@@ -195,16 +198,16 @@ def plain_mask(
     key: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The mask bool [B, 1 or H, n, m] of an ordinary batch, true for chosen keys alone.
+    """Makes an ordinary batch's mask, bool [B, 1 or H, n, m], true only for chosen keys.
 
     Args:
-        module: the attention. attention_mask: [B, 1, n, m], or None for a causal one.
+        attention_mask: [B, 1, n, m], or None for a causal one.
         chosen: indices int [B, n, k], or block_indices int [B, groups of heads, n, k], -1 for none.
         key: [B, Hk, m, D]. positions: int [1 or B, n], of the queries.
     """
     if BLOCKS not in chosen:
         return of_chosen(attention_mask, chosen["indices"])
-    # its layers hand them on, or the first would have refused the call
+    # its layers hand positions on, or the first would have refused the call
     assert positions is not None
     blocks = chosen[BLOCKS]
     given = attention_mask, key.shape[2], key.dtype, key.device, positions.expand(len(blocks), -1)
@@ -213,10 +216,10 @@ def plain_mask(
 
 
 def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
-    """The mask bool [B, 1, n, m] of an ordinary batch, true for the chosen keys alone.
+    """Makes an ordinary batch's mask, bool [B, 1, n, m], true only for chosen keys.
 
     Args:
-        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], what the indexer chose.
+        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], the indexer's choice.
     """
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype != torch.bool:
         raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")

@@ -20,13 +20,13 @@ CHUNK = 1 << 25
 
 
 class QueryPath:
-    """The path of the queries that an indexer chooses for, and what was chosen so far.
+    """The path of the queries that an indexer chooses for, and the choices so far.
 
     Attributes:
         rows: the queries: packed tokens, or own tokens of a part.
-        positions: int64 [n], those of the queries.
+        positions: int64 [n], of the queries.
         length: K.
-        exported: [T, D], of a part the keys of all its rows.
+        exported: [T, D], the keys of all rows of a part.
         bits: int32 [T, W], or [H, T, W].
     """
 
@@ -50,14 +50,16 @@ class QueryPath:
         self._keys: torch.Tensor | None = None
 
     def spans(self, heads: int) -> Iterator[slice]:
-        """Queries of one path side by side, few enough for the scores of `heads` heads; the
-        path is theirs meanwhile."""
+        """Cuts queries into runs of one path, few enough for the scores of `heads` heads.
+
+        The path is that of the run that came last.
+        """
         for start, length, runs in self._host.blocks():
             above, at, begin = runs[:-1], 0, runs[-1][0]
             depth = sum(end - first for first, end, _ in above)
             most = max(1, CHUNK // (heads * (depth + length)))
             while at < length:
-                # keys are kept in packed order, in which a token comes behind its ancestors
+                # keys are kept in packed order, in which a token comes after its ancestors
                 last = min(at + most, length)
                 self.rows = slice(start + at, start + last)
                 self._runs = [*above, (begin, begin + last, True)]
@@ -67,11 +69,11 @@ class QueryPath:
                 at = last
 
     def of_all(self) -> torch.Tensor:
-        """int32 [1, T, 0], what says that all queries choose all keys."""
+        """Makes int32 [1, T, 0], which says that all queries choose all keys."""
         return torch.empty(1, self._host.num_queries, 0, dtype=torch.int32, device=self._device)
 
     def of_path(self, keys: torch.Tensor) -> torch.Tensor:
-        """[n, D], those of the chunk -> [K, D], those of the path, root first."""
+        """Finds the path's keys [K, D], root first, with those of the chunk [n, D]."""
         known = self.exported
         if known is None:
             if self._keys is None:
@@ -87,12 +89,12 @@ class QueryPath:
         return words(self._host.deepest)
 
     def note(self, chosen: torch.Tensor) -> None:
-        """chosen: bool [n, K], or [H, n, K]."""
+        """Notes the chosen keys, bool [n, K] or [H, n, K]."""
         bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), self.num_words)
         self.note_bits(bits.view(*chosen.shape[:-1], self.num_words))
 
     def note_bits(self, bits: torch.Tensor) -> None:
-        """bits: int32 [n, W], or [H, n, W]."""
+        """Notes the chosen keys' bits, int32 [n, W] or [H, n, W]."""
         if not hasattr(self, "bits"):
             self.bits = bits.new_empty(*bits.shape[:-2], self._host.num_queries, self.num_words)
         self.bits[..., self.rows, :] = bits
@@ -101,16 +103,15 @@ class QueryPath:
 def keys_of_part(
     indexer: Any, mask: ForestMask, numbers: int, ask: Callable[[slice, Any], None]
 ) -> torch.Tensor | None:
-    """The keys of an indexer among which the queries of a part choose.
+    """Computes the keys of an indexer among which the queries of a part choose.
 
     Args:
-        indexer: the module.
         mask: as the layer hands it on.
-        numbers: of a query, all heads.
-        ask: runs the indexer's forward of some own tokens, with what stands in for a cache.
+        numbers: of a query, over all heads.
+        ask: runs the indexer's forward of some own tokens, with a stand-in for a cache.
 
     Returns:
-        [K, D], those of all rows of the part; None of a whole forest, whose chunks find the keys of
+        [K, D], of all rows of the part; None for a whole forest, whose chunks find the keys of
         their ancestors made.
     """
     if mask.part is None:
@@ -129,22 +130,22 @@ class _EnoughError(Exception):
 
 
 class _KeysAlone:
-    """Stands in for a cache in an indexer's forward, which it ends once it has the keys [n, D]."""
+    """A stand-in for a cache in an indexer's forward, which it ends once it has the keys [n, D]."""
 
     keys: torch.Tensor
 
     @property
     def layers(self) -> _KeysAlone:
-        """Of all layers, as a cache has them."""
+        """The cache of all layers."""
         return self
 
     def __getitem__(self, layer_idx: int) -> _KeysAlone:
         return self
 
     def update_indexer(self, keys: torch.Tensor, *_: int) -> None:
-        """[1, n, D], or [1, 1, n, D]."""
+        """Keeps keys [1, n, D] or [1, 1, n, D], and ends the forward."""
         self.keys = keys.flatten(0, -2)
-        # another object than this: an error keeps its frames alive, and the tensors in them
+        # the error is another object, as it keeps its frames and their tensors alive
         raise _EnoughError
 
     update_index = update_indexer

@@ -2,9 +2,9 @@
 
 A recurrent layer of transformers calls functions of its module and hands them its keywords, the
 tree mask among them. `prepare` gives the layers of a model the same forward, with these functions
-replaced by those along the tree: the family's own code runs, and no class or module of transformers
-is touched. In a sampler (`forest_cache`), they also keep states, and go on from those that rows
-have. Without either, the family's own functions are called.
+replaced by those along the tree. So the family's own code runs, and no class or module of
+transformers is touched. In a sampler (`forest_cache`), the functions also keep states, and go on
+from rows' states. Without either, the family's own functions are called.
 
 Legend: T packed tokens, D channels of a convolution, W taps, H heads (Hk of keys), K and V sizes of
 a key and a value, G groups, N size of a state, P size of a head.
@@ -37,11 +37,8 @@ from prefixtree.wings import DividedMask, DividedStates
 def prepare_layers(transformer: Any, config: Any) -> None:
     """Gives recurrent layers their forward along the tree.
 
-    Args:
-        transformer: the transformers model. config: of its text.
-
     Raises:
-        UnsupportedError: a recurrent layer that is not as the family's proof had it.
+        UnsupportedError: a recurrent layer that differs from the one the family's proof had.
     """
     family = family_of(config)
     mixers = [(n, m) for n, m in transformer.named_modules() if functions_of(_kind(m))]
@@ -74,11 +71,11 @@ def _conv(
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
-    """causal_conv1d_fn: x [1, D, T], weight [D, W] -> [1, D, T]."""
+    """Runs causal_conv1d_fn along the tree: x [1, D, T], weight [D, W] -> [1, D, T]."""
     if tree_mask is None and forest_cache is None:
         return original(x, weight, bias, activation=activation, **kwargs)
     _check_call(tree_mask, x.transpose(1, 2), kwargs)
-    # not x[0], whose gradient is laid out channel by channel: no product takes that at full speed
+    # not x[0]: its gradient is laid out channel by channel, which no product takes at full speed
     rows = x.squeeze(0).t().to(weight.dtype)
     out = _states_of(tree_mask, forest_cache).conv(rows, weight, bias, activation)
     return out.to(x.dtype).t()[None]
@@ -96,7 +93,7 @@ def _delta_rule(
     key_copies: int = 1,
     **kwargs: Any,
 ) -> Any:
-    """Gated delta rule, its decay a number per head (g [1, T, H]) or per channel ([1, T, H, K])."""
+    """Runs the gated delta rule, its decay g per head [1, T, H] or per channel [1, T, H, K]."""
     if tree_mask is None and forest_cache is None:
         return original(query, key, value, g=g, beta=beta, **kwargs)
     _check_call(tree_mask, query, kwargs)
@@ -120,7 +117,7 @@ def _ssd(
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
-    """mamba2_chunk_scan: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]."""
+    """Runs mamba2_chunk_scan: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]."""
     if tree_mask is None and forest_cache is None:
         return original(x, dt, A, B, C, **kwargs)
     _check_call(tree_mask, x, kwargs)
@@ -139,29 +136,34 @@ def _not_fused(
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
-    """One kernel for convolution, scan and norm, which knows no tree: None lets the layer go on."""
+    """Returns None for the kernel of convolution, scan and norm, so that the layer goes on.
+
+    The fused kernel knows no tree.
+    """
     return original(*args, **kwargs) if tree_mask is None and forest_cache is None else None
 
 
 def _states_of(
     tree_mask: TreeMask | DividedStates | None, forest_cache: KeepsForest | None
 ) -> KeepsStates:
-    """Where states come from and go to: this call, other steps or ranks, or a growing forest."""
+    """The keeper of states: this call, other steps or ranks, or a growing forest."""
     if forest_cache is not None:
         return forest_cache.states
     assert tree_mask is not None
     if isinstance(tree_mask, TreeMask):
         return WholeForest(tree_mask)
     of_part: Any = tree_mask
-    found: KeepsStates = of_part
-    return found
+    keeper: KeepsStates = of_part
+    return keeper
 
 
 def _check_call(
     tree_mask: TreeMask | DividedStates | None, x: torch.Tensor, kwargs: dict[str, Any]
 ) -> None:
-    """x [B, n, ..]; what the attention layers refuse, before a state mixes it. Without a mask:
-    tokens of a growing forest's rows."""
+    """Refuses x [B, n, ..] that attention layers refuse, before a state mixes its rows.
+
+    Without a mask, x holds tokens of a growing forest's rows.
+    """
     if x.shape[0] != 1:
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask is None:
@@ -186,9 +188,9 @@ def _check_call(
         )
 
 
-# how a layer asks for the state to put it into a cache
+# keywords by which a layer asks for the state to put it into a cache
 _STATES_OUT = ("output_final_state", "return_final_states")
-# by the names that recurrent layers of transformers call
+# names that recurrent layers of transformers call -> functions along the tree
 _TREE_RULES: dict[str, Any] = {
     "causal_conv1d_fn": _conv,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -202,7 +204,7 @@ _TREE_RULES: dict[str, Any] = {
 
 
 def _members(original: Any) -> dict[str, Any]:
-    """The same forward along the tree."""
+    """Makes the forward of a layer along the tree."""
     rules = {
         name: functools.partial(functools.partial, _TREE_RULES[name])
         for name in functions_of(original)
@@ -211,8 +213,7 @@ def _members(original: Any) -> dict[str, Any]:
 
 
 def _of_layer(forward: Any) -> Any:
-    """The same forward, which gets what the mask of a part has for this layer, and how many value
-    heads share a key head."""
+    """Makes a forward that gets a part's stand-in for this layer, and its number of key copies."""
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +233,7 @@ def _kind(module: nn.Module) -> Any:
 
 
 def _show_positions(decoder: nn.Module) -> None:
-    """Lets the attention see position_ids beside the keywords that the layers hand on."""
+    """Lets the attention see position_ids among the keywords that the layers hand on."""
     if _with_shown_positions not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_with_shown_positions, with_kwargs=True)
 

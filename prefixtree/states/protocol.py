@@ -1,4 +1,4 @@
-"""`KeepsStates`: where the states of a recurrent layer's call come from and go to."""
+"""`KeepsStates`: the source and the target of the states of a recurrent layer's call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from prefixtree.packing.mask import TreeMask
 class KeepsStates(Protocol):
     """Takes states from beyond a call and hands them on.
 
-    Those of a divided forest (`parallel.states`), or of a growing forest
-    (`sampling.forest_cache`): with a tree mask its forward is the prefill, without one it is of the
-    rows' new tokens.
+    A divided forest (`parallel.states`) does so, and a growing forest (`sampling.forest_cache`):
+    with a tree mask its forward is the prefill, without one it is of the rows' new tokens.
     """
 
     def conv(
@@ -26,20 +25,20 @@ class KeepsStates(Protocol):
         bias: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        """As `tree_conv`, x [T, D]."""
+        """Computes `tree_conv`, x [T, D]."""
         ...
 
     def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `tree_delta_rule`."""
+        """Computes `tree_delta_rule`."""
         ...
 
     def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `tree_ssd`."""
+        """Computes `tree_ssd`."""
         ...
 
 
 class WholeForest:
-    """States pass within the call alone: a `KeepsStates`."""
+    """A `KeepsStates` whose states pass only within the call."""
 
     def __init__(self, mask: TreeMask) -> None:
         self._mask = mask

@@ -1,4 +1,4 @@
-"""Attention over a packed forest against the replicated batch: what `prefixtree bench` runs.
+"""Attention over a packed forest against the replicated batch, for `prefixtree bench`.
 
 Both sides get the same numbers: q, k and v of the distinct tokens, copied for the replicated side,
 and one upstream gradient per token, which the packed side gets times the token's copies. So the
@@ -43,11 +43,10 @@ class Setting:
     """The shape of the attention to compare and time.
 
     Attributes:
-        device: a torch device, or "auto": cuda where there is one.
+        device: a torch device, or "auto": cuda if there is one.
         dtype: one of LIMITS, or "auto": bfloat16, on a CPU float32.
         heads, kv_heads, head_dim: of the layer; 0 for those of an 8B model (32, 8, 128), on a CPU
             of a small one (8, 2, 64).
-        backend: of `tree_attention`.
         repeats: timed runs, after one that warms up.
         seed: of q, k, v and the upstream gradient.
     """
@@ -62,7 +61,7 @@ class Setting:
     seed: int = 0
 
     def resolved(self) -> Setting:
-        """The same with everything chosen."""
+        """Replaces "auto" and 0 by chosen values."""
         device, dtype = choose_device(self.device), self.dtype
         is_small = device.startswith("cpu")
         if dtype == "auto":
@@ -79,7 +78,7 @@ class Setting:
 
 
 def synthetic(num_levels: int, branching: int, node: int) -> PrefixForest:
-    """A full tree: `num_levels` levels of nodes of `node` tokens, `branching` children each."""
+    """Makes a full tree: nodes of `node` tokens, with `branching` children, on `num_levels` levels."""
     total = sum(branching**level for level in range(num_levels))
     parents = [(i - 1) // branching if i else -1 for i in range(total)]
     return PrefixForest.from_parents(parents, [node] * total)
@@ -91,16 +90,16 @@ def replicated_attention(
     dtype: torch.dtype,
     key_lengths: Sequence[int] | None = None,
 ) -> tuple[str, Attention]:
-    """Causal attention of sequences that stand one after the other, as trainers run it today.
+    """Finds the causal attention of sequences, one after another, that trainers run today.
 
     Args:
         lengths: of the S sequences.
         device, dtype: of q [R, H, D], k and v [R, Hk, D].
-        key_lengths: of their keys, where those begin before the queries do.
+        key_lengths: of their keys, if those begin before the queries do.
 
     Returns:
-        Its name, and the function of q, k and v: flash-attn's FA2 where it is installed, torch's
-        FA2 on other GPUs, torch's SDPA a sequence at a time on a CPU and in float32.
+        Its name, and the function of q, k and v: flash-attn's FA2 if it is installed, torch's FA2
+            on other GPUs, torch's SDPA a sequence at a time on a CPU and in float32.
     """
     keys = lengths if key_lengths is None else key_lengths
     if device.type != "cuda" or dtype == torch.float32:
@@ -131,7 +130,7 @@ def replicated_attention(
     except ImportError:
         from torch.nn.attention.varlen import varlen_attn
 
-        # newer versions ask for it, older ones do not know it
+        # newer versions ask for enable_gqa, older ones do not know it
         known = "enable_gqa" in inspect.signature(varlen_attn).parameters
         more: dict[str, Any] = {"enable_gqa": True} if known else {}
         fa2: Any = varlen_attn
@@ -142,7 +141,7 @@ def replicated_attention(
 
 
 def pieces(lengths: Sequence[int], most: int = PIECE) -> list[list[int]]:
-    """Runs of sequences of at most `most` tokens (or one sequence), as their indices."""
+    """Cuts sequences into runs of at most `most` tokens (or one sequence), as their indices."""
     out: list[list[int]] = []
     room = 0
     for i, length in enumerate(lengths):
@@ -169,11 +168,10 @@ class Replication:
     """The two sides of one forest: the same numbers, packed and replicated.
 
     Attributes:
-        name: of what computes the replicated side.
-        packed: the packed forest on the device.
+        name: of the replicated side's attention.
         inputs: q, k and v of the packed tokens.
         upstream: the gradient that reaches each copy of a token's out.
-        dout: what the packed token gets: that times its copies.
+        dout: the packed token's gradient: that times its copies.
         pieces: of the replicated batch: the packed token of each row, then the name and function.
     """
 
@@ -208,7 +206,7 @@ class Replication:
         self.name = self.pieces[0][1][0]
 
     def attend_packed(self, attend: Attention | None = None) -> list[torch.Tensor]:
-        """out, dq, dk and dv of the packed tokens, by `tree_attention` or another's attention."""
+        """Computes out, dq, dk and dv of the packed tokens, by `tree_attention` or by `attend`."""
         q, k, v = inputs = [x.detach().requires_grad_() for x in self.inputs]
         if attend is None:
             out = tree_attention(q, k, v, self.packed.mask, backend=self.setting.backend)
@@ -217,14 +215,14 @@ class Replication:
         return [out.detach(), *torch.autograd.grad(out, inputs, self.dout)]
 
     def run_packed(self) -> tuple[list[torch.Tensor], Meter]:
-        """The same by `tree_attention`, and what it costs."""
+        """Computes the same by `tree_attention`, with its cost."""
         with Meter(self.device) as meter:
             found = self.attend_packed()
             self._wait()
         return found, meter
 
     def run_replicated(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], Meter]]:
-        """Piece by piece: the packed token of each row, its out and gradients, and their cost."""
+        """Runs each piece: the packed token of each row, its out and gradients, and their cost."""
         for rows, (_, attend) in self.pieces:
             q, k, v = inputs = [x[rows].requires_grad_() for x in self.inputs]
             dout = self.upstream[rows]
@@ -235,7 +233,7 @@ class Replication:
             yield rows, [out.detach(), *gradients], meter
 
     def check(self) -> dict[str, float]:
-        """How far the packed results are from the replicated ones; warms both sides up."""
+        """Measures how far the packed results are from the replicated ones; warms both sides up."""
         found, _ = self.run_packed()
         expected = [torch.zeros_like(x, dtype=torch.float32) for x in found]
         for rows, (out, *gradients), _ in self.run_replicated():
@@ -245,7 +243,7 @@ class Replication:
         return differences(found, expected)
 
     def times(self, watch: Watch = unwatched) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Seconds and peak memory of the packed and of the replicated side, in turn."""
+        """Measures seconds and peak memory of the packed and of the replicated side, in turn."""
         sides: tuple[list[list[Meter]], list[list[Meter]]] = ([], [])
         for _ in watch(range(self.setting.repeats), "timing", self.setting.repeats):
             sides[0].append([self.run_packed()[1]])
@@ -269,11 +267,10 @@ class Replication:
 
 
 def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -> dict[str, Any]:
-    """Checks both sides against each other and, where that is green, times them; ready for JSON.
+    """Checks both sides against each other and, if they agree, times them; ready for JSON.
 
     Args:
-        forest: of the rollouts, or made up by `synthetic`.
-        setting: what is computed, and how often.
+        forest: of the rollouts, or of `synthetic`.
         watch: shows progress.
 
     Raises:
@@ -285,9 +282,9 @@ def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -
     position, length = forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
     try:
         sides = Replication(forest, setting)
-        found = sides.check()
-        # NaN is red
-        passed = all(difference <= limit for difference in found.values())
+        distances = sides.check()
+        # NaN fails the check
+        passed = all(difference <= limit for difference in distances.values())
         packed, replicated = sides.times(watch) if passed else (None, None)
     except torch.OutOfMemoryError as problem:
         raise InputError(
@@ -314,7 +311,7 @@ def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -
                 "limit": limit,
                 "passed": value <= limit,
             }
-            for name, value in found.items()
+            for name, value in distances.items()
         },
         "packed": packed,
         "replicated": replicated,

@@ -1,8 +1,8 @@
 """One forward and backward, replicated and packed, and how far apart the two are.
 
-The replicated side uses nothing of prefixtree: every sequence alone through the model.
+The replicated side uses nothing of prefixtree: every sequence runs alone through the model.
 
-The bound is that of docs/design.md, our error beside eager's in the same dtype, both against
+The bound is that of docs/design.md: our error next to eager's in the same dtype, both against
 float64. Per (node x head) the worst error may be twice eager's, per head the mean error 1.2 times
 eager's, each with some slack for what eager gets exactly.
 
@@ -33,7 +33,7 @@ POOLED = 16
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of one tensor beside what they may be.
+    """The errors of one tensor, next to their limits.
 
     Attributes:
         worst, worst_limit: float64 [G, H], the greatest error of each group and head.
@@ -47,7 +47,7 @@ class Errors:
 
 
 def pooled_nodes(forest: PrefixForest) -> np.ndarray:
-    """A group number for every packed token, int64 [T]: its node's; short nodes share number 0."""
+    """Numbers the group of every packed token, int64 [T]: its node; short nodes share number 0."""
     number = np.where(forest.node_length < POOLED, 0, 1 + np.arange(forest.num_nodes))
     return np.repeat(number, forest.node_length)
 
@@ -59,7 +59,7 @@ def errors(
     group: torch.Tensor,
     slack: torch.Tensor | float,
 ) -> Errors:
-    """The errors of `found`, and the limits that eager's errors set.
+    """Measures the errors of `found`, and the limits that eager's errors set.
 
     The worst may be 2 x eager's worst + 2 x slack, the mean 1.2 x eager's mean + slack / 10.
 
@@ -107,15 +107,15 @@ class Objective:
     entropy_weights: list[torch.Tensor]
 
     def take(self, index: int) -> Objective:
-        """The loss of one sequence alone."""
+        """Selects the loss of one sequence alone."""
         return Objective(*([values[index]] for values in vars(self).values()))
 
     def to(self, device: torch.device) -> Objective:
-        """The same on a device."""
+        """Copies the objective to a device."""
         return Objective(*([v.to(device) for v in values] for values in vars(self).values()))
 
     def value(self, logprobs: Sequence[torch.Tensor], entropy: Sequence[torch.Tensor]) -> float:
-        """The loss, summed in float64."""
+        """Computes the loss, summed in float64."""
         terms = zip(
             [*self.logprob_weights, *self.entropy_weights], [*logprobs, *entropy], strict=True
         )
@@ -127,12 +127,11 @@ class Run:
     """The results of one side, on the CPU, and their cost.
 
     Attributes:
-        logprobs, entropy: float32 (float64 of a model in float64) [n - 1] per sequence, 0 where
-            not scored.
+        logprobs, entropy: float32 (float64 of a model in float64) [n - 1] per sequence, 0 where not
+            scored.
         gradients: of every parameter by name; None for one the loss does not reach.
-        loss: the objective's value.
-        seconds: forward and backward.
-        peak_bytes: most memory held above what was held before; None where that is not known.
+        seconds: of forward and backward.
+        peak_bytes: most memory held above the memory held before; None if that is not known.
     """
 
     logprobs: list[torch.Tensor]
@@ -146,7 +145,7 @@ class Run:
 def scored_tokens(
     sequences: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray] | None
 ) -> list[torch.Tensor]:
-    """Which of the tokens 1..n-1 of each sequence are scored: bool [n - 1]."""
+    """Marks the scored ones of tokens 1..n-1 of each sequence, bool [n - 1]."""
     if loss_masks is None:
         return [torch.ones(len(s) - 1, dtype=torch.bool) for s in sequences]
     return [torch.from_numpy(np.asarray(mask[1:], bool)) for mask in loss_masks]
@@ -159,14 +158,13 @@ def run_replicated(
     watch: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]] = iter,
     images: Images | None = None,
 ) -> Run:
-    """Every sequence alone through the model, forward and backward; gradients add up.
+    """Runs every sequence alone through the model, forward and backward; gradients add up.
 
     Args:
         model: with any attention but prefixtree's.
         sequences: token ids; with images, `images.sequences`.
-        objective: the loss.
         watch: wraps the sequences to show progress. Default: does nothing.
-        images: those of the sequences. Each sequence gets its own, copies and all, and
+        images: those of the sequences. Each sequence gets its own, copies included, and
             transformers computes its positions. Default: text alone.
     """
     parameter = next(model.parameters())
@@ -184,23 +182,23 @@ def run_replicated(
             inputs = _alone(tokens, i, images, device)
             ids = inputs["input_ids"][0]
             logits = model(**inputs, use_cache=False, logits_to_keep=rows).logits
-            # [1, rows, V], as the model gave them: the gradient of logits[0] is one copy more
+            # [1, rows, V], as the model gave them: a gradient of logits[0] is copied once more
             gradient = torch.empty_like(logits)
             step = max(1, chunk_size // logits.shape[-1])
             for begin in range(0, len(rows), step):
                 part = slice(begin, begin + step)
-                at = rows[part]
+                start = rows[part]
                 # backward to the logits a chunk at a time: of float32 copies of a whole long
                 # sequence times a large vocabulary there would be several
                 chunk = logits.detach()[0, part].to(dtype).requires_grad_()
                 log_p = chunk.log_softmax(-1)
-                chosen = log_p.gather(-1, ids[at + 1, None]).squeeze(-1)
+                chosen = log_p.gather(-1, ids[start + 1, None]).squeeze(-1)
                 spread = -(log_p.exp() * log_p).sum(-1)
-                weights = there.logprob_weights[i][at], there.entropy_weights[i][at]
+                weights = there.logprob_weights[i][start], there.entropy_weights[i][start]
                 (weights[0].to(dtype) @ chosen + weights[1].to(dtype) @ spread).backward()
                 gradient[0, part] = chunk.grad
-                logprobs[i][at] = chosen.detach()
-                entropy[i][at] = spread.detach()
+                logprobs[i][start] = chosen.detach()
+                entropy[i][start] = spread.detach()
             logits.backward(gradient)
         _synchronize(device)
     return _finish(model, logprobs, entropy, objective, meter)
@@ -209,7 +207,7 @@ def run_replicated(
 def _alone(
     tokens: np.ndarray, index: int, images: Images | None, device: torch.device
 ) -> dict[str, Any]:
-    """The model's keywords of one sequence."""
+    """Collects the model's keywords of one sequence."""
     if images is None:
         return {"input_ids": torch.from_numpy(tokens)[None].to(device)}
     from prefixtree.images.vision import alone_inputs
@@ -225,7 +223,7 @@ def run_packed(
     loss_masks: Sequence[np.ndarray] | None,
     images: Images | None = None,
 ) -> Run:
-    """The packed forest, with its images, through the model once, forward and backward."""
+    """Runs the packed forest, with its images, through the model once, forward and backward."""
     from prefixtree.scoring.logprobs import sequence_logprobs
 
     device = next(model.parameters()).device
@@ -267,7 +265,7 @@ def _finish(
 
 
 def worst_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where a value is not finite or a length differs."""
+    """Finds the largest absolute difference; infinite if one is not finite or a length differs."""
     if [len(a) for a in found] != [len(b) for b in expected]:
         return math.inf
     difference = torch.cat([a.double() - b.double() for a, b in zip(found, expected, strict=True)])
@@ -277,9 +275,9 @@ def worst_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Ten
 def gradient_differences(
     found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
 ) -> dict[str, float]:
-    """Per parameter ||found - expected|| / ||expected||; infinite where one is not finite.
+    """Computes ||found - expected|| / ||expected|| per parameter; infinite if one is not finite.
 
-    A parameter whose expected gradient is rounding noise beside the whole gradient is measured
+    A parameter whose expected gradient is rounding noise next to the whole gradient is measured
     against the whole gradient's norm. A whole gradient of zero compares nothing: infinite.
     """
     norms = {name: 0.0 if g is None else float(g.double().norm()) for name, g in expected.items()}

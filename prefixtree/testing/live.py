@@ -1,4 +1,4 @@
-"""`verify`: packed beside replicated on a model in memory, with its hooks, adapters and patches."""
+"""`verify`: packed next to replicated on a model in memory, with hooks, adapters and patches."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Verdict:
     Attributes:
         checks: of log p, entropies and gradients: `name`, `value` (the worst difference), `limit`,
             `passed`, and `where` (the worst parameter).
-        reference: what both runs were compared with: "replicated", or the dtype of a copy of the
-            model that ran every sequence alone.
+        reference: the reference of both runs: "replicated", or the dtype of a copy of the model
+            that ran every sequence alone.
         num_sequences, num_replicated_tokens, num_tokens: of the forest.
     """
 
@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether packed gives what every sequence alone gives, to rounding."""
+        """Whether the packed run equals the runs of every sequence alone, to rounding."""
         return all(check.passed for check in self.checks)
 
     def __bool__(self) -> bool:
@@ -113,7 +113,7 @@ def verify(
     causal_lm = prepare(find_causal_lm(model))
     _check(model, causal_lm)
     forest = PrefixForest.from_sequences(sequences)
-    # the forest checked them
+    # the forest checked the sequences
     tokens = [integers("sequence", s).astype(np.int64) for s in sequences]
     objective = random_objective(tokens, loss_masks, seed)
     if not any(scored.any() for scored in objective.scored):
@@ -176,8 +176,7 @@ def _check(model: nn.Module, causal_lm: Any) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Gradients begin at None, and afterwards they and random numbers are as before; nothing is
-    compiled."""
+    """Begins gradients at None without compiled code, and restores them and random numbers."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     trained = [p.requires_grad for p in parameters]
@@ -202,7 +201,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _eager(causal_lm: Any) -> Iterator[None]:
-    """While open, attention is the family's eager function, a few query rows at a time."""
+    """Sets the family's eager attention, a few query rows at a time, while open."""
     kinds = layer_types_of(causal_lm.config.get_text_config())
     name = EAGER_BY_ROWS if EAGER_ALONE.isdisjoint(kinds) else "eager"
     configs = {id(c): c for m in causal_lm.modules() if (c := getattr(m, "config", None))}
@@ -210,7 +209,7 @@ def _eager(causal_lm: Any) -> Iterator[None]:
     configs |= {id(c): c for c in (causal_lm.config, text)}
     before = [(c, c._attn_implementation) for c in configs.values()]
     try:
-        # those inside come behind: a vision encoder keeps its attention
+        # inner configs come last: a vision encoder keeps its attention
         for config, implementation in before:
             of_text = implementation == "prefixtree"
             config._attn_implementation = name if of_text else implementation

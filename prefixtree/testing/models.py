@@ -17,7 +17,7 @@ from prefixtree.testing.reference import EAGER_BY_ROWS
 
 _HALF = ("bfloat16", "float16")
 _OF_VISION = {"prefixtree": "sdpa", EAGER_BY_ROWS: "eager"}
-# layers that hand what they chose to eager's function alone
+# layers that hand their choice only to eager's function
 EAGER_ALONE = COMPRESSED_TYPES | {INDEXED_BLOCKS}
 
 
@@ -29,7 +29,7 @@ class Setting:
         model: a folder of weights or a name on the Hugging Face hub, or a config.json for random
             weights.
         dtype: float32, bfloat16 or float16.
-        device: a torch device, or "auto": cuda where there is one.
+        device: a torch device, or "auto": cuda if there is one.
         seed: of random weights and of the loss's weights.
         gradient_checkpointing: in all runs.
         images: whether the rollouts hold images, for which the model has a vision encoder.
@@ -43,12 +43,12 @@ class Setting:
     images: bool = False
 
     def resolved(self) -> Setting:
-        """The same with the device chosen."""
+        """Replaces "auto" by the chosen device."""
         return replace(self, device=choose_device(self.device))
 
 
 def choose_device(device: str) -> str:
-    """A torch device that can be used; "auto" is cuda where there is one, else cpu.
+    """Finds a torch device that can be used; "auto" is cuda if there is one, otherwise cpu.
 
     Raises:
         InputError: a device that cannot be used.
@@ -65,7 +65,7 @@ def choose_device(device: str) -> str:
 
 
 def build(setting: Setting, attention: str) -> Any:
-    """The model with an attention implementation; equal weights every time.
+    """Builds the model with an attention implementation; equal weights every time.
 
     Raises:
         InputError: a model that cannot be built.
@@ -80,9 +80,9 @@ def build(setting: Setting, attention: str) -> Any:
 
 
 def build_as_trained(setting: Setting) -> Any:
-    """The model with the attention that trainers use without prefixtree.
+    """Builds the model with the attention that trainers use without prefixtree.
 
-    The first that transformers accepts for this model: flash_attention_2 on a GPU in half
+    It is the first that transformers accepts for this model: flash_attention_2 on a GPU in half
     precision, sdpa, eager. The choice is in `model.config._attn_implementation`.
     """
     implementations = ["sdpa"]
@@ -92,7 +92,7 @@ def build_as_trained(setting: Setting) -> Any:
         try:
             return _build(setting, attention)
         except (ValueError, ImportError):
-            # how transformers refuses an implementation, before it reads any weight
+            # transformers refuses an implementation so, before it reads any weight
             continue
     return build(setting, "eager")
 
@@ -108,11 +108,11 @@ def _build(setting: Setting, attention: str) -> Any:
     auto_class = AutoModelForCausalLM
     if setting.images:
         auto_class = AutoModelForImageTextToText
-        # our own implementations are for the text part
+        # our own implementations are for the text model
         of_vision = _OF_VISION.get(attention, attention)
         of_parts = {"": attention, "text_config": attention, "vision_config": of_vision}
         options["attn_implementation"] = of_parts
-    # also where weights are loaded: those a folder does not have are made up
+    # also when weights are loaded, as missing ones are made up
     torch.manual_seed(setting.seed)
     logging.disable_progress_bar()
     if Path(setting.model).is_file():
@@ -140,7 +140,7 @@ def _build(setting: Setting, attention: str) -> Any:
         model.set_attn_implementation("eager")
     model.to(setting.device).eval()
     if setting.gradient_checkpointing:
-        # transformers checkpoints in training mode alone
+        # transformers checkpoints only in training mode
         model.train()
         # renamed in transformers 5.23, where the old name warns
         if hasattr(model, "activation_checkpointing_enable"):

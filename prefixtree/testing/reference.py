@@ -1,15 +1,13 @@
-"""The runs of a comparison: eager attention in little memory, sums that do not drift, and the keys
-that indexers choose.
+"""The runs of a comparison: eager attention in little memory, sums that do not drift, and indexers'
+choices.
 
 No attention here is prefixtree's: the family's eager function is called on a few query rows at a
-time.
+time. A choice of the k best keys has no rounding error: two scores that nearly tie change places,
+and all that follows differs by more than any dtype explains. So a run of single sequences takes the
+keys that the packed run chose, and its own choice is compared by the scores.
 
-A choice of the k best keys has no rounding error: two scores that nearly tie change places, and all
-that follows differs by more than any dtype explains. So a run of single sequences takes the keys
-that the packed run chose, and what it would have chosen is compared by its scores.
-
-Legend: B batch, n tokens of a sequence, H query heads, D head dim, T packed tokens, W words
-of bits.
+Legend: B batch, n tokens of a sequence, H query heads, D head dim, T packed tokens, W words of
+bits.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.sparse.masks import of_chosen
 
 EAGER_BY_ROWS = "eager_by_rows"
-# attention scores held at once, beside some six copies. On a CPU 64 MiB of float32: glibc takes
-# what exceeds 32 MiB from the kernel and gives it back. Smaller blocks lie in its heap, where the
+# attention scores held at once, without some six copies. On a CPU 64 MiB of float32: glibc takes
+# blocks above 32 MiB from the kernel and gives them back. Smaller blocks lie in its heap, where the
 # results that are kept between them leave holes: measured seven times the memory at 4,000 tokens
 _CPU_SCORES, _GPU_SCORES = 2**24, 2**28
 
@@ -49,14 +47,13 @@ def eager_by_rows(
     indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function "eager_by_rows": eager's results without its H x n x n.
+    """Computes transformers' attention function "eager_by_rows": eager without its H x n x n.
 
     A query row's attention depends on no other row's. So blocks of rows go through the family's
     eager function one after the other, and again in the backward.
 
     Args:
-        module: the attention layer.
-        query, key, value [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv].
+        query, key, value: [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv].
         attention_mask: bool [B, 1, n, n], true where a query sees a key; None in a vision encoder
             without padding, where every query sees every key.
         indices: int [B, n, k], the keys that an indexer chose. Default: all.
@@ -101,13 +98,13 @@ AttentionMaskInterface.register(EAGER_BY_ROWS, _by_rows_mask)
 
 
 class FaithfulSums(TorchFunctionMode):
-    """Inside, embeddings and layer norms on a CPU sum their weights' gradients in float32.
+    """Sums weights' gradients of embeddings and layer norms on a CPU in float32, while open.
 
-    torch sums these in the dtype of the weights there: over some 10,000 tokens in bfloat16 the
+    torch sums these in the dtype of the weights there. Over some 10,000 tokens in bfloat16 the
     gradient of an embedding is off by a tenth, that of a layer norm's bias by most of itself. The
     error grows with the tokens of one call, so a packed batch, one call, gets more of it than the
-    same sequences one at a time. Everything else that sums over tokens does so in float32, as do
-    GPUs. Forward results stay the same but for the last bit of a layer norm.
+    same sequences one at a time. All other sums over tokens are in float32, as on GPUs. Forward
+    results stay the same but for the last bit of a layer norm.
     """
 
     def __torch_function__(
@@ -126,7 +123,7 @@ class FaithfulSums(TorchFunctionMode):
 
 @contextmanager
 def float32_convolutions() -> Iterator[None]:
-    """Inside, cuDNN computes float32 convolutions in float32, not in TF32 as torch lets it.
+    """Has cuDNN compute float32 convolutions in float32, not in TF32 as torch lets it, while open.
 
     A vision encoder of transformers embeds patches by a convolution, which moves log-probabilities
     by more than a float32 run may be off. Packed forests embed them by a product.
@@ -146,10 +143,7 @@ def _in_float32(x: Any) -> Any:
 
 
 class PackedChoices:
-    """Keys that the indexers of a packed run choose. Made before the run, read behind it.
-
-    Args:
-        model: that runs packed, prepared. packed: the forest.
+    """Keys that the indexers of a packed run choose. Made before the run, read after it.
 
     Attributes:
         bits: per indexer int32 [T, W] on the CPU; W is 0 where every query chose all keys.
@@ -172,7 +166,7 @@ class PackedChoices:
         return keep
 
     def of_sequence(self, indexer: int, sequence: int) -> torch.Tensor:
-        """bool [n, n], which keys each query of a sequence attends to."""
+        """The keys that each query of a sequence attends to, bool [n, n]."""
         tokens, bits = self.tokens[sequence], self.bits[indexer]
         n = len(tokens)
         if not bits.shape[1]:
@@ -181,14 +175,13 @@ class PackedChoices:
 
 
 class Replay:
-    """Runs of single sequences whose indexers take what a packed run chose.
+    """Runs of single sequences whose indexers take the choices of a packed run.
 
     Args:
-        model: that runs the sequences, with eager attention. It keeps the changes.
-        packed: what to take.
+        model: runs the sequences, with eager attention. It keeps the changes.
 
     Attributes:
-        margins: how far the packed run's choices are from what this run would have chosen.
+        margins: how far the packed run's choices are from those of this run.
     """
 
     def __init__(self, model: Any, packed: PackedChoices) -> None:
@@ -217,7 +210,7 @@ class Replay:
             visible = torch.ones_like(taken).tril()
             chosen = torch.zeros_like(taken).scatter(-1, own[0].long(), True) & visible
             self.margins.note(at, taken, chosen, seen.scores[0])
-            # where a query sees fewer keys than it may choose, those behind it fill up
+            # if a query sees fewer keys than it may choose, later keys fill up
             order = 2 * taken.int() + (~visible).int()
             return order.topk(own.shape[-1], -1).indices[None].to(own.dtype)
 
@@ -225,15 +218,15 @@ class Replay:
 
 
 class Margins:
-    """How far choices are from the best.
+    """The distance of choices from the best.
 
     The margin of a query is the score of the best key that it left out, less that of the worst that
-    it took, over its largest score: 0 where it took the best, whichever of equal ones. It is
-    infinite where a query took another number of keys, or one that it does not see.
+    it took, over its largest score: 0 if it took the best, whichever of equal ones. It is infinite
+    if a query took another number of keys, or one that it does not see.
     """
 
     def __init__(self) -> None:
-        # by indexer and sequence, which a checkpoint's second forward notes again
+        # by (indexer, sequence), as a checkpoint's second forward notes these again
         self._of: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
 
     def note(
@@ -246,8 +239,8 @@ class Margins:
         """Adds the queries of a sequence.
 
         Args:
-            at: which indexer, which sequence.
-            taken, best: bool [n, n], query by key: what was chosen, and what these scores choose.
+            at: (indexer, sequence).
+            taken, best: bool [n, n], query by key: the choice, and the best by these scores.
             scores: [n, n].
         """
         visible = torch.ones_like(taken).tril()
@@ -263,17 +256,17 @@ class Margins:
 
     @property
     def count(self) -> int:
-        """Queries, over all indexers and sequences."""
+        """The number of queries, over all indexers and sequences."""
         return sum(len(margin) for _, margin in self._of.values())
 
     @property
     def differ(self) -> int:
-        """Those that took other keys than the best."""
+        """The number of queries that took other keys than the best."""
         return sum(differ for differ, _ in self._of.values())
 
     @property
     def largest(self) -> float:
-        """Margin of the worst query."""
+        """The margin of the worst query."""
         return float(torch.cat([margin for _, margin in self._of.values()]).max())
 
 
@@ -287,7 +280,7 @@ def _indexers_of(model: nn.Module) -> list[Any]:
 
 
 class _Scores(TorchFunctionMode):
-    """Inside, keeps the scores of which the best were asked for."""
+    """Keeps the scores whose best were asked for, while open."""
 
     scores: torch.Tensor
 

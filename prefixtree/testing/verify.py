@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from prefixtree.recompute.memory import ModelMemory
 
 FLOAT32_LIMIT = 1e-4
-# of families whose layers carry a state: transformers' recurrences multiply exponentials of long
+# for families whose layers carry a state: transformers' recurrences multiply exponentials of long
 # sums; a tiny Qwen3.5 was off from float64 by 7.5e-5 in its decays' gradient, packed by 5e-6
 FLOAT32_LIMIT_OF_STATES = 1e-3
 _ENTROPY_SHARE = 0.1
@@ -171,7 +171,7 @@ def verify(
             "logprob_difference": _finite(worst_difference(trained.logprobs, exact.logprobs)),
         },
         "packed": _cost(packed),
-        # a speed-up of a wrong result is none
+        # a wrong result has no speed-up
         "speedup": trained.seconds / packed.seconds if passed else None,
     }
 
@@ -181,9 +181,9 @@ class _Sides:
     """The sequences as both sides take them; the two differ where there are images.
 
     Attributes:
-        replicated, packed: token ids. loss_masks: of both; None where every token is scored.
-        copies: the images of the replicated side, every copy for itself, so that an image that
-            is taken for another shows in the comparison. None where there are none.
+        replicated, packed: token ids. loss_masks: of both; None if every token is scored.
+        copies: the images of the replicated side, every copy for itself, so that an image that is
+            taken for another shows in the comparison. None without images.
         images: those of the packed side.
     """
 
@@ -213,13 +213,13 @@ class _Runs:
 
     Attributes:
         packed: all sequences at once.
-        trained: each sequence alone, with the attention that trainers use; the one that is timed.
+        trained: each sequence alone, with the attention that trainers use; the timed run.
         attention: transformers' name of that attention.
         replicated: each alone, with eager attention in the setting's dtype.
-        exact: each alone, with eager attention in float32; `replicated` itself where that is so.
+        exact: each alone, with eager attention in float32; `replicated` itself if that is float32.
         followed: `exact` with the keys that the packed run's indexers chose; in float32 `exact`
             itself. None without indexers.
-        by_itself: `exact` with the keys of its own choice; `followed` where these are the same.
+        by_itself: `exact` with the keys of its own choice; `followed` if these are the same.
         margins: how far the packed run's keys are from the best of `followed`.
     """
 
@@ -251,7 +251,7 @@ def _run_all(
     def in_float32(name: str) -> Run:
         return alone(build(setting, EAGER_BY_ROWS).float(), name)
 
-    # packed comes first: what it cannot serve it says before the long replicated runs
+    # packed comes first: it refuses models before the long replicated runs
     with status("packed"):
         model = build(setting, "prefixtree")
         _warm_up(model, True, sides, objective)
@@ -271,7 +271,7 @@ def _run_all(
         followed = by_itself = alone(model, "replicated, eager, packed's keys", replay)
         margins = replay.margins
         del model, replay
-        # an indexer and what it calls now hold one another
+        # an indexer and its replaced forward now hold one another
         gc.collect()
     if setting.dtype == "float32":
         if margins is not None and margins.differ:
@@ -287,7 +287,7 @@ def _run_all(
 def _in_float64(
     sides: _Sides, objective: Objective, setting: Setting, watch: Watch, runs: _Runs
 ) -> Run | None:
-    """Each sequence alone in float64; None without the memory, or where indexers would choose."""
+    """Runs each sequence alone in float64; None without the memory, or if indexers would choose."""
     if runs.followed is not None:
         return None
 
@@ -303,7 +303,7 @@ def _in_float64(
 
 
 def _indexers(runs: _Runs) -> dict[str, Any]:
-    """How often the packed run's indexers chose other keys, and what that does to log p."""
+    """Counts other choices of the packed run's indexers, and measures their effect on log p."""
     if runs.margins is None or runs.followed is None or runs.by_itself is None:
         return {}
     same = worst_difference(runs.packed.logprobs, runs.followed.logprobs)
@@ -314,7 +314,7 @@ def _indexers(runs: _Runs) -> dict[str, Any]:
 
 
 def _announcement(forest: PrefixForest, setting: Setting, config: Any, memory: int | None) -> str:
-    """The line that says what will run, and how much memory it will take beyond the program's."""
+    """Writes the line that says what will run, and its memory beyond the program's."""
     runs = ["packed", "each sequence alone as trainers run it", "each alone with eager attention"]
     if setting.dtype != "float32":
         runs[2] += f" in {setting.dtype}"
@@ -333,7 +333,7 @@ def _announcement(forest: PrefixForest, setting: Setting, config: Any, memory: i
 
 
 def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int | None:
-    """Bytes held at once at most, estimated; None for a model that the estimate does not know."""
+    """Estimates the most bytes held at once; None for a model that the estimate does not know."""
     try:
         cost = read_cost(setting.model, setting.dtype)
     except InputError:
@@ -346,7 +346,7 @@ def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int
     mode: Mode = "all" if setting.gradient_checkpointing else "nothing"
 
     def held(element_bytes: int) -> int:
-        # weights, gradients, and a gradient of the embedding beside its sum
+        # weights, gradients, and a gradient of the embedding next to its sum
         return element_bytes * (2 * cost.parameters + cost.hidden * cost.vocabulary)
 
     def alone(layers: ModelMemory, element_bytes: int) -> int:
@@ -362,7 +362,7 @@ def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int
         )
 
     b = cost.element_bytes
-    # of the head's weight a float32 sum
+    # the second term is a float32 sum of the head's weight
     packed = held(b) + 4 * cost.hidden * cost.vocabulary + memory.peak(forest.num_tokens, mode)
     sides = [packed, alone(memory, b), alone(memory.scaled(4 / b, 4), 4)]
     if setting.device.startswith("cpu"):
@@ -376,7 +376,7 @@ def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int
 def random_objective(
     sequences: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray] | None, seed: int
 ) -> Objective:
-    """Random weights on every scored token's log-probability, smaller ones on its entropy."""
+    """Draws random weights for scored tokens' log-probabilities, smaller ones for entropies."""
     generator = torch.Generator().manual_seed(seed)
     scored = scored_tokens(sequences, loss_masks)
     total = max(1, sum(int(s.sum()) for s in scored))
@@ -385,21 +385,23 @@ def random_objective(
 
 
 def float32_limit(config: Any) -> float:
-    """By how much two runs in float32 may differ."""
+    """The difference allowed between two runs in float32."""
     has_states = bool(family_of(config.get_text_config()).functions)
     return FLOAT32_LIMIT_OF_STATES if has_states else FLOAT32_LIMIT
 
 
 def as_near(least: float) -> Callable[[float], float]:
-    """The limit of an error from a longer dtype, of that of the replicated run: `least` more than
-    twice that, as one parameter's rounding may be small by chance."""
+    """The limit of packed's error from a longer dtype, given that of the replicated run.
+
+    It is `least` more than twice that, as one parameter's rounding may be small by chance.
+    """
     return lambda replicated_error: 2 * replicated_error + least
 
 
 def compare(
     packed: Run, replicated: Run, exact: Run, limit: Callable[[float], float]
 ) -> list[Check]:
-    """The verdict: how far packed is from `exact`, and the limit of what replicated is."""
+    """Compares packed with `exact`; its limit comes from replicated."""
     checks = []
     for name in ("logprobs", "entropy"):
         expected = getattr(exact, name)
@@ -414,7 +416,7 @@ def compare(
 
 
 def _warm_up(model: Any, packed: bool, sides: _Sides, objective: Objective) -> None:
-    """The shortest scored sequence once: what is compiled or loaded once is not timed."""
+    """Runs the shortest scored sequence once: what is compiled or loaded once is not timed."""
     lengths = [
         len(s) if o.any() else math.inf
         for s, o in zip(sides.replicated, objective.scored, strict=True)
@@ -425,7 +427,7 @@ def _warm_up(model: Any, packed: bool, sides: _Sides, objective: Objective) -> N
         forest = pack(PrefixForest.from_sequences([sides.packed[i]]))
         run_packed(model, forest, objective.take(i), masks, sides.images)
     else:
-        # sequences of which nothing is scored do not run
+        # sequences without scored tokens do not run
         scored = [s if j == i else torch.zeros_like(s) for j, s in enumerate(objective.scored)]
         alone = replace(objective, scored=scored)
         run_replicated(model, sides.replicated, alone, images=sides.copies)
