@@ -9,13 +9,16 @@ import torch
 
 from prefixtree import tree_attention
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.full import mostly
 from tests.support.group_bad_calls import BAD
 from tests.support.group_cases import (
     BALANCED,
     CASES,
     HALF,
+    QUICK,
     TEMPERATURES,
     WIDE_CASES,
+    WIDE_QUICK,
     Case,
     objective_of,
     packed_of,
@@ -23,6 +26,8 @@ from tests.support.group_cases import (
 from tests.support.group_checks import Results, check, check_exchanges, check_values, run_alone
 from tests.support.group_ranks import (
     MISTAKES,
+    QUICK_VALUES,
+    VALUES,
     documented_names,
     rows_in_bfloat16,
 )
@@ -57,13 +62,13 @@ def wide_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_ranks("tests.support.group_ranks", tmp_path_factory.mktemp("four"), 4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_two_ranks(results, name):
     check(results, name, CASES[name])
     check_exchanges(results, name, CASES[name])
 
 
-@pytest.mark.parametrize("name", WIDE_CASES)
+@pytest.mark.parametrize("name", mostly(WIDE_CASES, WIDE_QUICK))
 def test_four_ranks(wide_results, name):
     check(wide_results, name, WIDE_CASES[name])
     check_exchanges(wide_results, name, WIDE_CASES[name])
@@ -87,8 +92,7 @@ def test_a_kv_head_of_several_ranks_gets_its_gradient_in_float32(wide_results):
         assert ours <= 1.05 * launch
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", ["ragged", "one token"])
+@pytest.mark.parametrize(("name", "wrapper"), mostly(VALUES, QUICK_VALUES))
 def test_values_per_token(results, wide_results, name, wrapper):
     """Of a reward model; also of a forest that is padded, so that every rank has a token."""
     check_values([r["values", name, wrapper] for r in (*results, *wide_results)], name)

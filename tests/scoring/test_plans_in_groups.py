@@ -7,7 +7,14 @@ import pytest
 from tests.support.full import mostly
 from tests.support.group_cases import Case, num_groups
 from tests.support.group_checks import Results, check, check_exchanges, check_values
-from tests.support.group_plan_ranks import CASES, PEAKS, QUICK, WIDE_CASES
+from tests.support.group_plan_ranks import (
+    CASES,
+    PEAKS,
+    QUICK,
+    QUICK_OWNERS,
+    QUICK_PEAKS,
+    WIDE_CASES,
+)
 from tests.support.spawn import run_ranks
 from tests.support.state_group_ranks import OWNERS
 
@@ -53,11 +60,12 @@ def test_four_ranks(wide_results, name):
     _check_planned(wide_results, name, WIDE_CASES[name])
 
 
+@pytest.mark.full
 def test_values_per_token(results):
     check_values([result["values"] for result in results], "ragged")
 
 
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", mostly(PEAKS, QUICK_PEAKS))
 def test_a_rank_holds_what_was_planned_for_it(results, name):
     for result in results:
         counted, planned, modes = result["peak", name]
@@ -65,7 +73,7 @@ def test_a_rank_holds_what_was_planned_for_it(results, name):
         assert counted <= planned < 1.3 * counted
 
 
-@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("owner", mostly(OWNERS, QUICK_OWNERS))
 def test_rows_that_a_backward_has_at_once_are_planned(results, owner):
     """Also on a rank that exports alone, or imports alone, as of runs."""
     for result in results:

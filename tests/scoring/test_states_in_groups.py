@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.full import mostly
 from tests.support.hybrid_cases import SERVED, Float64, in_float64, logprobs_alone, long_sequences
 from tests.support.models import (
     Run,
@@ -22,8 +23,11 @@ from tests.support.models import (
 from tests.support.spawn import run_ranks
 from tests.support.state_group_ranks import (
     CASES,
+    CHOICES,
     HALF,
     MISTAKES,
+    QUICK,
+    QUICK_CHOICES,
     WIDE_MISTAKES,
     WITH_INDEXERS,
     Case,
@@ -82,7 +86,7 @@ def _check_exact(results: Results, name: str, case: Case) -> None:
         assert largest < 1e-11 and worst < 1e-10
 
 
-@pytest.mark.parametrize("name", CASES[2])
+@pytest.mark.parametrize("name", mostly(CASES[2], QUICK))
 def test_float64_is_exact(results: Results, name: str) -> None:
     _check_exact(results, name, CASES[2][name])
 
@@ -154,7 +158,7 @@ def test_gradients_that_are_left_out_turn_it_red(results: Results, mistake: str)
 
 
 @pytest.mark.skipif(not WITH_INDEXERS, reason="transformers before 5.23 has no verified indexer")
-@pytest.mark.parametrize("mode", ["parts", "ulysses"])
+@pytest.mark.parametrize("mode", mostly(CHOICES, QUICK_CHOICES))
 def test_a_choice_among_own_tokens_turns_it_red(results: Results, mode: str) -> None:
     for result in results:
         assert isinstance(result["choice", mode], dict), result["choice", mode]

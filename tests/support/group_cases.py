@@ -119,6 +119,14 @@ CASES: dict[str, Case] = {
         "qwen3_5", changes=(("linear_num_key_heads", 3), ("linear_num_value_heads", 3))
     ),
 }
+# that run every time: each wrapper, forest and way to recompute once, nothing
+# compiled, which the matrix has
+QUICK = {
+    *("windows, softcap, checkpointing", "experts, their loss, routes", "scattered, heads"),
+    *("FSDP1, checkpointing", "shared keys", "one scores nothing", "one token"),
+    *("heads, sinks, FSDP2", "dynamic RoPE", "trees apart", "states, FSDP2, heads"),
+    *("states, scattered, a plan", "states, odd heads"),
+}
 BALANCED = Case("qwen3_moe", balance=300.0)
 HALF = Case("gemma2", "fsdp2", "not reentrant", half=True)
 # on four: one group, and two groups with forests of their own
@@ -136,6 +144,10 @@ WIDE_CASES: dict[str, Case] = {
     "states, heads, DDP": Case(
         "nemotron_h", "ddp", recompute="all", group_mode="ulysses", scattered=True
     ),
+}
+WIDE_QUICK = {
+    *("more ranks than tokens", "heads, float64", "heads, groups, FSDP2, experts"),
+    "states, heads, DDP",
 }
 
 

@@ -22,7 +22,7 @@ from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.plan import RecomputePlan, peaks_of, place_of
 from prefixtree.scoring import in_groups as shares
 from tests.support import group_cases
-from tests.support.full import asked_for, quick_ones_run
+from tests.support.full import asked_for
 from tests.support.group_cases import FORESTS, Case
 from tests.support.group_ranks import run_case, scattered, tried, values_per_token
 from tests.support.hooks import place
@@ -41,7 +41,7 @@ CASES = _planned(
     "heads, sinks, FSDP2",
     "states, adapters, FSDP2",
 )
-QUICK = ("experts, their loss, routes", "heads, sinks, FSDP2")
+QUICK = ("heads, sinks, FSDP2",)
 # on four
 WIDE_CASES = _planned(group_cases.WIDE_CASES, "groups, DDP")
 # each in a share of the memory between the least and the most that a plan may need
@@ -50,6 +50,8 @@ PEAKS = {
     "heads": (Case(group_mode="ulysses"), 1.0),
     "values": (Case(forest="values"), 0.4),
 }
+QUICK_PEAKS = ("scattered",)
+QUICK_OWNERS = ("single tokens",)
 
 
 @contextmanager
@@ -162,11 +164,10 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     group = dist.group.WORLD
     asked = asked_for(CASES, QUICK)
     results: dict[Any, Any] = {name: tried(_run, CASES[name], group, rank) for name in asked}
-    if not quick_ones_run():
-        return results
-    results["values"] = tried(values_per_token, "fsdp2", FORESTS["ragged"](0).sequences, "auto")
-    for name, (case, share) in PEAKS.items():
-        results["peak", name] = tried(_peak, case, share, group)
-    for owner in OWNERS:
+    if asked_for(["values"], []):
+        results["values"] = tried(values_per_token, "fsdp2", FORESTS["ragged"](0).sequences, "auto")
+    for name in asked_for(PEAKS, QUICK_PEAKS):
+        results["peak", name] = tried(_peak, *PEAKS[name], group)
+    for owner in asked_for(OWNERS, QUICK_OWNERS):
         results["rows", owner] = tried(_rows_at_once, owner, group)
     return results

@@ -27,14 +27,17 @@ from prefixtree.planning.split import split_tokens
 from prefixtree.scoring import in_groups as shares
 from tests.support import distributed_ranks
 from tests.support.distributed_ranks import whole, wrap
+from tests.support.full import asked_for, quick_ones_run
 from tests.support.group_bad_calls import BAD, message_of, scored
 from tests.support.group_cases import (
     BALANCED,
     CASES,
     FORESTS,
     HALF,
+    QUICK,
     TEMPERATURES,
     WIDE_CASES,
+    WIDE_QUICK,
     Case,
     num_groups,
     objective_of,
@@ -52,6 +55,10 @@ from tests.support.models import (
 )
 from tests.support.part_exchange import scattered
 from tests.support.spawn import ROOT
+
+# of values per token: a forest and who averages over ranks
+VALUES = [(name, wrapper) for name in ("ragged", "one token") for wrapper in ("ddp", "fsdp2")]
+QUICK_VALUES = [("ragged", "fsdp2"), ("one token", "ddp")]
 
 
 @contextmanager
@@ -311,14 +318,17 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     ranks = dist.get_world_size()
     results: dict[Any, Any] = {}
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
-    for name, case in (CASES if ranks == 2 else WIDE_CASES).items():
+    cases, quick = (CASES, QUICK) if ranks == 2 else (WIDE_CASES, WIDE_QUICK)
+    for name in asked_for(cases, quick):
+        case = cases[name]
         group = mesh["cp"].get_group() if num_groups(case) > 1 else dist.group.WORLD
         results[name] = tried(run_case, case, group, rank)
-    for name in ("ragged", "one token"):
-        sequences = FORESTS[name](0).sequences
-        for wrapper, recompute in (("ddp", None), ("fsdp2", "all")):
-            run = tried(values_per_token, wrapper, sequences, recompute)
-            results["values", name, wrapper] = run
+    for name, wrapper in asked_for(VALUES, QUICK_VALUES):
+        sequences, recompute = FORESTS[name](0).sequences, {"fsdp2": "all"}.get(wrapper)
+        run = tried(values_per_token, wrapper, sequences, recompute)
+        results["values", name, wrapper] = run
+    if not quick_ones_run():
+        return results
     if ranks > 2:
         results["documented"] = tried(_documented, rank)
         results["heads in bfloat16"] = tried(_heads_in_bfloat16, rank, dist.group.WORLD)
