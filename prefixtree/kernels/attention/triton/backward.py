@@ -6,7 +6,7 @@ With p the probabilities (sink in the denominator), dp = dout v^T and a row's de
 
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). A gradient of lse, whose derivative is the
 softmax over the keys alone, is subtracted from delta. dQ has a separate kernel: atomics from the
-dK/dV kernel were 1.2-2x slower (benchmarks/notebook.md). Legend as in `forward`.
+dK/dV kernel were 1.2-2x slower when they were tried. Legend as in `forward`.
 """
 
 from __future__ import annotations
