@@ -78,7 +78,7 @@ class Setting:
 
 
 def synthetic(num_levels: int, branching: int, node: int) -> PrefixForest:
-    """Makes a full tree: nodes of `node` tokens, with `branching` children, on `num_levels` levels."""
+    """Makes a full tree: nodes of `node` tokens, `branching` children each, `num_levels` deep."""
     total = sum(branching**level for level in range(num_levels))
     parents = [(i - 1) // branching if i else -1 for i in range(total)]
     return PrefixForest.from_parents(parents, [node] * total)
