@@ -397,7 +397,7 @@ def added_by_rows(
     if not isinstance(work, PartWork):
         return 0.0 * rows, 0.0 * rows
     wide = work.imported if work.wide is None else work.wide
-    # copies beside own rows, which are made again where attention is; gradients are float32
+    # copies joined with own rows, made again if attention is; gradients are float32
     held = work.imported * rows if mode == "nothing" else 0.0 * rows
     again = 0 if mode == "nothing" else work.imported
     return held, rows * (again + wide * 4 / cost.element_bytes)
@@ -432,10 +432,10 @@ def too_large(
     needed: float,
     beside: str = "",
 ) -> str:
-    """The message where a plan that recomputes every layer needs more than there is.
+    """The message for a plan that recomputes every layer and still needs too much.
 
     Args:
-        beside: what of it is held beside the micro-batch, in words. Default: nothing.
+        beside: names the part of `needed` that others than the micro-batch hold.
     """
     tokens = work.num_tokens
     share = work.scored / max(1, tokens)

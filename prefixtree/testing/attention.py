@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
+from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.packing.layout import pack
-from prefixtree.packing.visible import visible_pairs
 from prefixtree.progress import Watch, unwatched
 from prefixtree.testing.compare import Meter
 from prefixtree.testing.models import choose_device
@@ -78,7 +78,7 @@ class Setting:
 
 
 def synthetic(num_levels: int, branching: int, node: int) -> PrefixForest:
-    """Makes a full tree: nodes of `node` tokens, `branching` children, `num_levels` levels."""
+    """Makes a full tree: nodes of `node` tokens, `branching` children each, `num_levels` deep."""
     total = sum(branching**level for level in range(num_levels))
     parents = [(i - 1) // branching if i else -1 for i in range(total)]
     return PrefixForest.from_parents(parents, [node] * total)
