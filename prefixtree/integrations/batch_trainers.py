@@ -1,12 +1,10 @@
 """OpenRLHF, SkyRL and ms-swift with every distinct token of a micro-batch computed once.
 
-Each `use_..` replaces one method of the trainer's class, in this process. Workers of Ray get it by
-`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`,
-which every worker runs: neither the trainer's module, with DeepSpeed behind it, nor transformers is
-imported before the worker imports the trainer's. ms-swift's processes get it by a file of two
-lines, given as `--external_plugins`.
-What a method does beside log-probabilities stays the trainer's.
-
+Each `use_..` replaces one method of the trainer's class, in this process; all but log-probabilities
+stays the trainer's code. Workers of Ray run it by
+`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`:
+neither the trainer's module, which loads DeepSpeed, nor transformers is imported before the worker
+imports them. ms-swift's processes run it from a file of two lines, given as `--external_plugins`.
 Legend: B rows, L columns.
 """
 
@@ -32,7 +30,9 @@ _OURS: WeakSet[Any] = WeakSet()
 
 
 def use_openrlhf() -> None:
-    """`Actor` of OpenRLHF 0.11.2: policy and reference. Critics and reward models stay as they are.
+    """Makes OpenRLHF 0.11.2 pack micro-batches: `Actor`, for policy and reference.
+
+    Critics and reward models are unchanged.
 
     Raises:
         ImportError: openrlhf is not installed, or has no such module.
@@ -82,7 +82,9 @@ def use_openrlhf() -> None:
 
 
 def use_skyrl() -> None:
-    """`HFModelWrapper` of SkyRL 0.3.0: policy and reference. Critics stay as they are.
+    """Makes SkyRL 0.3.0 pack micro-batches: `HFModelWrapper`, for policy and reference.
+
+    Critics are unchanged.
 
     Raises:
         ImportError: skyrl is not installed, or has no such module.
@@ -131,7 +133,7 @@ def use_skyrl() -> None:
 
 
 def use_ms_swift() -> None:
-    """`GRPOTrainer` of ms-swift 4.6.0, with and without padding_free.
+    """Makes ms-swift 4.6.0 pack micro-batches: `GRPOTrainer`, with and without padding_free.
 
     Raises:
         ImportError: ms-swift is not installed.
@@ -170,8 +172,7 @@ def use_ms_swift() -> None:
 
 
 def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
-    """Replaces a class's forward, and prepares the model that its constructor makes; once, when its
-    module is imported."""
+    """Replaces a class's forward and prepares the models it makes, once its module is imported."""
     _check_that_it_is_there(module)
 
     def replace_in(imported: Any) -> None:
@@ -199,7 +200,7 @@ def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
 
 
 def _check_that_it_is_there(module: str) -> None:
-    """Raises where no import could find a module, without one."""
+    """Raises an ImportError if no import could find a module, without importing it."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     for part in inner:

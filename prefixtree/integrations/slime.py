@@ -4,9 +4,9 @@
 
 slime calls that function in each of its Megatron processes before it makes the model. It replaces
 three names in slime's modules: the class of the model, whose layer spec becomes one for forests;
-the model's provider, whose models get `pack_batches`; and the function that makes log-probabilities
-of logits. `forward_step`, losses, schedules and checkpoints stay slime's. Written against slime
-0.3.1.
+the
+model's provider, whose models get `pack_batches`; and the function that makes log-probabilities of
+logits. `forward_step`, losses, schedules and checkpoints stay slime's. Written against slime 0.3.1.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ _COLUMNS = 2
 def use_slime(args: Any = None) -> None:
     """Makes slime's Megatron actors pack their micro-batches.
 
-    The model's output is then [1, tokens, 2], scores in the place of logits. It stays logits where
-    something else reads them: of critics, with `--loss-type custom_loss`, with `--rollout-top-p`
-    below 1 and in the server of teachers. Prefixes are computed once either way.
+    The model's output is then [1, tokens, 2], scores in the place of logits. Where something else
+    reads
+    logits, they stay: in critics, with `--loss-type custom_loss`, with `--rollout-top-p` below 1
+    and in
+    the server of teachers. Prefixes are computed once either way.
 
     Args:
-        args: slime's, which it passes. They are not read.
+        args: slime's arguments, which it passes. They are not read.
 
     Raises:
         UnsupportedError: from models and forwards, as `pack_batches`.
@@ -100,13 +102,13 @@ def _read_scores(module: ModuleType) -> None:
             return of_logits(logits, **lengths, with_entropy=with_entropy, **more)
         ends = torch.tensor(total_lengths).cumsum(0).tolist()
         # the scores of a response stand before its tokens
-        found = [
+        scores_of_rows = [
             logits[0, end - response - 1 : end - 1].unbind(1)
             for end, response in zip(ends, response_lengths, strict=True)
         ]
-        result = {"log_probs": [scores for scores, _ in found]}
+        result = {"log_probs": [scores for scores, _ in scores_of_rows]}
         if with_entropy:
-            result["entropy"] = [entropy for _, entropy in found]
+            result["entropy"] = [entropy for _, entropy in scores_of_rows]
         return logits.new_empty(0), result
 
     module.get_log_probs_and_entropy = log_probs_and_entropy  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="prefixtree")
     scores = prefixtree.sequence_logprobs(model, packed)
 
-What is registered stands in `models.attention`. The same model generates.
+The registered functions are in `models.attention`. The same model generates.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Trunks that micro-batches share: whether a model keeps them, what a token of them takes, and one
-vote of all ranks whether to keep them or to cut trees."""
+"""Trunks that micro-batches share: whether a model keeps them, the bytes of their tokens, and one
+vote
+of all ranks whether to keep them or to cut trees.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def planned(
     cost: ImportCost,
     micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks | None:
-    """`plan_trunks`; None where they do not fit."""
+    """Plans trunks with `plan_trunks`; None where they do not fit."""
     try:
         return plan_trunks(forest, max_tokens, cost, micro_batches)
     except ForestError:
@@ -54,10 +56,10 @@ def planned(
 
 
 def all_keep(is_planned: bool, saved: int | None, total: Total) -> bool:
-    """The vote: every rank has a plan, and together they compute fewer tokens than cut trees.
+    """Whether every rank has a plan, and all together compute fewer tokens than with cut trees.
 
     Args:
-        saved: the tokens that this rank computes fewer. None, on all ranks: no trees can be cut.
+        saved: the number of tokens that this rank saves. None, on all ranks: no trees can be cut.
     """
     failed, sum_saved = total([not is_planned, saved or 0])
     return not failed and (saved is None or sum_saved > 0)

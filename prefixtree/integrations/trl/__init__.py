@@ -5,9 +5,8 @@
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
 
 No class of TRL is changed: the trainers are subclasses that override a few methods.
-`use_tree_attention` registers another attention under the name that AsyncGRPO asks for, for all
-models of the process. `contract.py` names what they rely on; another TRL is refused where that has
-changed.
+`use_tree_attention` replaces the attention that AsyncGRPO asks for, for all models of the process.
+`contract.py` names what they rely on; a TRL in which that has changed is refused.
 """
 
 from prefixtree.integrations.common import require

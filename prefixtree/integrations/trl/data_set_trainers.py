@@ -1,11 +1,11 @@
 """`PrefixTreeSFTTrainer` and `PrefixTreeDPOTrainer`: TRL's SFT and DPO with every distinct token of
-a batch computed once.
+a
+batch computed once.
 
 `DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
-their losses and metrics from the log-probabilities that come back. `PackedModel` answers that call
-from the packed forest of the batch's rows.
-
-Legend: B rows, padded right to L columns.
+their
+losses and metrics from the returned log-probabilities. `PackedModel` answers that call from the
+packed forest of the batch's rows. Legend: B rows, padded right to L columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PackedModel:
     """A model as TRL calls it, with every distinct token of a batch computed once.
 
     Args:
-        outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
+        outputs: the entries of `FusedCausalLMOutput` to compute in addition to `log_probs` and
             `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
     """
 
@@ -58,17 +58,18 @@ class PackedModel:
         self._recompute = recompute
 
     def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        """The scores of the labels; without `fused_lm_head`, what the model returns.
+        """Computes the scores of the labels; without `fused_lm_head`, the model's own output.
 
         Args:
-            fused_lm_head: TRL's request for scores in place of logits.
             inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
-                or -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
+                or
+                -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
                 pixel_values, image_grid_thw and mm_token_type_ids; nothing else.
 
         Returns:
             FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
-            is no label; aux_loss [], the load-balancing loss of the rows.
+                is
+            no label; aux_loss [], the load-balancing loss of the rows.
         """
         if not fused_lm_head:
             return self._model(**inputs)
@@ -91,10 +92,10 @@ class PackedModel:
         )
         if self._sharing is not None and torch.is_grad_enabled():
             self._sharing.saw(batch.forest, batch.masks)
-        found = {"log_probs": scores.logprobs, **scores.statistics}
+        outputs = {"log_probs": scores.logprobs, **scores.statistics}
         if scores.entropy is not None:
-            found["entropy"] = scores.entropy
-        entries = {name: batch.spread(values)[:, 1:] for name, values in found.items()}
+            outputs["entropy"] = scores.entropy
+        entries = {name: batch.spread(values)[:, 1:] for name, values in outputs.items()}
         if "is_top1" in entries:
             entries["is_top1"] = entries["is_top1"].bool()
         return FusedCausalLMOutput(
@@ -112,21 +113,21 @@ def _pixels_of(inputs: dict[str, Any]) -> Pixels:
 
 
 def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids, attention_mask and labels of a batch that has nothing else."""
-    given = {name: value for name, value in inputs.items() if value is not None}
-    given.pop("use_cache", None)
+    """Takes input_ids, attention_mask and labels from a batch that has nothing else."""
+    entries = {name: value for name, value in inputs.items() if value is not None}
+    entries.pop("use_cache", None)
     needed = ("input_ids", "attention_mask", "labels")
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in needed if name not in entries]:
         raise UnsupportedError(
             f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], their "
             "attention_mask and labels, as TRL's collators make them without padding_free"
         )
-    if others := sorted(given.keys() - set(needed)):
+    if others := sorted(entries.keys() - set(needed)):
         raise UnsupportedError(
             f"the batch has {', '.join(others)}, which is not packed yet; train on text alone, "
             "with the entries input_ids, attention_mask and labels (or completion_mask)"
         )
-    return given["input_ids"], given["attention_mask"], given["labels"]
+    return entries["input_ids"], entries["attention_mask"], entries["labels"]
 
 
 def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
@@ -149,20 +150,21 @@ def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
 
 
 class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
-    """`trl.SFTTrainer` on prefix forests.
+    """Trains as `trl.SFTTrainer` does, and computes each distinct token of a batch once.
 
-    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
-    once. It is for samples that begin alike: the turns of an agent's conversation, one sample per
-    turn, or several answers to one prompt. It takes the arguments of `SFTTrainer`. The model gets
+    Losses, gradients and metrics are the same. It is for samples that begin alike: the turns of an
+    agent's conversation, one sample per turn, or several answers to one prompt. The model gets
     attn_implementation="prefixtree".
 
     A token that several samples share is computed once and learnt once per sample in which it has a
     label, as in the replicated batch. Losses, their masks, the order of the data and logging are
-    TRL's code. The metrics of `SharingReport` are added.
+    TRL's
+    code. The metrics of `SharingReport` are added.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.SFTTrainer`. Default:
-            None, what `gradient_checkpointing` of the arguments says.
+        recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
+            of the arguments says.
+        *args, **kwargs: as in `trl.SFTTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -181,7 +183,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L], and images."""
+        """Computes TRL's loss of input_ids, attention_mask and labels, int64 [B, L], and images."""
         outputs = "entropy", "is_top1"
         packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
@@ -191,19 +193,21 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
 
 
 class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
-    """`trl.DPOTrainer` on prefix forests.
+    """Trains as `trl.DPOTrainer` does, and computes each distinct token of a batch once.
 
-    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
-    once, for the policy and for the reference. The two answers of a pair share their prompt, and
-    pairs of one prompt, or of one conversation, share more. It takes the arguments of `DPOTrainer`.
-    The models get attn_implementation="prefixtree".
+    Losses, gradients and metrics are the same. Policy and reference both share tokens: the two
+    answers
+    of a pair share their prompt, and pairs of one prompt, or of one conversation, share more. The
+    models
+    get attn_implementation="prefixtree".
 
     Losses, divergences, the order of the data and logging are TRL's code. The metrics of
     `SharingReport` are added.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.DPOTrainer`. Default:
-            None, what `gradient_checkpointing` of the arguments says.
+        recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
+            of the arguments says.
+        *args, **kwargs: as in `trl.DPOTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -226,7 +230,7 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference's log-probabilities of the chosen and of the rejected answers."""
+        """Computes the reference's log-probabilities of the chosen and of the rejected answers."""
         packed = PackedModel(model, images=self._is_vlm)
         return super().compute_ref_log_probs(packed, inputs)
 

@@ -405,8 +405,7 @@ ASYNC_GRPO = (
 
 
 def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
-    """Refuses a trainer that is not verified, sets the attention of its models and prepares their
-    recurrent layers."""
+    """Refuses a trainer that is not verified; sets its models' attention and prepares layers."""
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     refuse(FAMILIES, trainer)

@@ -122,15 +122,15 @@ def deal(
         load[cell] += costs.cost(group)
 
     for group in sorted(groups, key=costs.cost, reverse=True):
-        rest = group
-        while rest:
-            fitting = [c for c in range(num_cells) if room[c] >= len(rest)]
+        uncut = group
+        while uncut:
+            fitting = [c for c in range(num_cells) if room[c] >= len(uncut)]
             if fitting:
-                put(rest, min(fitting, key=load.__getitem__))
+                put(uncut, min(fitting, key=load.__getitem__))
                 break
             cell = max(range(num_cells), key=room.__getitem__)
-            put(rest[: room[cell]], cell)
-            rest = rest[len(cells[cell][-1]) :]
+            put(uncut[: room[cell]], cell)
+            uncut = uncut[len(cells[cell][-1]) :]
     _exchange(cells, load, costs)
     return cells
 
@@ -142,19 +142,19 @@ def _exchange(cells: list[list[list[int]]], load: list[float], costs: GroupCosts
     # every exchange lowers the costliest cell or leaves fewer as costly; the bound is for time
     for _ in range(20 * len(cells)):
         high = max(range(len(cells)), key=load.__getitem__)
-        best, found = load[high] * (1 - 1e-9), None
+        best, exchange = load[high] * (1 - 1e-9), None
         for low in range(len(cells)):
-            less = cost[high][:, None] - cost[low]
-            after = np.maximum(load[high] - less, load[low] + less)
+            difference = cost[high][:, None] - cost[low]
+            after = np.maximum(load[high] - difference, load[low] + difference)
             after[size[high][:, None] != size[low]] = np.inf
             if after.size and after.min() < best:
                 best = after.min()
-                found = low, *np.unravel_index(after.argmin(), after.shape)
-        if found is None:
+                exchange = low, *np.unravel_index(after.argmin(), after.shape)
+        if exchange is None:
             return
-        low, i, j = found
-        less = cost[high][i] - cost[low][j]
-        load[high] -= less
-        load[low] += less
+        low, i, j = exchange
+        difference = cost[high][i] - cost[low][j]
+        load[high] -= difference
+        load[low] += difference
         cells[high][i], cells[low][j] = cells[low][j], cells[high][i]
         cost[high][i], cost[low][j] = cost[low][j], cost[high][i]

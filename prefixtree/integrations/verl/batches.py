@@ -73,15 +73,15 @@ def mini_batches_of(data: TensorDict, ranks: int) -> list[tuple[int, TensorDict]
     the batch is one.
     """
     size = tu.get_non_tensor_data(data=data, key=MINI_BATCH, default=None)
-    each = len(data) if size is None else size // ranks
-    if each < 1 or len(data) % each != 0:
-        each = len(data)
-    if each == len(data):
+    rows_each = len(data) if size is None else size // ranks
+    if rows_each < 1 or len(data) % rows_each != 0:
+        rows_each = len(data)
+    if rows_each == len(data):
         return [(0, data)]
     rows = range(len(data))
     return [
-        (at, tu.index_select_tensor_dict(data, list(rows[at : at + each])))
-        for at in range(0, len(data), each)
+        (at, tu.index_select_tensor_dict(data, list(rows[at : at + rows_each])))
+        for at in range(0, len(data), rows_each)
     ]
 
 
@@ -194,14 +194,16 @@ def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) ->
 def halved(members: Sequence[np.ndarray], count: int, forest: PrefixForest) -> list[np.ndarray]:
     """Sets of sequences in at least `count` sets: those of most sequences are halved, between the
     sequences that share least."""
-    found = list(members)
-    while len(found) < count:
-        at = max(range(len(found)), key=lambda i: len(found[i]))
+    sets = list(members)
+    while len(sets) < count:
+        largest_set = max(range(len(sets)), key=lambda i: len(sets[i]))
         # in the order of the leaves, as `leaf_order`
-        held = sorted(found[at].tolist(), key=forest.sequence_node.__getitem__)
+        held = sorted(sets[largest_set].tolist(), key=forest.sequence_node.__getitem__)
         half = len(held) // 2
-        found[at : at + 1] = [np.array(part, np.int64) for part in (held[:half], held[half:])]
-    return found
+        sets[largest_set : largest_set + 1] = [
+            np.array(part, np.int64) for part in (held[:half], held[half:])
+        ]
+    return sets
 
 
 def in_order(outputs: list[Any], indices: Sequence[np.ndarray]) -> Any:

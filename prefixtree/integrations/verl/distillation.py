@@ -76,15 +76,15 @@ class TopK:
 
     def measure(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
         """[r, M Q]: the Q numbers of every distinct row; 0 where an edge has fewer than M."""
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         for row in self._rows[edges.edge].unbind(1):
-            if not found:
-                found.append(self._of(logits, row))
+            if not outputs:
+                outputs.append(self._of(logits, row))
                 continue
             has = (row >= 0).nonzero()[:, 0]
             values = self._of(logits[has], row[has])
-            found.append(torch.zeros_like(found[0]).index_copy(0, has, values))
-        return torch.cat(found, 1)
+            outputs.append(torch.zeros_like(outputs[0]).index_copy(0, has, values))
+        return torch.cat(outputs, 1)
 
     def outputs(
         self, scores: SequenceScores, sequences: Sequence[int]
@@ -95,9 +95,9 @@ class TopK:
         of_copies = []
         for values, sequence in zip(scores.measured, sequences, strict=True):
             which = self._which[sequence]
-            each = values.unflatten(1, (self._rows.shape[1], -1))
-            index = which[:, None, None].expand(-1, 1, each.shape[2])
-            of_copies.append(each.gather(1, index)[:, 0])
+            per_row = values.unflatten(1, (self._rows.shape[1], -1))
+            index = which[:, None, None].expand(-1, 1, per_row.shape[2])
+            of_copies.append(per_row.gather(1, index)[:, 0])
         return {
             name: [values[:, at] for values in of_copies] for at, name in enumerate(self._names)
         }
@@ -110,9 +110,9 @@ class TopK:
             for name, values in (("teacher_ids", self._ids), ("teacher_logprobs", self._logprobs))
         }
         with _all_rows():
-            found = self._loss(student_logits=logits[None], data=teacher)
-        self._names = list(found)
-        return torch.stack([value[0].to(logits.dtype) for value in found.values()], 1)
+            numbers = self._loss(student_logits=logits[None], data=teacher)
+        self._names = list(numbers)
+        return torch.stack([value[0].to(logits.dtype) for value in numbers.values()], 1)
 
 
 @contextmanager

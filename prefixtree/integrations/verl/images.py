@@ -77,12 +77,12 @@ def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
     start = 0
     for i, (tokens, held) in enumerate(zip(sequences, numbers, strict=True)):
         count = torch.arange(len(tokens))
-        own = count[:, None].expand(-1, 3)
+        expected = count[:, None].expand(-1, 3)
         if images is not None:
-            own = positions_alone(transformer.model, images, tokens, held)
-        given = values[:, start : start + len(tokens)]
+            expected = positions_alone(transformer.model, images, tokens, held)
+        shown = values[:, start : start + len(tokens)]
         start += len(tokens)
-        if not torch.equal(given, torch.cat([count[None], own.t()]).to(given)):
+        if not torch.equal(shown, torch.cat([count[None], expected.t()]).to(shown)):
             raise UnsupportedError(
                 f"position_ids of sequence {i} are not those that "
                 f"{transformer.config.model_type} computes for it: leave mm_processor_kwargs as "

@@ -81,10 +81,12 @@ def _formula(counter: FlopsCounter) -> tuple[float, float, float] | None:
     def flops(length: int) -> float:
         return counter.estimate_flops([length], 1.0)[0]
 
-    one, many, length = flops(1), flops(4096), 4096
-    b = (many - length * one) / (length * (length - 1))
-    a = one - b
-    if one == 0 or not np.isclose(flops(2 * length), 2 * length * a + (2 * length) ** 2 * b):
+    flops_of_one, flops_of_many, length = flops(1), flops(4096), 4096
+    b = (flops_of_many - length * flops_of_one) / (length * (length - 1))
+    a = flops_of_one - b
+    if flops_of_one == 0 or not np.isclose(
+        flops(2 * length), 2 * length * a + (2 * length) ** 2 * b
+    ):
         return None
     return a, b, counter.estimate_flops([1], 1.0)[1]
 

@@ -72,9 +72,9 @@ def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
     if mode == "R3":
         # verl routes what has no response anew, such as its padding, of which nobody reads anything
         anything = np.arange(values.shape[2], dtype=values.dtype)
-        for at, mask in enumerate(data["response_mask"].unbind()):
+        for place, mask in enumerate(data["response_mask"].unbind()):
             if not mask.any():
-                routes[at] = np.broadcast_to(anything, routes[at].shape)
+                routes[place] = np.broadcast_to(anything, routes[place].shape)
     return routes
 
 
