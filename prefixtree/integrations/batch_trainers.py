@@ -1,9 +1,11 @@
 """OpenRLHF, SkyRL and ms-swift with every distinct token of a micro-batch computed once.
 
 Each `use_..` replaces one method of the trainer's class, in this process; all but log-probabilities
-stays the trainer's code. Workers of Ray run it by
-`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`:
-neither the trainer's module, which loads DeepSpeed, nor transformers is imported before the worker
+stays the trainer's code. Workers of Ray run it by a hook:
+
+    runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}
+
+Neither the trainer's module, which loads DeepSpeed, nor transformers is imported before the worker
 imports them. ms-swift's processes run it from a file of two lines, given as `--external_plugins`.
 Legend: B rows, L columns.
 """
@@ -25,7 +27,7 @@ from prefixtree.registration import when_imported
 if TYPE_CHECKING:
     import torch
 
-# the forwards that stand in a trainer's class
+# the replacements of forwards in trainers' classes
 _OURS: WeakSet[Any] = WeakSet()
 
 
@@ -54,7 +56,7 @@ def use_openrlhf() -> None:
         **images: Any,
     ) -> Any:
         if action_mask is None and not return_logprobs:
-            # logits are wanted
+            # the caller wants logits
             return theirs()
         _refuse_images(images)
         if ring_attn_group is not None:
@@ -155,7 +157,7 @@ def use_ms_swift() -> None:
         compute_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         _refuse_images({n: v for n, v in model_inputs.items() if "pixel" in n or "grid" in n})
-        # scoring checks the model, and prepares its states
+        # scoring checks the model and prepares its layers with a state
         set_attention(transformer_of(model))
         layout = "position_ids" if self.template.padding_free else "attention_mask"
         scores = batch_logprobs(
@@ -190,7 +192,7 @@ def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
 
         @functools.wraps(theirs)
         def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # the trainer's own, with what it was called with
+            # the trainer's own forward, with the arguments of this call
             return forward(self, functools.partial(theirs, self, *args, **kwargs), *args, **kwargs)
 
         _OURS.add(packed_forward)

@@ -1,6 +1,5 @@
 """Common parts of adapters: errors for a trainer that is missing or a transformers of another
-version,
-and the line that trainers log when they start.
+version, and the line that trainers log when they start.
 """
 
 from __future__ import annotations

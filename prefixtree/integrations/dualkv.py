@@ -1,10 +1,8 @@
 """`flash_attn_dualkv_varlen_func`: the call of DualKV's paper, on this project's kernels.
 
 N responses share one context, whose keys and values exist once (arXiv 2605.15422, Listing 1;
-written
-from the paper, not from its authors' code). The forest has the context as its root and the
-responses
-as its children; q holds the responses alone. A DualKV user changes one import:
+written from the paper, not from its authors' code). The forest has the context as its root and the
+responses as its children; q holds the responses alone. A DualKV user changes one import:
 
     from prefixtree.integrations.dualkv import flash_attn_dualkv_varlen_func
 
@@ -53,10 +51,9 @@ def flash_attn_dualkv_varlen_func(
     responses. The keys (and values) of context and responses are copied into one tensor.
 
     Without a mask, a `cu_seqlens` on a GPU is read back: one synchronisation per call. One on the
-    CPU
-    needs none. Calls with the same lengths reuse the mask and the tables of an earlier call. With a
-    mask nothing is read from a device, and torch.compile sees one graph; without a mask, the graph
-    breaks here.
+    CPU needs none. Calls with the same lengths reuse the mask and the tables of an earlier call.
+    With a mask nothing is read from a device, and torch.compile sees one graph; without a mask, the
+    graph breaks here.
 
     Args:
         q: [Tq, H, D], the queries of the decoded tokens, response after response; a dtype that the
@@ -153,7 +150,7 @@ def dualkv_mask(
     return _mask(ends, integer("context_seqlen", context_seqlen, 0, wrong=TypeError), where)
 
 
-# numbers out of tensors are no graph; compiled code without a mask breaks here and goes on behind
+# reading numbers from tensors breaks a graph: compiled code without a mask goes on after this call
 @torch.compiler.disable(reason="lengths are read from cu_seqlens; give mask= for one graph")
 def _find_mask(
     cu_q: Any,
@@ -195,7 +192,7 @@ def _check_shapes(
                 raise ValueError(
                     f"{name}_{part} must be [tokens, heads, head dim], got {x.ndim} dimensions"
                 )
-        # torch.cat would promote, and a copy between devices is not ours to make
+        # torch.cat would promote dtypes, and a copy between devices is the caller's choice
         if context.dtype != decoded.dtype or context.device != decoded.device:
             raise ValueError(
                 f"{name}_context and {name}_decoded must share dtype and device, got "
@@ -283,7 +280,7 @@ def _check_mask(mask: Any, context: int, decoded: int) -> None:
 def _compare(mask: TreeMask, context: int, *given: Any) -> None:
     """Refuses lengths that differ from the mask's, as far as that costs no wait for a device."""
     host = mask.host
-    # as many queries as there are tokens behind the context: the first one tells
+    # queries are as many as tokens after the context, so the first one tells
     if host.num_queries and host.query_runs[0, 0] != context:
         raise ValueError(
             f"the mask's queries are not the tokens behind the {context} of the context; {_FIX}"

@@ -4,9 +4,9 @@
 
 slime calls that function in each of its Megatron processes before it makes the model. It replaces
 three names in slime's modules: the class of the model, whose layer spec becomes one for forests;
-the
-model's provider, whose models get `pack_batches`; and the function that makes log-probabilities of
-logits. `forward_step`, losses, schedules and checkpoints stay slime's. Written against slime 0.3.1.
+the model's provider, whose models get `pack_batches`; and the function that makes log-probabilities
+of logits. `forward_step`, losses, schedules and checkpoints stay slime's. Written against slime
+0.3.1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from prefixtree.registration import when_imported
 
 _ROOM = "slime.backends.megatron_utils"
-# whose tests of a teacher's tokens read logits
+# the teachers' server, whose tests of tokens read logits
 _SERVER = f"{_ROOM}.server.logprob_utils"
 # log p and entropy
 _COLUMNS = 2
@@ -31,10 +31,8 @@ def use_slime(args: Any = None) -> None:
     """Makes slime's Megatron actors pack their micro-batches.
 
     The model's output is then [1, tokens, 2], scores in the place of logits. Where something else
-    reads
-    logits, they stay: in critics, with `--loss-type custom_loss`, with `--rollout-top-p` below 1
-    and in
-    the server of teachers. Prefixes are computed once either way.
+    reads logits, they stay: in critics, with `--loss-type custom_loss`, with `--rollout-top-p`
+    below 1 and in the server of teachers. Prefixes are computed once either way.
 
     Args:
         args: slime's arguments, which it passes. They are not read.

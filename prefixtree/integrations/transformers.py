@@ -19,7 +19,7 @@ __all__ = ["allow_model_type", "prepare", "supported_model_types"]
 
 _NAME = "prefixtree"
 
-# others import as well and call both functions with other arguments
+# other versions import too, and call both functions with other arguments
 check_transformers(__version__)
 AttentionInterface.register(_NAME, prefixtree_attention)
 AttentionMaskInterface.register(_NAME, prefixtree_mask)

@@ -1,6 +1,5 @@
 """A trainer's batch, read once: its tokens and masks on the host, by one copy from the device, and
-the
-copy of scores back into the trainer's layout.
+the copy of scores back into the trainer's layout.
 
 Legend: B rows, L columns, n tokens of a row, R tokens of all.
 """
@@ -141,6 +140,5 @@ class Batch:
         return sequence_logprobs(model, self.packed, **options)
 
     def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Puts values [n - 1, ...] of rows' tokens but the first into the trainer's layout; else
-        0."""
+        """Puts values [n - 1, ...] of each row's tokens but the first into the layout; else 0."""
         return self.layout.spread(values)

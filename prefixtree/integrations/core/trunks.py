@@ -1,6 +1,5 @@
 """Trunks that micro-batches share: whether a model keeps them, the bytes of their tokens, and one
-vote
-of all ranks whether to keep them or to cut trees.
+vote of all ranks whether to keep them or to cut trees.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def is_kept(model: nn.Module) -> bool:
 def token_cost(model: nn.Module, recompute: Recompute) -> ImportCost | None:
     """The bytes of a token of a model that trains; None where they cannot be read off."""
     try:
-        # also where a trainer scores without
+        # gradients count also where a trainer scores without them
         with torch.enable_grad():
             return import_cost(model, recompute)
     except UnsupportedError:

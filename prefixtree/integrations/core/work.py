@@ -1,6 +1,5 @@
 """Metrics of packing for the logs of TRL and verl: the tokens of a batch, the computed ones, and
-what
-could still be shared.
+what could still be shared.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Work:
 
         Args:
             masks: bool [n] per sequence, true where the policy sampled the token. Default: `to_win`
-                is
-                not counted.
+                is not counted.
             packed: the number of tokens that run for it. Default: the forest's.
         """
         return cls(

@@ -46,9 +46,9 @@ def pack_batches(model: Any, temperature: float | None = None) -> Any:
     """Makes a model compute each distinct token of a THD batch once.
 
     The caller sends what it sent before, `packed_seq_params` with qkv_format "thd", and gets what
-    it got:
-    logits of every token, or losses if it gives labels. Calls of another format run as before. The
-    caller must give `input_ids` on every pipeline stage, because every stage packs for itself.
+    it got: logits of every token, or losses if it gives labels. Calls of another format run as
+    before. The caller must give `input_ids` on every pipeline stage, because every stage packs for
+    itself.
 
     Prefixes are shared within one micro-batch, so put sequences with a common prefix into one.
 
@@ -58,8 +58,8 @@ def pack_batches(model: Any, temperature: float | None = None) -> Any:
             Megatron-Bridge and of trainers have it.
         temperature: with a number, a batch without labels gets float32 [1, tokens, 2] in the place
             of logits, which are divided by it: at each token of a sequence but its last, the
-            natural log-probability of the next token and the entropy of its distribution.
-            Elsewhere 0. Default: None, logits.
+            natural log-probability of the next token and the entropy of its distribution. Elsewhere
+            0. Default: None, logits.
 
     Returns:
         The same model or list.
@@ -94,7 +94,7 @@ class _BatchPacking:
 
     def __init__(self, language_model: Any, temperature: float | None) -> None:
         self._temperature = temperature
-        # what the output layer handed over, and the score that each token of the batch copies
+        # the scores from the output layer, and the one that each token of the batch copies
         self._scored: tuple[Handed, GatherIndex] | None = None
         self._copies: GatherIndex | None = None
         self._copied = False
@@ -102,11 +102,11 @@ class _BatchPacking:
         self._calls: Callable[[], tuple[int, int]] | None = None
         self._tokens: RoutedTokens | None = None
         group = language_model.pg_collection.tp
-        # whose tensor-parallel ranks cut tokens between them
+        # its tensor-parallel ranks divide tokens
         self._group = group if language_model.config.sequence_parallel else None
 
     def pack(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a THD batch -> those of its forest."""
+        """Replaces the arguments of a THD batch by those of its forest."""
         self._reset()
         inputs = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
         params = inputs.get("packed_seq_params")
@@ -138,7 +138,7 @@ class _BatchPacking:
                 copies[places] = scored.of_copies
             self._scored = handed, GatherIndex(copies, scored.count, packed.device)
         elif model.post_process:
-            # found anew each time: trainers put value heads there
+            # looked up in each forward: trainers put value heads there
             changes = self._open.enter_context(changing(model.output_layer))
             changes.hook(model.output_layer.register_forward_pre_hook, self._copy_out)
         inputs |= {
@@ -170,7 +170,7 @@ class _BatchPacking:
         calls, copied, tokens, scored = self._calls, self._copied, self._tokens, self._scored
         counted = (0, 0) if calls is None else calls()
         self._reset()
-        # without an output an error is on its way, which is not to be hidden
+        # without an output an exception is being raised, which must not be hidden
         if calls is None or output is None:
             return None
         check_calls(model, counted, tokens)
@@ -236,13 +236,13 @@ def _forest_of(
     """Packs ids [1, R] into a forest.
 
     Returns:
-        The packed forest; int32 [R], the row of it that each token copies, -1 for tokens of no
-        sequence; and the begin and length of each sequence.
+        The forest; its row for each token, int32 [R], -1 for tokens of no sequence; and the begin
+        and length of each sequence.
     """
     ends = params.cu_seqlens_q
     padded = getattr(params, "cu_seqlens_q_padded", None)
     starts = ends if padded is None else padded
-    # one wait for the device
+    # waits for the device once
     parts = [x.reshape(-1).long() for x in (starts, ends, ids)]
     host = torch.cat(parts).cpu().split([len(x) for x in parts])
     starts, ends, tokens = (x.numpy() for x in host)
@@ -256,13 +256,13 @@ def _forest_of(
     chosen = [(start, length) for start, length in spans if length > 0]
     forest = PrefixForest.from_sequences([tokens[s : s + n] for s, n in chosen] or [tokens[:1]])
     if not chosen:
-        # padding alone
+        # a batch of padding alone
         forest = forest.dummy()
     config = model.config
     size = config.tensor_model_parallel_size if config.sequence_parallel else None
     packed = pack(forest, pad_to_multiple_of=size).to(ids.device)
     rows, _ = packed.copy_index(np.arange(forest.num_sequences))
-    # what lies between sequences, and behind them, reads zeros
+    # tokens between and after sequences read zeros
     copies = np.full(ids.shape[1], -1, np.int32)
     if chosen:
         copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows

@@ -2,8 +2,7 @@
 
 A layer that does not know forests would read one as a single causal sequence, in packed order,
 without an error. So every public function checks the model here before it runs, and counts the
-calls
-of tree attention while it runs.
+calls of tree attention while it runs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _DELTA = "a layer of the gated delta rule, whose state runs through the tokens i
 #: Classes whose layers have no tree attention -> what they are.
 _OTHER_LAYERS = {
     "MambaMixer": "a Mamba mixer, whose state runs through the tokens in packed order",
-    # the first holds the layers of newer versions
+    # the first module holds the layers of newer versions
     "_GDNBase": _DELTA,
     "GatedDeltaNet": _DELTA,
     "CrossAttention": "cross attention",
@@ -70,8 +69,7 @@ def check_model(model: Any) -> None:
     """Refuses a model that would read a forest as something else.
 
     `tree_logprobs` and `pack_batches` call it before they run a model. Call it where you build a
-    model,
-    to know at once.
+    model, to know at once.
 
     Args:
         model: Megatron's GPTModel or HybridModel, wrapped or not: that of one pipeline stage, or of

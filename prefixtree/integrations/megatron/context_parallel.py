@@ -1,6 +1,5 @@
 """`LocalForest`: the tokens of a packed forest that this rank computes, and `ForestParams`, which
-stands
-for it in the place of `packed_seq_params`.
+stands for it in the place of `packed_seq_params`.
 
 The ranks of Megatron's context-parallel group divide the packed tokens as `group=` does for
 transformers' models. Core attention imports the keys and values of ancestors from other ranks, for
@@ -9,12 +8,11 @@ heads.
 
 **Gradients.** Megatron's schedules multiply a loss by the size of the group, and its DDP divides
 gradients by it: each rank is taken to have a part of the loss. Here every rank has the scores of
-all
-tokens and computes the whole loss. So the gradient of a score is the mean over ranks, and a
+all tokens and computes the whole loss. So the gradient of a score is the mean over ranks, and a
 trainer's loss stays as it is without context parallelism.
 
-Legend: T packed tokens, t tokens of this rank, U scored edges, n ranks of the group, P positions,
-D rotary dimension.
+Legend: T packed tokens, t tokens of this rank, U scored edges, n ranks of the group, P positions, D
+rotary dimension.
 """
 
 from __future__ import annotations
@@ -149,7 +147,7 @@ def local_forest(
     check: Callable[[], ScoredEdges | None],
     options: dict[str, Any],
 ) -> tuple[LocalForest, ScoredEdges | None]:
-    """Makes this rank's tokens of a forest once all ranks agree; gives also what `check` gave.
+    """Makes this rank's tokens once all ranks agree; gives also the result of `check`.
 
     Args:
         check: must not communicate.
@@ -169,7 +167,7 @@ def local_forest(
         # sequence parallelism cuts each part again
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         padded = padded_to_ranks(packed, ranks * multiple)
-        # of the configuration alone, as all stages of a pipeline divide alike
+        # depends on the configuration alone, as all stages of a pipeline divide alike
         split = split_tokens(padded, ranks, scored=edges_of(scored), multiple=multiple)
         _check_stages(config, split)
         runs = dict(zip(("starts of runs", "their owners"), split.runs, strict=True))

@@ -1,12 +1,10 @@
 """`tree_spec`: a layer spec whose self-attention follows packed forests, Megatron's latent
-attention
-(MLA) too.
+attention (MLA) too.
 
 Latent attention makes its rotary table itself, applies row i to token i, and with packed parameters
 squeezes the batch away for code that reads cu_seqlens. So its queries and keys are made without
-them,
-from a table with a row per packed token, and only its core attention sees the forest. Legend: T
-packed tokens, H query heads, Hk kv heads, D head dim, or rotary dimension, P positions.
+them, from a table with a row per packed token, and only its core attention sees the forest. Legend:
+T packed tokens, H query heads, Hk kv heads, D head dim, or rotary dimension, P positions.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class ForestLatentAttention(_Attention):
         if not isinstance(packed_seq_params, ForestParams):
             given = (key_value_states, position_ids, packed_seq_params)
             return make(hidden_states, *given, *args, **kwargs)
-        # before the submodule, whose place it takes for this call
+        # found before the submodule, whose place it takes for this call
         self.__dict__["rotary_pos_emb"] = _AtDepths(self.rotary_pos_emb, packed_seq_params)
         try:
             return make(hidden_states, key_value_states, position_ids, None, *args, **kwargs)
@@ -78,7 +76,7 @@ class _AtDepths:
 
     def __call__(self, length: int, packed_seq: bool = False) -> Any:
         """Makes the table [T, 1, 1, D]; with YaRN also its factor."""
-        # whole, as of packed sequences: context parallelism would cut it
+        # the whole table, as for packed sequences: context parallelism would cut it
         return self._params.latent_rows(lambda: self._rotary(length, packed_seq=True))
 
 
@@ -125,7 +123,7 @@ class ForestCoreAttention:
         softmax_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
-        # Megatron's local class refuses to be made for context parallelism, which it has none of
+        # Megatron's local class has no context parallelism and refuses to be made for it
         self._forests_alone = config.context_parallel_size > 1 and isinstance(
             self, DotProductAttention
         )
@@ -136,7 +134,7 @@ class ForestCoreAttention:
         super().__init__(own_config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
         self._forest_scale = softmax_scale
         self._forest_window = _window(config, layer_number)
-        # else as the packed forest has it
+        # otherwise as the packed forest is set
         self._forest_deterministic = True if config.deterministic_mode else None
 
     def forward(
@@ -152,8 +150,7 @@ class ForestCoreAttention:
         """Computes attention over this rank's T tokens of a forest.
 
         query [T, 1, H, D], key and value [T, 1, Hk, D] -> [T, 1, H D], with the values' D where
-        latent
-        attention has two.
+        latent attention has two.
         """
         if not isinstance(packed_seq_params, ForestParams):
             if self._forests_alone:
@@ -187,9 +184,8 @@ def tree_spec(spec: Any) -> Any:
     """Copies a spec, so that self-attention, layers with a state and routers take packed forests.
 
     Parameters, their names in checkpoints, and the results of an ordinary batch stay the same.
-    Layers
-    that forests cannot pass are copied as they are: a model that has them is refused when it is
-    used.
+    Layers that forests cannot pass are copied as they are: a model that has them is refused when it
+    is used.
 
     Args:
         spec: a ModuleSpec of a layer or of a stack (`hybrid_stack_spec`), the submodules of a
@@ -236,7 +232,7 @@ def _mapped(node: Any) -> Any:
     if isinstance(node, list):
         return [_mapped(n) for n in node]
     if isinstance(node, functools.partial):
-        # layers of experts are named so
+        # the name of layers of experts
         named = {name: _mapped(value) for name, value in node.keywords.items()}
         return functools.partial(node.func, *node.args, **named)
     if node is TopKRouter:
@@ -269,7 +265,7 @@ def _with_forest_core(core: Any) -> Any:
         return functools.partial(_with_forest_core(core.func), *core.args, **core.keywords)
     if core is DotProductAttention or core is _transformer_engine_core():
         return _joined(ForestCoreAttention, core)
-    # left as it is: a subclass may attend otherwise, and check_model names it
+    # unchanged: a subclass may attend in another way, and check_model names it
     return core
 
 

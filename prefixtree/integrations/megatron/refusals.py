@@ -1,6 +1,5 @@
 """Settings of a Megatron model under which a forest would not give the replicated batch's results,
-or
-which were not compared.
+or which were not compared.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def counts_tokens(config: Any) -> bool:
 
 
 def _loses_z_loss(config: Any) -> bool:
-    """Whether ranks scale the z loss by their own tokens, which makes its sum too small (<
-    0.19)."""
+    """Whether the z loss's sum is too small, as ranks scale it by their own tokens (< 0.19)."""
     return bool(
         _get("calculate_per_token_loss")(config)
         and _get("moe_z_loss_coeff")(config)

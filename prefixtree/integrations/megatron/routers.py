@@ -3,8 +3,7 @@ experts.
 
 **Losses** (`ForestRouter`). A forest has each shared token once, a replicated batch once per
 sequence that holds it. So the sums over tokens in the load-balancing losses, the z loss and the
-bias
-of experts weigh each token by its number of copies. These numbers travel as Megatron's
+bias of experts weigh each token by its number of copies. These numbers travel as Megatron's
 `padding_mask`, an argument of every layer and every recomputed function: a recomputation sees those
 of its own micro-batch, in pipelines too.
 
@@ -12,11 +11,10 @@ of its own micro-batch, in pipelines too.
 same ones (router replay). `PrefixForest.from_sequences(..., routes=)` keys the forest by token and
 route, so a prefix is shared only where both agree. `Recorded` stands in for Megatron's
 `RouterReplay` during one call of a router. The weights of the experts come from the router's
-scores,
-so its gradient is kept. `recording` keeps what routers choose, for a later replay.
+scores, so its gradient is kept. `recording` keeps what routers choose, for a later replay.
 
-Legend: T packed tokens, n rows of this rank (fewer than T under sequence parallelism), E experts,
-m copies of a token, R tokens of the replicated batch (the sum of m), L layers of experts of this
+Legend: T packed tokens, n rows of this rank (fewer than T under sequence parallelism), E experts, m
+copies of a token, R tokens of the replicated batch (the sum of m), L layers of experts of this
 stage, k experts per token.
 """
 
@@ -77,8 +75,7 @@ class TokenMask(torch.Tensor):
     """`RoutedTokens` that travel as Megatron's padding_mask.
 
     The tensor has no values: code that takes it for a mask of padding meets a tensor of another
-    device
-    and raises. Tensors made from it, transposed or cut, have its tokens.
+    device and raises. Tensors made from it, transposed or cut, have its tokens.
     """
 
     tokens: RoutedTokens
@@ -166,7 +163,7 @@ class ForestRouter(_Router):
         before = counted.clone() if self._is_dummy and counted is not None else None
         probs = super()._apply_global_aux_loss(probs, scores, routes, **kwargs)
         if before is not None:
-            # where no rank has a token, it is no step of those over which Megatron averages
+            # a step without a token on any rank is not one of those that Megatron averages over
             self.ga_steps -= (self.global_tokens_per_expert == before).all().to(self.ga_steps.dtype)
         return probs
 
@@ -189,7 +186,7 @@ class ForestRouter(_Router):
         on = config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
         if self._copies is None or not on:
             return super().apply_z_loss(logits, padding_mask)
-        # a mean of the means of ranks would be another loss, since their parts of R differ
+        # a mean of the ranks' means would be another loss, since their shares of R differ
         total = self._replicated()
         squares = logits.logsumexp(-1).square() * self._copies[:, 0]
         part = squares.sum() / total.clamp(min=1)

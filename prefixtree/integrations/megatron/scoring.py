@@ -70,11 +70,10 @@ def tree_logprobs(
     """Computes the log-probability of every token of every sequence; shared prefixes run once.
 
     Call it in a `forward_step`, on every pipeline stage, tensor- and context-parallel rank, with
-    the
-    same arguments. Ranks of Megatron's context-parallel group compute a part of the tokens each.
-    Log-probabilities and entropies are differentiable. Their gradients are those of the replicated
-    batch, up to rounding, after Megatron's own `finalize_model_grads`. The softmax is over the
-    vocabulary as Megatron pads it, like that of its losses.
+    the same arguments. Ranks of Megatron's context-parallel group compute a part of the tokens
+    each. Log-probabilities and entropies are differentiable. Their gradients are those of the
+    replicated batch, up to rounding, after Megatron's own `finalize_model_grads`. The softmax is
+    over the vocabulary as Megatron pads it, like that of its losses.
 
     Args:
         model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
@@ -141,8 +140,7 @@ def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
     """Runs a model over a packed forest and returns its output, in packed order.
 
     A model with a value head gives [1, T, 1], for example; `PackedForest.unpack` copies the values
-    to
-    the sequences.
+    to the sequences.
 
     Args:
         model: as in `tree_logprobs`; its output layer may be any that treats every token alone.

@@ -58,11 +58,11 @@ class ForestDeltaNet(_DeltaNet):
         if self.cp_size > 1:
             mixer.cp_size, mixer.pg_collection = 1, copy.copy(self.pg_collection)
             mixer.pg_collection.cp = Alone()
-            # since 0.19
+            # exists since 0.19
             if hasattr(self, "feat_dim_split"):
                 query, key, value, *others = self.in_proj_split_sections
                 mixer.feat_dim_split = (query + key + value, *others)
-        # its own code, in which the name of the convolution means that of a tree
+        # Megatron's own code, in which the convolution's name means the tree's
         of_tree = {"causal_conv1d": lambda _: partial(_conv, local.states)}
         forward = with_globals(GatedDeltaNet.forward, of_tree)
         return forward(mixer, hidden_states, attention_mask, *args, **kwargs)
@@ -128,7 +128,7 @@ class ForestMamba(_Mixer):
         return self.norm(y) if self.rmsnorm else y
 
 
-#: Megatron's class -> what stands before it.
+#: Megatron's class -> the base that goes before it.
 SERVED = {GatedDeltaNet: ForestDeltaNet, MambaMixer: ForestMamba}
 
 

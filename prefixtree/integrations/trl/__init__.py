@@ -11,12 +11,12 @@ No class of TRL is changed: the trainers are subclasses that override a few meth
 
 from prefixtree.integrations.common import require
 
-# before the modules that import it
+# runs before the modules that import TRL
 require(__name__, "trl", "prefixtree-attention[trl]")
 
 from prefixtree.integrations.trl.contract import TESTED, check_installed  # noqa: E402
 
-# before what an older TRL has not
+# runs before imports that an older TRL lacks
 check_installed()
 
 from prefixtree.integrations.trl.data_set_trainers import (  # noqa: E402

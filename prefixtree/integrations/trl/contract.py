@@ -1,8 +1,7 @@
 """The parts of TRL that the adapter relies on, and the refusal of a TRL where they changed.
 
 Signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
-only
-the source shows, are compared by tests/integrations/trl/test_contract.py.
+only the source shows, are compared by tests/integrations/trl/test_contract.py.
 """
 
 from __future__ import annotations

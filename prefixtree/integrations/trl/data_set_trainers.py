@@ -1,11 +1,9 @@
 """`PrefixTreeSFTTrainer` and `PrefixTreeDPOTrainer`: TRL's SFT and DPO with every distinct token of
-a
-batch computed once.
+a batch computed once.
 
 `DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
-their
-losses and metrics from the returned log-probabilities. `PackedModel` answers that call from the
-packed forest of the batch's rows. Legend: B rows, padded right to L columns.
+their losses and metrics from the returned log-probabilities. `PackedModel` answers that call from
+the packed forest of the batch's rows. Legend: B rows, padded right to L columns.
 """
 
 from __future__ import annotations
@@ -62,14 +60,12 @@ class PackedModel:
 
         Args:
             inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
-                or
-                -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
+                or -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
                 pixel_values, image_grid_thw and mm_token_type_ids; nothing else.
 
         Returns:
             FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
-                is
-            no label; aux_loss [], the load-balancing loss of the rows.
+            is no label; aux_loss [], the load-balancing loss of the rows.
         """
         if not fused_lm_head:
             return self._model(**inputs)
@@ -107,7 +103,7 @@ class PackedModel:
 
 def _pixels_of(inputs: dict[str, Any]) -> Pixels:
     """Takes a batch's images out of it: pixel_values and image_grid_thw."""
-    # positions are computed anew, from the placeholders
+    # positions are computed from the placeholders
     inputs.pop("mm_token_type_ids", None)
     return inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
 
@@ -158,8 +154,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
 
     A token that several samples share is computed once and learnt once per sample in which it has a
     label, as in the replicated batch. Losses, their masks, the order of the data and logging are
-    TRL's
-    code. The metrics of `SharingReport` are added.
+    TRL's code. The metrics of `SharingReport` are added.
 
     Args:
         recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
@@ -196,10 +191,8 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     """Trains as `trl.DPOTrainer` does, and computes each distinct token of a batch once.
 
     Losses, gradients and metrics are the same. Policy and reference both share tokens: the two
-    answers
-    of a pair share their prompt, and pairs of one prompt, or of one conversation, share more. The
-    models
-    get attn_implementation="prefixtree".
+    answers of a pair share their prompt, and pairs of one prompt, or of one conversation, share
+    more. The models get attn_implementation="prefixtree".
 
     Losses, divergences, the order of the data and logging are TRL's code. The metrics of
     `SharingReport` are added.
@@ -213,7 +206,7 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    # TRL's: whether batches have the log-probabilities of the reference
+    # TRL's attribute: whether batches have the reference's log-probabilities
     precompute_ref_logps: bool
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
@@ -243,7 +236,7 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
             reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             names = ("ref_chosen_logps", "ref_rejected_logps")
             inputs = {**inputs, **dict(zip(names, reference, strict=True))}
-        # the batch has them, so that TRL calls no model but `packed`
+        # the batch has them, so TRL calls no model but `packed`
         with changing(self) as changes:
             changes.set(self, precompute_ref_logps=True)
             return super()._compute_loss(packed, inputs, return_outputs)

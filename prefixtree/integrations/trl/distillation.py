@@ -39,8 +39,7 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
 
     Losses, gradients and metrics are the same. Student and teacher both share the tokens of a
     micro-batch, and both get attn_implementation="prefixtree", also for generation. Micro-batches
-    are
-    shuffled, not rows, so that prompts that begin alike stay together.
+    are shuffled, not rows, so that prompts that begin alike stay together.
 
     Generation, the divergence's normalisation and logging are TRL's code. The metrics of
     `SharingReport` are added.
@@ -109,13 +108,8 @@ class _OfAnswers(PackedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Computes the divergence of a batch; the outputs have no logits.
-
-        Args:
-            inputs: input_ids, attention_mask and labels, [B, L], padded on either side; labels are
-                -100
-                where a token is not scored.
-        """
+        """Computes the divergence of a batch [B, L], padded on either side; outputs have no
+        logits."""
         scored = inputs["labels"] != _NO_LABEL
         loss, count, _ = _divergence(
             self,
@@ -134,10 +128,8 @@ class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
     """Trains as `trl.experimental.gkd.GKDTrainer` does, and computes each distinct token once.
 
     Losses and gradients are the same. Student and teacher both share the tokens of a batch, and
-    both get
-    attn_implementation="prefixtree", also for generation (`lmbda`, `seq_kd`). Generation, collators
-    and
-    logging are TRL's code. The metrics of `SharingReport` are added.
+    both get attn_implementation="prefixtree", also for generation (`lmbda`, `seq_kd`). Generation,
+    collators and logging are TRL's code. The metrics of `SharingReport` are added.
 
     Args:
         recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
@@ -155,8 +147,7 @@ class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
     """Trains as `trl.experimental.gold.GOLDTrainer` does, and computes each distinct token once.
 
     The teacher must have the student's tokenizer. Everything else is as in `PrefixTreeGKDTrainer`.
-    A
-    group of `num_generations` rows shares a prompt.
+    A group of `num_generations` rows shares a prompt.
 
     Args:
         recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as

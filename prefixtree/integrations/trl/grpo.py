@@ -45,12 +45,10 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
     - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
       which the completions of a prompt are next to each other. Old log-probabilities and the
       reference's come from the same rows, computed in the same way. So the ratio is exactly 1
-      before
-      the policy's first update, and the KL of a policy that is its reference is exactly 0.
+      before the policy's first update, and the KL of a policy that is its reference is exactly 0.
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
-    TRL's
-    code. The metrics of `SharingReport` are added.
+    TRL's code. The metrics of `SharingReport` are added.
 
     Args:
         recompute: what the policy's layers compute again in the backward, as in
@@ -108,10 +106,8 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
 
         Returns:
             float32 log-probabilities [B, C], float32 entropies [B, C] or None, 0 where the mask is
-            0,
-            and the load-balancing loss [] or None: TRL's for the same rows, the mean over the
-            forwards
-            of `batch_size` rows each.
+            0, and the load-balancing loss [] or None: TRL's for the same rows, the mean over the
+            forwards of `batch_size` rows each.
         """
         prompt = input_ids.shape[1] - logits_to_keep
         batches = self._batches(input_ids, attention_mask, prompt, batch_size, images)

@@ -41,6 +41,6 @@ class RowImages:
             return None, None
         pixels, grids = self._all
         if len(rows) < len(self._rows):
-            # those of all rows are not copied
+            # images of all rows are not copied
             pixels, grids = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return (pixels, grids) if len(grids) else (None, None)

@@ -6,8 +6,7 @@ within TRL's `training_step` of that micro-batch. No more is held at once than t
 micro-batch takes alone.
 
 Policy, old policy and reference use one plan per generation, made from the policy's memory. So
-equal
-weights give equal log-probabilities, to the bit. Otherwise a KL of equal weights would have a
+equal weights give equal log-probabilities, to the bit. Otherwise a KL of equal weights would have a
 gradient of rounding, of which AdamW makes whole steps.
 """
 
@@ -107,12 +106,12 @@ class StepTrunks:
         self.window: KeptWindow | None = None
         self._trainer = trainer
         self._recompute, self._max_tokens, self._sees = recompute, max_tokens, sees
-        # of the policy, as it was before the last generation
+        # the policy's cost before the last generation
         self._cost: WindowCost | None = None
-        # of that generation, in the order of its rows. None: not made yet; none: micro-batches are
-        # scored alone
+        # plans of that generation, in the order of its rows; None before they are made, and empty
+        # where micro-batches are scored alone
         self._plans: list[WindowPlan] | None = None
-        # how many micro-batches of the optimiser step are done, and whether one runs now
+        # the finished micro-batches of the optimiser step, and whether one runs now
         self._done, self._runs = 0, False
 
     @property
@@ -128,7 +127,7 @@ class StepTrunks:
         """Forgets the plans of the last generation."""
         self._plans, self._cost = None, None
         if self.keeps or self._max_tokens is not None:
-            # now, while the adapters of the policy are on
+            # read now, while the adapters of the policy are on
             _ = self.cost
 
     @contextmanager
@@ -138,7 +137,7 @@ class StepTrunks:
         try:
             yield
             if self.window is not None and self.window.is_over:
-                # before gradients are clipped
+                # runs before gradients are clipped
                 self._take_window().close()
         except BaseException:
             if self.window is not None:
@@ -178,7 +177,7 @@ class StepTrunks:
         scores, plans = [], self._plans_of(model, batches)
         held = [batch for plan in plans for batch in plan.batches]
         if held and not (len(held) == len(batches) and all(map(Batch.equals, held, batches))):
-            # a caller's own rows, not those of the generation
+            # the caller's own rows, not the generation's
             plans = self._new_plans(model, batches)
         for plan in plans:
             window = self._open(model, plan, options)
@@ -195,10 +194,10 @@ class StepTrunks:
         at = generation.step % trainer.args.steps_per_generation
         left = trainer.current_gradient_accumulation_steps - self._done
         if at % block_size or left < block_size:
-            # it was tried before the first of them
+            # this block was tried at its first micro-batch
             return None
         if self._plans is None:
-            # nothing was scored before
+            # nothing of this generation was scored before
             self._plans_of(model, generation.buffered())
         if not self._plans:
             return None
@@ -220,7 +219,7 @@ class StepTrunks:
     def _plans_of(self, model: nn.Module, batches: list[Batch]) -> list[WindowPlan]:
         """The plans of the generation, made for the first of the models that score it."""
         if not is_kept(model):
-            # something wrapped it behind the constructor
+            # it was wrapped after the constructor
             self.keeps, self._plans = False, []
         if self._plans is None:
             self._plans = self._new_plans(model, batches)
@@ -233,8 +232,7 @@ class StepTrunks:
         """Makes a plan per block of micro-batches; none where each is better computed by itself.
 
         All processes decide together, as sharded models run in lockstep, and for the whole
-        generation, as
-        each process shuffles by itself.
+        generation, as each process shuffles by itself.
         """
         plans, saved = [], 0
         blocks = [batches[i : i + self.together] for i in range(0, len(batches), self.together)]
@@ -266,18 +264,14 @@ class StepTrunks:
     def _open(
         self, model: nn.Module, plan: WindowPlan, options: dict[str, Any]
     ) -> KeptWindow | None:
-        """Opens a window over a plan's micro-batches.
-
-        It gives None on all processes where recompute="auto" finds no room for the gradients of one
-        of
-        them.
-        """
+        """Opens a window over a plan; None on all processes if recompute="auto" lacks room on
+        one."""
         recompute = self._recompute if torch.is_grad_enabled() else None
         arguments = self._trainer.accelerator, model, plan, {**options, "recompute": recompute}
         if recompute != "auto":
             return KeptWindow(*arguments)
         window = None
-        # of its own plan, before anything runs, or of that of another process of FSDP2
+        # raised for its own plan before anything runs, or for that of another process of FSDP2
         with suppress(torch.OutOfMemoryError, ForestError):
             window = KeptWindow(*arguments)
         if not self._total([window is None])[0]:
@@ -323,7 +317,7 @@ class KeptWindow:
                 "keep_trunks=False"
             )
         if isinstance(self._model, FSDPModule) and torch.is_grad_enabled():
-            # backwards of trunks come in between, on each rank at its own time: all are reduced
+            # backwards of trunks come in between, at different times on each rank: all are reduced
             self._model.set_requires_gradient_sync(True)
         with self._accelerator.autocast():
             _, scores = next(self._kept)
@@ -331,13 +325,8 @@ class KeptWindow:
         return scores
 
     def sharing(self) -> tuple[PrefixForest, list[np.ndarray], int]:
-        """Describes the micro-batch scored last, for `SharingReport`.
-
-        Returns:
-            Its forest; the masks of its rows; and its share, by its tokens, of the tokens that run
-            for
-            the window.
-        """
+        """The last micro-batch's forest, row masks, and share of the tokens that the window
+        runs."""
         part, forest = self._parts[self._scored - 1], self._plan.trunks.forest
         share = part.forest.num_replicated_tokens / forest.num_replicated_tokens
         return part.forest, part.take(self._masks), round(share * forest.num_tokens)

@@ -30,7 +30,7 @@ class KeepsNeighbours:
     model: Any
     # TRL's: the micro-batches of the last generation, None before the first
     _buffered_inputs: list[dict[str, Any]] | None
-    # of each block of micro-batches in their order, its number in the generation
+    # the number in the generation of each block of micro-batches, in training order
     _blocks: Sequence[int] = ()
 
     def _micro_batches_together(self) -> int:
@@ -61,8 +61,7 @@ def reunite(
     """Turns micro-batches of shuffled rows into micro-batches of neighbouring rows.
 
     A block of micro-batches takes the place of the first of its rows in the shuffle, so its place
-    is
-    random without another draw. Its rows keep the order in which they were generated.
+    is random without another draw. Its rows keep the order in which they were generated.
 
     Args:
         batches: micro-batches of equal size; every entry is a tensor [B, ...], or a tensor without
@@ -71,7 +70,7 @@ def reunite(
         together: the number of micro-batches in a block, a divisor of their number. Default: 1.
     """
     size = len(batches[0][ROW])
-    # [blocks, rows]: where the rows of every run of neighbours stand
+    # [blocks, rows]: the places of the rows of every run of neighbours
     places = torch.cat([batch[ROW] for batch in batches]).argsort().view(-1, size * together)
     blocks = places.amin(1).argsort()
     order = places[blocks].flatten()
@@ -115,16 +114,14 @@ def cut_groups(args: Any, together: int = 1) -> str:
     """The warning for micro-batches that cut groups; "" where every group is whole.
 
     It says how often a prompt is computed, and which settings keep groups whole. Each micro-batch
-    of
-    each process is a run of `per_device_train_batch_size` neighbouring rows of the generation
-    batch;
-    each group is a run of `num_generations` rows.
+    of each process is a run of `per_device_train_batch_size` neighbouring rows of the generation
+    batch; each group is a run of `num_generations` rows.
     """
     rows, group = args.per_device_train_batch_size, args.num_generations
     run = rows * together
     if run % group == 0:
         return ""
-    # per group: a run begins where a group or a micro-batch does
+    # counted per group: a run begins where a group or a micro-batch does
     times = 1 + group / run - group / math.lcm(run, group)
     steps, generation = args.gradient_accumulation_steps, args.steps_per_generation
     whole_rows = math.ceil(rows / group) * group

@@ -20,7 +20,7 @@ from prefixtree.sampling import Draws, TreeSampler
 from prefixtree.sampling.rows import Rows
 from prefixtree.sampling.whole_copy import whole_copy
 
-#: Of the row's number and its completion so far, the ids of what comes next; None ends the rollout.
+#: (row's number, its completion so far) -> the ids that come next; None ends the rollout.
 Reply = Callable[[int, list[int]], Sequence[int] | None]
 
 
@@ -32,17 +32,14 @@ def tree_rollouts(
         PrefixTreeGRPOTrainer(..., rollout_func=tree_rollouts)
 
     Every distinct token of the prompts is read once: the samples of a prompt share it, and prompts
-    share
-    their common beginnings. For several turns pass the environment, by
+    share their common beginnings. For several turns pass the environment, by
     `functools.partial(tree_rollouts, reply=...)`.
 
     The trainer's `temperature`, `top_k`, `top_p`, `min_p`, `max_completion_length` and stop tokens
     apply. Seeds come from torch's generator, which the trainer seeds and keeps in checkpoints. The
-    model
-    is in evaluation mode during sampling. As in TRL's `generate`, a model with adapters samples
-    without
-    the autocast of `bf16=True`: its log-probabilities then differ from training's by bfloat16's
-    rounding.
+    model is in evaluation mode during sampling. As in TRL's `generate`, a model with adapters
+    samples without the autocast of `bf16=True`: its log-probabilities then differ from training's
+    by bfloat16's rounding.
 
     Under FSDP2 every rank samples its own prompts from a whole copy of the model, in the dtype that
     training computes in. The copy is made and dropped in every call. All ranks must call it
@@ -73,7 +70,7 @@ def tree_rollouts(
     prompt_ids = _tokenized(prompts, trainer) if prompts else []
     with _evaluated(trainer) as model:
         if not prompt_ids:
-            # a rank without any has its part in the copies of the others
+            # a rank without prompts takes part in the copies of the others
             names = "prompt_ids", "completion_ids", "logprobs", "env_mask"
             return {name: [] for name in names[: 3 if reply is None else 4]}
         forest = PrefixForest.from_sequences(prompt_ids)
@@ -117,7 +114,7 @@ def _evaluated(trainer: GRPOTrainer) -> Iterator[Any]:
         return
     with changing(model) as changes:
         for module in model.modules():
-            # some of a model in training mode may be in evaluation mode
+            # parts of a model in training mode may be in evaluation mode
             changes.note(module, "training")
         model.eval()
         yield model
@@ -137,7 +134,7 @@ def _draws(trainer: GRPOTrainer) -> Draws:
     return Draws(
         temperature=trainer.temperature,
         seed=seed,
-        # 0 and 1.0 are TRL's for none
+        # TRL's 0 and 1.0 mean none
         top_k=trainer.top_k or None,
         top_p=None if trainer.top_p == 1.0 else trainer.top_p,
         min_p=trainer.min_p or None,

@@ -35,10 +35,8 @@ def keep_outputs(plugin: Any) -> None:
     """Lets models under mixed precision return log-probabilities in float32, as they computed them.
 
     By default accelerate casts the output of every sharded module to the parameters' dtype.
-    bfloat16
-    keeps 8 bits of a log-probability. Without the cast, layers still return bfloat16, as they
-    compute in
-    it. Call this before a model is sharded.
+    bfloat16 keeps 8 bits of a log-probability. Without the cast, layers still return bfloat16, as
+    they compute in it. Call this before a model is sharded.
     """
     policy = plugin.mixed_precision_policy
     if plugin.fsdp_version != 2 or policy is None:

@@ -1,6 +1,5 @@
 """Reports how much is shared: a line at the start, the metrics of every batch, and one warning
-where
-nothing is.
+where nothing is.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class SharingReport(TrainerCallback):
     """Logs what packing saves, and warns once if nothing was shared or packed.
 
     When training begins, the main process logs that packing is on (`announce`). The process that
-    logs
-    adds these metrics of every micro-batch that is trained on:
+    logs adds these metrics of every micro-batch that is trained on:
 
         prefixtree/replication_ratio    tokens of all sequences over distinct ones
         prefixtree/tokens_computed      distinct tokens
@@ -62,11 +60,7 @@ class SharingReport(TrainerCallback):
         masks: Sequence[np.ndarray] | None,
         computed: int | None = None,
     ) -> None:
-        """Counts a batch that is trained on, after its forward is launched: no GPU waits for it.
-
-        Args:
-            masks, computed: `masks` and `packed` of `Work.of`.
-        """
+        """Counts a batch, after its forward is launched so that no GPU waits; as `Work.of`."""
         work = Work.of(forest, masks, computed)
         for name, value in work.metrics("replication_ratio").items():
             self._metrics[name].append(value)

@@ -4,9 +4,8 @@ paths.
 TRL packs the samples of a micro-batch to a trie and cuts it into segments in depth-first order. Its
 attention gets, for every segment, the packed positions of the path from its root down to the
 segment's last token. That is a forest in preorder, so it becomes a `TreeMask` and the rows stay
-where
-they are. TRL merges two tokens only if the next ones agree as well. So its trie has one more token
-per branch than prefixtree's, and is computed as it is.
+where they are. TRL merges two tokens only if the next ones agree as well. So its trie has one more
+token per branch than prefixtree's, and is computed as it is.
 
 Legend: T packed tokens, S segments, K entries of all paths.
 """
@@ -41,10 +40,8 @@ def use_tree_attention(trainer: Any) -> None:
     """Makes an `AsyncGRPOTrainer` run on `tree_attention`; call it after making the trainer.
 
     The constructor of the trainer registers FlashAttention 3 under a name ("tree_fa3" in TRL 1.16)
-    and
-    loads its model with that attention. This function registers `tree_attention` under the same
-    name,
-    for every model of the process that uses it.
+    and loads its model with that attention. This function registers `tree_attention` under the same
+    name, for every model of the process that uses it.
 
     Args:
         trainer: the `AsyncGRPOTrainer`, of `trl.experimental.async_grpo` or, from TRL 1.18 on, of
@@ -55,7 +52,7 @@ def use_tree_attention(trainer: Any) -> None:
             with the reason.
     """
     name = transformer_of(trainer.model).config._attn_implementation
-    # what the trainer registered: TRL may keep it in another module
+    # the function that the trainer registered: TRL may keep it in another module
     registered = AttentionInterface().get(name)
     if registered is not tree_row_attention:
         check_tree_attention(registered, name)
@@ -111,7 +108,7 @@ def tree_row_mask(kv_index: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> TreeMa
         for x in (kv_index, cu_seqlens_q, cu_seqlens_k)
     )
     start, length, above = _segments(index, rows, paths)
-    # the token before a segment ends the segment that it hangs below
+    # the token before a segment on its path ends the parent segment
     before = np.full(len(start), -1)
     hangs = above > 0
     before[hangs] = index[(paths[:-1] + above - 1)[hangs]]
