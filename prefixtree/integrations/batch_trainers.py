@@ -1,12 +1,12 @@
 """OpenRLHF, SkyRL and ms-swift with every distinct token of a micro-batch computed once.
 
-Each `use_..` replaces one method of the trainer's class, in this process. Workers of Ray get it by
-`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`,
-which every worker runs: neither the trainer's module, with DeepSpeed behind it, nor transformers is
-imported before the worker imports the trainer's. ms-swift's processes get it by a file of two
-lines, given as `--external_plugins`.
-What a method does beside log-probabilities stays the trainer's.
+Each `use_..` replaces one method of the trainer's class, in this process; all but log-probabilities
+stays the trainer's code. Workers of Ray run it by a hook:
 
+    runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}
+
+Neither the trainer's module, which loads DeepSpeed, nor transformers is imported before the worker
+imports them. ms-swift's processes run it from a file of two lines, given as `--external_plugins`.
 Legend: B rows, L columns.
 """
 
@@ -27,12 +27,14 @@ from prefixtree.registration import when_imported
 if TYPE_CHECKING:
     import torch
 
-# the forwards that stand in a trainer's class
+# the replacements of forwards in trainers' classes
 _OURS: WeakSet[Any] = WeakSet()
 
 
 def use_openrlhf() -> None:
-    """`Actor` of OpenRLHF 0.11.2: policy and reference. Critics and reward models stay as they are.
+    """Makes OpenRLHF 0.11.2 pack micro-batches: `Actor`, for policy and reference.
+
+    Critics and reward models are unchanged.
 
     Raises:
         ImportError: openrlhf is not installed, or has no such module.
@@ -54,7 +56,7 @@ def use_openrlhf() -> None:
         **images: Any,
     ) -> Any:
         if action_mask is None and not return_logprobs:
-            # logits are wanted
+            # the caller wants logits
             return theirs()
         _refuse_images(images)
         if ring_attn_group is not None:
@@ -82,7 +84,9 @@ def use_openrlhf() -> None:
 
 
 def use_skyrl() -> None:
-    """`HFModelWrapper` of SkyRL 0.3.0: policy and reference. Critics stay as they are.
+    """Makes SkyRL 0.3.0 pack micro-batches: `HFModelWrapper`, for policy and reference.
+
+    Critics are unchanged.
 
     Raises:
         ImportError: skyrl is not installed, or has no such module.
@@ -131,7 +135,7 @@ def use_skyrl() -> None:
 
 
 def use_ms_swift() -> None:
-    """`GRPOTrainer` of ms-swift 4.6.0, with and without padding_free.
+    """Makes ms-swift 4.6.0 pack micro-batches: `GRPOTrainer`, with and without padding_free.
 
     Raises:
         ImportError: ms-swift is not installed.
@@ -153,7 +157,7 @@ def use_ms_swift() -> None:
         compute_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         _refuse_images({n: v for n, v in model_inputs.items() if "pixel" in n or "grid" in n})
-        # scoring checks the model, and prepares its states
+        # scoring checks the model and prepares its layers with a state
         set_attention(transformer_of(model))
         layout = "position_ids" if self.template.padding_free else "attention_mask"
         scores = batch_logprobs(
@@ -170,8 +174,7 @@ def use_ms_swift() -> None:
 
 
 def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
-    """Replaces a class's forward, and prepares the model that its constructor makes; once, when its
-    module is imported."""
+    """Replaces a class's forward and prepares the models it makes, once its module is imported."""
     _check_that_it_is_there(module)
 
     def replace_in(imported: Any) -> None:
@@ -189,7 +192,7 @@ def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
 
         @functools.wraps(theirs)
         def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # the trainer's own, with what it was called with
+            # the trainer's own forward, with the arguments of this call
             return forward(self, functools.partial(theirs, self, *args, **kwargs), *args, **kwargs)
 
         _OURS.add(packed_forward)
@@ -199,7 +202,7 @@ def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
 
 
 def _check_that_it_is_there(module: str) -> None:
-    """Raises where no import could find a module, without one."""
+    """Raises an ImportError if no import could find a module, without importing it."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     for part in inner:

@@ -1,5 +1,6 @@
-"""Common parts of adapters: the errors where a trainer is missing or transformers is of another
-version, and the line that trainers log when they start."""
+"""Common parts of adapters: errors for a trainer that is missing or a transformers of another
+version, and the line that trainers log when they start.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TRANSFORMERS = "5.5", "6"
 
 
 def check_transformers(version: str) -> None:
-    """Raises an UnsupportedError if this is the version of a transformers that is not served."""
+    """Raises an UnsupportedError for a version of transformers that is not served."""
     first, end = map(_release, TRANSFORMERS)
     if not first <= _release(version) < end:
         raise UnsupportedError(
@@ -38,7 +39,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def require(adapter: str, package: str, install: str) -> None:
-    """Raises `ModuleNotFoundError`, with what to install, where a package is missing."""
+    """Raises a `ModuleNotFoundError` that says what to install, where a package is missing."""
     if not installed(package):
         raise missing(adapter, package, install)
 
@@ -52,11 +53,11 @@ _FOREST = (-1, 0, 0, 0, 0), (2048, 512, 512, 512, 512)
 
 def announce(config: Any, device: torch.device, dtype: torch.dtype, **settings: Any) -> None:
     """Logs that packing is on, as a warning of the logger "prefixtree", which users see."""
-    given = ", ".join(f"{k}={v!r}" for k, v in settings.items() if v is not None)
+    words = ", ".join(f"{k}={v!r}" for k, v in settings.items() if v is not None)
     _log.warning(
         "packing is on: each distinct token of a micro-batch is computed once%s. Of a prompt with "
         "four answers %s",
-        f" ({given})" if given else "",
+        f" ({words})" if words else "",
         _kernel(config.get_text_config(), device, dtype),
     )
 

@@ -1,9 +1,8 @@
 """`flash_attn_dualkv_varlen_func`: the call of DualKV's paper, on this project's kernels.
 
-N responses to one shared context, whose keys and values exist once (arXiv 2605.15422, Listing 1;
-written from the paper, not from its authors' code). It is the forest with the context as its root
-and the responses as its children, of which q holds the responses alone. So a DualKV user changes
-one import:
+N responses share one context, whose keys and values exist once (arXiv 2605.15422, Listing 1;
+written from the paper, not from its authors' code). The forest has the context as its root and the
+responses as its children; q holds the responses alone. A DualKV user changes one import:
 
     from prefixtree.integrations.dualkv import flash_attn_dualkv_varlen_func
 
@@ -48,8 +47,8 @@ def flash_attn_dualkv_varlen_func(
 ) -> torch.Tensor:
     """Computes attention of decoded tokens to the whole context and, causally, to their response.
 
-    Differentiable in q and in all keys and values; the context's gradient is the sum over all
-    responses. The context's and the responses' keys (and values) are copied into one tensor.
+    It is differentiable in q and in all keys and values; the context's gradient is the sum over all
+    responses. The keys (and values) of context and responses are copied into one tensor.
 
     Without a mask, a `cu_seqlens` on a GPU is read back: one synchronisation per call. One on the
     CPU needs none. Calls with the same lengths reuse the mask and the tables of an earlier call.
@@ -73,7 +72,7 @@ def flash_attn_dualkv_varlen_func(
         softmax_scale: the factor on q k^T. Default: D ** -0.5.
         causal: must be True: other attention is not that of a forest. Default: True.
         mask: the mask that `dualkv_mask` returned for these lengths, or any mask whose queries are
-            all the tokens behind the context. `cu_seqlens` are then compared with it only if they
+            all the tokens after the context. `cu_seqlens` are then compared with it only if they
             are on the CPU, and not in compiled code; the maxima are ignored. Default: made from
             `cu_seqlens`.
         backend: as in `tree_attention`. Default: the option of the mask.
@@ -151,7 +150,7 @@ def dualkv_mask(
     return _mask(ends, integer("context_seqlen", context_seqlen, 0, wrong=TypeError), where)
 
 
-# numbers out of tensors are no graph; compiled code without a mask breaks here and goes on behind
+# reading numbers from tensors breaks a graph: compiled code without a mask goes on after this call
 @torch.compiler.disable(reason="lengths are read from cu_seqlens; give mask= for one graph")
 def _find_mask(
     cu_q: Any,
@@ -193,7 +192,7 @@ def _check_shapes(
                 raise ValueError(
                     f"{name}_{part} must be [tokens, heads, head dim], got {x.ndim} dimensions"
                 )
-        # torch.cat would promote, and a copy between devices is not ours to make
+        # torch.cat would promote dtypes, and a copy between devices is the caller's choice
         if context.dtype != decoded.dtype or context.device != decoded.device:
             raise ValueError(
                 f"{name}_context and {name}_decoded must share dtype and device, got "
@@ -228,7 +227,7 @@ def _check_cu(cu: Any, name: str) -> torch.Tensor:
 
 
 def _read(cu_q: Any, cu_k: Any) -> tuple[int, ...]:
-    """The ends as numbers; waits for a device once at most."""
+    """Reads the ends as numbers; waits for a device once at most."""
     if cu_q is None or cu_k is None:
         raise TypeError("cu_seqlens_q and cu_seqlens_k_decoded may be None only with mask=")
     cu_q, cu_k = _check_cu(cu_q, "cu_seqlens_q"), _check_cu(cu_k, "cu_seqlens_k_decoded")
@@ -279,9 +278,9 @@ def _check_mask(mask: Any, context: int, decoded: int) -> None:
 
 
 def _compare(mask: TreeMask, context: int, *given: Any) -> None:
-    """A mask whose totals fit by chance would be silently wrong; what costs no wait is checked."""
+    """Refuses lengths that differ from the mask's, as far as that costs no wait for a device."""
     host = mask.host
-    # as many queries as there are tokens behind the context: the first one tells
+    # queries are as many as tokens after the context, so the first one tells
     if host.num_queries and host.query_runs[0, 0] != context:
         raise ValueError(
             f"the mask's queries are not the tokens behind the {context} of the context; {_FIX}"

@@ -21,7 +21,7 @@ import torch
 from prefixtree.registration import when_imported
 
 _ROOM = "slime.backends.megatron_utils"
-# whose tests of a teacher's tokens read logits
+# the teachers' server, whose tests of tokens read logits
 _SERVER = f"{_ROOM}.server.logprob_utils"
 # log p and entropy
 _COLUMNS = 2
@@ -30,12 +30,12 @@ _COLUMNS = 2
 def use_slime(args: Any = None) -> None:
     """Makes slime's Megatron actors pack their micro-batches.
 
-    The model's output is then [1, tokens, 2], scores in the place of logits. It stays logits where
-    something else reads them: of critics, with `--loss-type custom_loss`, with `--rollout-top-p`
+    The model's output is then [1, tokens, 2], scores in the place of logits. Where something else
+    reads logits, they stay: in critics, with `--loss-type custom_loss`, with `--rollout-top-p`
     below 1 and in the server of teachers. Prefixes are computed once either way.
 
     Args:
-        args: slime's, which it passes. They are not read.
+        args: slime's arguments, which it passes. They are not read.
 
     Raises:
         UnsupportedError: from models and forwards, as `pack_batches`.
@@ -100,13 +100,13 @@ def _read_scores(module: ModuleType) -> None:
             return of_logits(logits, **lengths, with_entropy=with_entropy, **more)
         ends = torch.tensor(total_lengths).cumsum(0).tolist()
         # the scores of a response stand before its tokens
-        found = [
+        scores_of_rows = [
             logits[0, end - response - 1 : end - 1].unbind(1)
             for end, response in zip(ends, response_lengths, strict=True)
         ]
-        result = {"log_probs": [scores for scores, _ in found]}
+        result = {"log_probs": [scores for scores, _ in scores_of_rows]}
         if with_entropy:
-            result["entropy"] = [entropy for _, entropy in found]
+            result["entropy"] = [entropy for _, entropy in scores_of_rows]
         return logits.new_empty(0), result
 
     module.get_log_probs_and_entropy = log_probs_and_entropy  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="prefixtree")
     scores = prefixtree.sequence_logprobs(model, packed)
 
-What is registered stands in `models.attention`. The same model generates.
+The registered functions are in `models.attention`. The same model generates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["allow_model_type", "prepare", "supported_model_types"]
 
 _NAME = "prefixtree"
 
-# others import as well and call both functions with other arguments
+# other versions import too, and call both functions with other arguments
 check_transformers(__version__)
 AttentionInterface.register(_NAME, prefixtree_attention)
 AttentionMaskInterface.register(_NAME, prefixtree_mask)

@@ -22,8 +22,7 @@ class AlongTree:
     """Base of the classes that prepared modules get.
 
     It is a class and not a forward of the instance: copies and pickles of a module keep it, and
-    nothing
-    stays bound to the module that was copied.
+    nothing stays bound to the module that was copied.
     """
 
     _original: Any

@@ -265,12 +265,9 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
     """Refuses position_ids [1, Tq] other than the tokens' positions in the forest.
 
     The model's default counts packed tokens, which would make RoPE wrong without an error.
-    Positions of
-    `packed.model_inputs()` are known by their memory. Others cost one comparison per forward, for
-    which
-    the host waits. It is skipped while a CUDA graph is captured and for tensors of a trace, where
-    values
-    cannot be read. None: the model does not pass positions to attention.
+    Positions of `packed.model_inputs()` are known by their memory. Others cost one comparison per
+    forward, for which the host waits. It is skipped while a CUDA graph is captured and for tensors
+    of a trace, where values cannot be read. None: the model does not pass positions to attention.
     """
     if position_ids is None:
         raise UnsupportedError(
@@ -306,10 +303,8 @@ def prefixtree_mask(
     """Makes the attention mask of a call: the mask function registered with transformers.
 
     A packed forest needs no T x T mask and gets None (a LayerMask without pairs where layers have
-    an
-    indexer). transformers does not pass the tree mask here. A batch with padding or cached keys
-    gets an
-    ordinary mask, which the attention function refuses together with a tree mask.
+    an indexer). transformers does not pass the tree mask here. A batch with padding or cached keys
+    gets an ordinary mask, which the attention function refuses together with a tree mask.
     """
     if getattr(kwargs.get("config"), "model_type", None) in ENCODERS:
         lengths = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}

@@ -79,8 +79,7 @@ def changing(model: Any) -> Iterator[Changes]:
     """A context in which this thread may change a model and what is inside of it.
 
     Everything is as before once it closes, whatever was raised and wherever. Other threads that
-    want to
-    change the model wait; the same thread may open it again.
+    want to change the model wait; the same thread may open it again.
     """
     lock = _lock_of(model)
     with lock:
@@ -113,8 +112,7 @@ def _after_fork() -> None:
     """Takes other threads' changes back and releases their locks in the child of a fork.
 
     Only the thread that forked goes on there. A fork that waited for the locks instead would wait
-    for
-    whole forwards.
+    for whole forwards.
     """
     global _locks_lock
     _locks_lock = threading.Lock()
@@ -173,9 +171,8 @@ class ModelStamp:
 
     It notices another module in a place; parameters, buffers and other tensors of modules that were
     replaced, got other memory (`.data =`) or were written, also by torch's optimizers; plain
-    attributes
-    of modules and configurations (numbers, words, lists and dictionaries of them), among them the
-    active adapters, their scaling and whether they are merged.
+    attributes of modules and configurations (numbers, words, lists and dictionaries of them), among
+    them the active adapters, their scaling and whether they are merged.
 
     It does not notice numbers written through `.data`, or the state of hooks.
 
@@ -228,8 +225,8 @@ class ModelStamp:
         self._settings = [held for held in self._settings if not _is_other(held)]
 
     def change(self) -> str | None:
-        """Says the first change, "NAME changed" or "A of NAME became X (it was Y)"; None
-        without."""
+        """Says the first change, "NAME changed" or "A of NAME became X (it was Y)", if there is
+        one."""
         # settings first: another adapter also changes which parameters are trained
         for setting in self._settings:
             if _is_other(setting):

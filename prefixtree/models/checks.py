@@ -128,11 +128,7 @@ def check_forest(
 
 
 def check_parts(model: nn.Module, causal_lm: Any) -> None:
-    """Refuses a configuration, layers, noise or adapters that are not exact.
-
-    Raises:
-        UnsupportedError: as `check_model`.
-    """
+    """Refuses a configuration, layers, noise or adapters that are not exact."""
     config, text = causal_lm.config, causal_lm.config.get_text_config()
     check_config(config, causal_lm.training)
     if text is not config:
@@ -440,8 +436,7 @@ def warn_of_hooks(model: nn.Module, backwards: str) -> None:
     """Warns of hooks on gradients of parameters where one update has several backwards.
 
     It is called after a forward, as some hooks are set in it. `backwards` names them, for example
-    "each
-    step of max_step_tokens=".
+    "each step of max_step_tokens=".
     """
     if model in _told_of_hooks:
         return

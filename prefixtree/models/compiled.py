@@ -24,35 +24,26 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compiles every decoder layer of a model, and its vision encoder's blocks, in place.
 
     torch.compile turns norms, activations and rotary embeddings into few kernels, so an update
-    takes
-    less time and less memory. Layers of one kind share a graph, and a new forest compiles nothing
-    anew.
-    The first forward and the first backward compile; so does the first use of each mode of
-    `recompute`,
-    which works in compiled layers too. Call `fully_shard` before or after.
+    takes less time and less memory. Layers of one kind share a graph, and a new forest compiles
+    nothing anew. The first forward and the first backward compile; so does the first use of each
+    mode of `recompute`, which works in compiled layers too. Call `fully_shard` before or after.
 
     A vision encoder's blocks are compiled in parts, around attention, for calls with `images=`.
-    They
-    run uncompiled in Gemma 4, where transformers recomputes each block, and under attention other
-    than
-    "prefixtree" and "sdpa". The layers of LongCat-Flash are compiled in parts, because its experts
-    look
-    at numbers. Layers with indexers are compiled without their attention, because an indexer loops
-    over
-    paths.
+    They run uncompiled in Gemma 4, where transformers recomputes each block, and under attention
+    other than "prefixtree" and "sdpa". The layers of LongCat-Flash are compiled in parts, because
+    its experts look at numbers. Layers with indexers are compiled without their attention, because
+    an indexer loops over paths.
 
     torch keeps 8 graphs of one kind of code and then runs eagerly; this raises the limit
     (`torch._dynamo.config.recompile_limit`) to 64.
 
     torch does not see hooks that are set inside a layer after its first forward, or inside one
-    layer of
-    a kind alone: set them before, on all.
+    layer of a kind alone: set them before, on all.
 
     Args:
         model: as in `sequence_logprobs` or `sequence_values`.
         options: keywords of torch.compile. Default: dynamic=True, so that one graph serves forests
-            of
-            every size.
+            of every size.
 
     Raises:
         TypeError: not a module.

@@ -140,8 +140,7 @@ def allow_model_type(
 
     Run `prefixtree verify --model CONFIG FILE`, or compare log-probabilities and every parameter
     gradient with eager attention per sequence. A model that ignores the mask, keeps a recurrent
-    state
-    or looks at the whole batch gives wrong gradients without an error.
+    state or looks at the whole batch gives wrong gradients without an error.
 
     Args:
         model_type: `config.model_type` of the text model.
@@ -240,9 +239,6 @@ def check_tokens(config: Any, tokens: np.ndarray, sees: bool = True) -> None:
     """Warns of placeholders of images, videos and sound that are read as text.
 
     transformers reads them so without pixels: a policy may have sampled them.
-
-    Args:
-        sees: whether the caller takes images.
     """
     for modality in ("image", "video", "audio"):
         token = getattr(config, f"{modality}_token_id", None)
@@ -301,10 +297,6 @@ MODULES = (
 def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
     """Refuses modules that draw noise, mix tokens in low precision, or were replaced by kernels.
 
-    These are active dropout and embedding noise, an adapter's dropout, linear layers of low
-    precision
-    that mix tokens, models that transformers loaded quantised, and kernels of the hub.
-
     Args:
         may_change: whether other parameters may train before the next check.
     """
@@ -324,11 +316,8 @@ def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
 
 
 def check_checkpointing(model: nn.Module, config: Any) -> None:
-    """Refuses reentrant checkpointing where layers use keys of earlier ones.
-
-    transformers passes those keys outside of the checkpoint's inputs, so their gradients are lost,
-    packed or not.
-    """
+    """Refuses reentrant checkpointing where layers use keys of earlier ones, whose gradients it
+    loses."""
     if getattr(config, "num_kv_shared_layers", 0) and checkpoints_reentrantly(model):
         raise UnsupportedError(
             f"reentrant checkpointing loses gradients in {config.model_type} with "

@@ -70,8 +70,8 @@ class Family:
         scale: attribute that logits are multiplied by, or None; the model, its base model and its
             configuration are searched in this order.
         divisor: config attribute that logits are divided by, or None.
-        position_rows: rows of position_ids that the text model takes: those of the text, which
-            its attention gets, and those of a multi-dimensional RoPE.
+        position_rows: rows of position_ids that the text model takes: those of the text, which its
+            attention gets, and those of a multi-dimensional RoPE.
         ignores_window: whether its layers attend to everything whatever sliding_window says.
         hides_positions: whether its layers do not get position_ids.
         learns_positions: whether it has an embedding per position, up to

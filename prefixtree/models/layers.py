@@ -110,12 +110,9 @@ class GradientPaths:
     """Tells whether a parameter that trains stands before a layer, in the order of a forward.
 
     The layers of the decoder run one after another, then the output embedding. Modules within one
-    of
-    these count as before one another. The place of anything else is unknown: its parameters count
-    as
-    before all layers, and all parameters as before it. What trains, and whether gradients are on,
-    is
-    read once.
+    of these count as before one another. The place of anything else is unknown: its parameters
+    count as before all layers, and all parameters as before it. What trains, and whether gradients
+    are on, is read once.
 
     Args:
         may_change: whether other parameters may train later: any then stands before a layer.

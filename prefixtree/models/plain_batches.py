@@ -2,10 +2,9 @@
 
 A call without a tree mask must never train on a causal mask by accident, so it always raises with
 gradients. Without them, a batch is ordinary only if its positions grow by one along every row:
-those
-of a forest of several sequences do not. It gets the masks and the attention of "sdpa". Nothing else
-tells the two apart in every family: some do not show attention whether a cache is used, and
-`generate` drops masks without padding.
+those of a forest of several sequences do not. It gets the masks and the attention of "sdpa".
+Nothing else tells the two apart in every family: some do not show attention whether a cache is
+used, and `generate` drops masks without padding.
 
 Legend: B rows, n queries, m keys (cached ones included).
 """
@@ -133,8 +132,7 @@ def shows_positions(module: nn.Module) -> bool:
     """Whether this layer checks the positions: the first layer that attends does, once per forward.
 
     No layer does in compiled code: values cannot be read there, and reading a layer's number would
-    give
-    one graph per layer.
+    give one graph per layer.
     """
     if torch.compiler.is_compiling():
         return False

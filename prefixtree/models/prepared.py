@@ -24,22 +24,17 @@ def prepare(model: _Model) -> _Model:
     """Makes a model of transformers ready for forwards over packed forests, in place.
 
     It sets attn_implementation="prefixtree" if the model has another attention; a vision encoder
-    keeps
-    its own. Recurrent layers (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others) get a class that
-    runs
-    the family's forward along the tree. Indexers, which choose the keys of a query (DeepSeek V3.2,
-    GLM-5), get one too. `sequence_logprobs` prepares both kinds of layers by itself. A sequence
-    classifier then refuses to give one row for a forest of several sequences.
+    keeps its own. Recurrent layers (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others) get a class
+    that runs the family's forward along the tree. Indexers, which choose the keys of a query
+    (DeepSeek V3.2, GLM-5), get one too. `sequence_logprobs` prepares both kinds of layers by
+    itself. A sequence classifier then refuses to give one row for a forest of several sequences.
 
     It checks what no single layer sees: the model type is verified, every layer runs this
-    attention,
-    and no dropout is active.
+    attention, and no dropout is active.
 
     The model still generates, and runs ordinary batches without gradients, as under "sdpa". A
-    second
-    call changes nothing. Copies and pickles of a prepared model are prepared; `from_pretrained`
-    gives a
-    model that is not.
+    second call changes nothing. Copies and pickles of a prepared model are prepared;
+    `from_pretrained` gives a model that is not.
 
     Args:
         model: a model of transformers, wrapped (PEFT, DDP, FSDP2) or not.

@@ -65,10 +65,8 @@ def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> No
     """Refuses layers that give a token something else among others, and warns of unknown code.
 
     It runs once, and again when hooks, forwards, classes or the training mode changed. All ranks
-    that
-    share a model run equally many forwards: a later change of a sharded one is not probed, as it
-    may
-    have happened on one rank.
+    that share a model run equally many forwards: a later change of a sharded one is not probed, as
+    it may have happened on one rank.
 
     Args:
         device: the device of the model's inputs.
@@ -236,8 +234,7 @@ class _Rows(NamedTuple):
     """Three rows int64 [N]: tokens, most of them in another order, and a few, each many times.
 
     The third row has few tokens because one scale for all is the largest token's, which most rows
-    would
-    share.
+    would share.
 
     Attributes:
         in_first, in_second: int64 [K], the places of the tokens that the first two rows hold.

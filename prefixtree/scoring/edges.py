@@ -233,8 +233,7 @@ class SequenceScores:
         Raises:
             ForestError: an edge that was not measured here.
             ValueError: no `measured_edges`, an edge at another temperature, or edges that were made
-                by
-                hand.
+                by hand.
         """
         if self.measured_edges is None or self.source is None:
             raise ValueError(

@@ -66,8 +66,7 @@ def import_cost(
 
     Args:
         model: as in `sequence_logprobs` or `sequence_values`, on the device it trains on; in
-            training
-            mode if layers are recomputed.
+            training mode if layers are recomputed.
         recompute: the `recompute` that `kept_trunks` will get. "auto" counts as the least memory it
             can reach: all layers recomputed, and no graph of a trunk.
         recompute_trunks: the `recompute_trunks` that `kept_trunks` will get.

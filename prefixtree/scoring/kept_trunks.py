@@ -65,8 +65,7 @@ def kept_trunks(
 
     Each loss must run its backward within its turn of the loop. The backwards of trunks run between
     turns and at the end of the block. If an exception leaves the block, they do not run and all
-    graphs
-    are freed. With gradients disabled, the same block computes log-probabilities alone.
+    graphs are freed. With gradients disabled, the same block computes log-probabilities alone.
 
     Args:
         model: as in `sequence_logprobs`.
@@ -80,8 +79,7 @@ def kept_trunks(
         recompute: what layers compute again in the backward of a micro-batch. None, "all",
             "all_but_attention", "nothing" or a RecomputePlan: as in `sequence_logprobs`. "auto":
             trunks and micro-batches recompute what does not fit the memory that is free when the
-            block begins; vision encoders then always recompute. Default: None, as the model is
-            set.
+            block begins; vision encoders then always recompute. Default: None, as the model is set.
         return_statistics: as in `sequence_logprobs`.
         recompute_trunks: the same choice for trunks. Or "again": a trunk's whole forward runs a
             second time just before its backward, so that only its keys and values stay in memory
@@ -159,8 +157,7 @@ def kept_values(
         optimizer.step()
 
     It is `kept_trunks` for a critic or a reward model; the rules for losses, backwards and
-    gradients
-    are those of `kept_trunks`.
+    gradients are those of `kept_trunks`.
 
     Args:
         model: as in `sequence_values`.

@@ -51,8 +51,7 @@ def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead |
     """This rank's slice of an lm_head that transformers split along its rows; None for any other.
 
     It is called inside the model's forward: FSDP2 has gathered its parameters there, and what is
-    still
-    sharded is tensor parallelism's.
+    still sharded is tensor parallelism's.
 
     Args:
         forward: the forward of `lm_head` outside of scoring.

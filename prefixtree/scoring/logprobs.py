@@ -57,24 +57,19 @@ def sequence_logprobs(
     """Computes the log-probability of every token of every sequence; shared prefixes run once.
 
     The model is called once, over the distinct tokens of the forest. Log-probabilities and
-    entropies
-    are differentiable. Their gradients are those of the replicated batch, up to rounding.
+    entropies are differentiable. Their gradients are those of the replicated batch, up to rounding.
 
     The keywords down to `output_router_logits` say what is scored. Those from `chunk_size` on say
-    how
-    the model runs, and change no result.
+    how the model runs, and change no result.
 
     With `group`, the ranks of a process group divide the tokens of one forest (context
-    parallelism).
-    Every rank passes the same arguments, gets all scores and must run the backward. Gradients are
-    to be
-    averaged over the ranks of the group, as DDP and FSDP do: they are then those of the mean of the
-    ranks' losses. The gradients of one rank alone mean nothing.
+    parallelism). Every rank passes the same arguments, gets all scores and must run the backward.
+    Gradients are to be averaged over the ranks of the group, as DDP and FSDP do: they are then
+    those of the mean of the ranks' losses. The gradients of one rank alone mean nothing.
 
     With `max_step_tokens`, a forest that is too large for one forward is computed in steps. A step
     imports the keys and values above it from earlier steps. The backward runs the steps again, last
-    to
-    first. Any loss works. The backward adds the gradients to the parameters' `.grad`;
+    to first. Any loss works. The backward adds the gradients to the parameters' `.grad`;
     `torch.autograd.grad` and `backward(inputs=)` find none. A warning says so when scores are freed
     without a backward.
 
@@ -107,8 +102,8 @@ def sequence_logprobs(
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: `config.output_router_logits`.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the Triton
-            kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
-            (2^22 / vocabulary on a CPU).
+            kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges (2^22 /
+            vocabulary on a CPU).
         recompute: what layers compute again in the backward. "all" (gradient checkpointing),
             "all_but_attention" (outputs of attention and of recurrences are kept) or "nothing": the
             same in all layers. "auto": as little as the free memory allows, planned anew for each
@@ -132,8 +127,7 @@ def sequence_logprobs(
 
     Raises:
         TypeError: `packed` that is no PackedForest and no MicroBatch; `images` that are no Images;
-            a
-            temperature that is no number; a measure that is no function.
+            a temperature that is no number; a measure that is no function.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason; a measure whose values depend on other edges, on draws, or on tensors
             that require a gradient.

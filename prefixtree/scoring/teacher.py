@@ -52,16 +52,12 @@ class Teacher:
 
     The teacher runs once over the forest, without gradients, when it is made. It keeps the hidden
     states of the predictors, [P, d]. Its lm_head runs later, when a measure asks for a block of
-    edges
-    or `divergence` for a chunk. If FSDP2 or DeepSpeed shards the teacher, every rank keeps the
-    whole
-    lm_head.
+    edges or `divergence` for a chunk. If FSDP2 or DeepSpeed shards the teacher, every rank keeps
+    the whole lm_head.
 
     A scored edge finds its row by the tokens up to its predictor. So a teacher made without a loss
-    mask
-    serves any mask, and one of `pack(plan.forest)` serves every micro-batch and `kept_trunks`. An
-    edge
-    without a row is refused.
+    mask serves any mask, and one of `pack(plan.forest)` serves every micro-batch and `kept_trunks`.
+    An edge without a row is refused.
 
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
@@ -121,17 +117,13 @@ class Teacher:
         """Makes a measure [r, 1] of the divergence between the model and this teacher, in nats.
 
         The Triton kernels of the lm_head compute the divergence and its gradient together with log
-        p, from
-        the teacher's logits of the whole chunk (`chunk_size`). Elsewhere, and where the scored
-        model's
-        lm_head is not linear, it is computed as any measure.
+        p, from the teacher's logits of the whole chunk (`chunk_size`). Elsewhere, and where the
+        scored model's lm_head is not linear, it is computed as any measure.
 
         Args:
             beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them TRL's
-                generalised
-                Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(model || m), where
-                m is
-                beta teacher + (1 - beta) model. Default: 0.
+                generalised Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(model
+                || m), where m is beta teacher + (1 - beta) model. Default: 0.
 
         Raises:
             ValueError: a beta that is no number from 0 to 1, or nearer to either than 1e-6, where

@@ -62,8 +62,7 @@ def sequence_values(
         rewards = torch.stack([v[-1, 0] for v in pt.sequence_values(reward_model, packed)])
 
     Values are differentiable. The gradients are those of the replicated batch, up to rounding: a
-    shared
-    token gets the sum over its copies.
+    shared token gets the sum over its copies.
 
     Args:
         model: a token or sequence classifier of transformers (`AutoModelForTokenClassification`,
@@ -74,8 +73,8 @@ def sequence_values(
         recompute: as in `sequence_logprobs`.
         group: the process group whose ranks compute this forest together, as in
             `sequence_logprobs`. Default: this process computes it alone.
-        max_step_tokens: the number of own tokens that one step may hold, as in
-            `sequence_logprobs`. Default: the forest in one forward.
+        max_step_tokens: the number of own tokens that one step may hold, as in `sequence_logprobs`.
+            Default: the forest in one forward.
         import_cost: the bytes of own and imported tokens, for max_step_tokens. Default: read from
             the model.
 

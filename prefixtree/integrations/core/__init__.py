@@ -1,2 +1,3 @@
-"""The common core of adapters: a batch on the host, trunks that its micro-batches keep, and the
-tokens that packing saves. It knows no trainer."""
+"""The common core of adapters, which knows no trainer: a batch on the host, trunks that its
+micro-batches keep, and the tokens that packing saves.
+"""

@@ -1,5 +1,5 @@
-"""A trainer's batch, made once: its tokens and masks on the host, by one copy from the device, and
-the way of scores back into the trainer's layout.
+"""A trainer's batch, read once: its tokens and masks on the host, by one copy from the device, and
+the copy of scores back into the trainer's layout.
 
 Legend: B rows, L columns, n tokens of a row, R tokens of all.
 """
@@ -28,7 +28,7 @@ Pixels = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def on_host(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
-    """Integer tensors, copied from their device at once; int64."""
+    """Copies integer tensors from their device at once; int64."""
     given = [x.detach().long() for x in tensors]
     whole = torch.cat([x.reshape(-1) for x in given]).cpu().numpy()
     parts = np.split(whole, np.cumsum([x.numel() for x in given])[:-1])
@@ -37,16 +37,15 @@ def on_host(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
 
 @dataclass(eq=False)
 class Batch:
-    """Rows of tokens, and where their scores stand in a trainer's layout.
+    """Rows of tokens, and the places of their scores in a trainer's layout.
 
     Attributes:
         layout: the entry of the trainer's layout for the score of each token, row by row.
         tokens: int64 [n] per row.
         masks: bool [n] per row, the scored tokens. None: all.
-        device: of the trainer's tensors.
-        pixels: of the images of the rows.
-        config: of a model whose rows may have images; None for text alone.
-        routes: of each row, as `PrefixForest.from_sequences` takes them.
+        pixels: those of the images of the rows.
+        config: that of a model whose rows may have images; None for text alone.
+        routes: those of each row, as `PrefixForest.from_sequences` takes them.
     """
 
     layout: BatchLayout
@@ -66,7 +65,7 @@ class Batch:
         device: torch.device,
         **more: Any,
     ) -> Batch:
-        """Rows [B, L], padded on either side; a score stands where its token stands.
+        """Makes a batch of rows [B, L], padded on either side; scores stand at their own tokens.
 
         Raises:
             ForestError: a row without tokens, or with a hole.
@@ -81,14 +80,14 @@ class Batch:
     def jagged(
         cls, tokens: list[np.ndarray], masks: list[np.ndarray] | None, device: torch.device
     ) -> Batch:
-        """Rows one after another; the score of a token stands at the token before it."""
+        """Makes a batch of rows one after another; scores stand at the token before their own."""
         lengths = np.array([len(row) for row in tokens])
         size = int(lengths.sum())
         layout = BatchLayout((1, size), np.arange(size) - 1, lengths)
         return cls(layout, tokens, masks, device)
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """Some rows of a jagged batch of text, as one."""
+        """Joins some rows of a jagged batch of text to a batch."""
         masks = None if self.masks is None else [self.masks[i] for i in rows]
         return Batch.jagged([self.tokens[i] for i in rows], masks, self.device)
 
@@ -136,10 +135,10 @@ class Batch:
         return pack(self.forest).to(self.device)
 
     def score(self, model: nn.Module, **options: Any) -> SequenceScores:
-        """`sequence_logprobs` of the rows."""
+        """Runs `sequence_logprobs` on the rows."""
         options |= {"loss_mask": self.masks, "images": self.images}
         return sequence_logprobs(model, self.packed, **options)
 
     def spread(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[n - 1, ...] of each row's tokens but the first -> the trainer's layout, 0 elsewhere."""
+        """Puts values [n - 1, ...] of each row's tokens but the first into the layout; else 0."""
         return self.layout.spread(values)

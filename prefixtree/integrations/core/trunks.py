@@ -1,5 +1,6 @@
-"""Trunks that micro-batches share: whether a model keeps them, what a token of them takes, and one
-vote of all ranks whether to keep them or to cut trees."""
+"""Trunks that micro-batches share: whether a model keeps them, the bytes of their tokens, and one
+vote of all ranks whether to keep them or to cut trees.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def is_kept(model: nn.Module) -> bool:
 def token_cost(model: nn.Module, recompute: Recompute) -> ImportCost | None:
     """The bytes of a token of a model that trains; None where they cannot be read off."""
     try:
-        # also where a trainer scores without
+        # gradients count also where a trainer scores without them
         with torch.enable_grad():
             return import_cost(model, recompute)
     except UnsupportedError:
@@ -46,7 +47,7 @@ def planned(
     cost: ImportCost,
     micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks | None:
-    """`plan_trunks`; None where they do not fit."""
+    """Plans trunks with `plan_trunks`; None where they do not fit."""
     try:
         return plan_trunks(forest, max_tokens, cost, micro_batches)
     except ForestError:
@@ -54,10 +55,10 @@ def planned(
 
 
 def all_keep(is_planned: bool, saved: int | None, total: Total) -> bool:
-    """The vote: every rank has a plan, and together they compute fewer tokens than cut trees.
+    """Whether every rank has a plan, and all together compute fewer tokens than with cut trees.
 
     Args:
-        saved: the tokens that this rank computes fewer. None, on all ranks: no trees can be cut.
+        saved: the number of tokens that this rank saves. None, on all ranks: no trees can be cut.
     """
     failed, sum_saved = total([not is_planned, saved or 0])
     return not failed and (saved is None or sum_saved > 0)

@@ -1,5 +1,6 @@
-"""Metrics of packing: the tokens of a batch, those that are computed, and what could still be
-shared. The logs of TRL and verl are filled from `Work`."""
+"""Metrics of packing for the logs of TRL and verl: the tokens of a batch, the computed ones, and
+what could still be shared.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ class Work:
     """The work of a rank, summed over its micro-batches.
 
     Attributes:
-        replicated: tokens of all sequences. packed: computed ones, padding left out.
+        replicated: tokens of all sequences. packed: computed tokens, padding left out.
         squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens. 0
             where nobody counted.
-        to_win: tokens that run again behind forks that the policy did not sample; None where
-            nobody looked.
+        to_win: tokens that run again after forks that the policy did not sample; None where nobody
+            looked.
     """
 
     replicated: int = 0
@@ -36,12 +37,12 @@ class Work:
         masks: Sequence[np.ndarray] | None = None,
         packed: int | None = None,
     ) -> Work:
-        """The work of a forest.
+        """Counts the work of a forest.
 
         Args:
-            masks: bool [n] per sequence, true where the policy sampled the token. Default: nobody
-                looks for what runs again.
-            packed: the tokens that run for it. Default: the forest's.
+            masks: bool [n] per sequence, true where the policy sampled the token. Default: `to_win`
+                is not counted.
+            packed: the number of tokens that run for it. Default: the forest's.
         """
         return cls(
             forest.num_replicated_tokens,
@@ -69,12 +70,12 @@ class Work:
         return self.replicated < 1.005 * self.packed
 
     def metrics(self, ratio: str) -> dict[str, float]:
-        """By their names in a trainer's log, in which the ratio has a name of its own."""
-        found = {
+        """Metrics by their names in a trainer's log; `ratio` is its name of the ratio."""
+        numbers = {
             ratio: self.ratio,
             "tokens_computed": float(self.packed),
             "tokens_saved": float(self.replicated - self.packed),
         }
         if self.to_win is not None:
-            found["tokens_to_win"] = float(self.to_win)
-        return {f"prefixtree/{name}": value for name, value in found.items()}
+            numbers["tokens_to_win"] = float(self.to_win)
+        return {f"prefixtree/{name}": value for name, value in numbers.items()}

@@ -1,13 +1,11 @@
 """`pack_batches`: a model computes each distinct token of a THD batch once, for callers that know
 nothing of forests.
 
-Two hooks do it. Before the model, the sequences of the batch are packed into a forest; before the
-output layer, the hidden states are copied back to the tokens of the batch. What lies between, the
-embedding and the layers, runs over distinct tokens. The output layer sees every token; or, with a
-temperature, every edge once, and its scores are copied back behind the model.
-
-Legend: R tokens of the caller's batch, its padding included, T packed tokens, U edges, d hidden
-size.
+Two hooks do it. Before the model, the sequences of the batch are packed into a forest. Before the
+output layer, the hidden states are copied back to the tokens of the batch. The embedding and the
+layers run over distinct tokens. The output layer sees every token; or, with a temperature, every
+edge once, and its scores are copied back after the model. Legend: R tokens of the caller's batch,
+its padding included, T packed tokens, U edges, d hidden size.
 """
 
 from __future__ import annotations
@@ -49,27 +47,27 @@ def pack_batches(model: Any, temperature: float | None = None) -> Any:
 
     The caller sends what it sent before, `packed_seq_params` with qkv_format "thd", and gets what
     it got: logits of every token, or losses if it gives labels. Calls of another format run as
-    before. On pipeline stages behind the first, too, the caller has to give `input_ids`: every
-    stage packs for itself.
+    before. The caller must give `input_ids` on every pipeline stage, because every stage packs for
+    itself.
 
-    What is shared is what one micro-batch holds, so sequences with a common prefix belong into one.
+    Prefixes are shared within one micro-batch, so put sequences with a common prefix into one.
 
     Args:
         model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
             Float16Module or not; or a list of them (virtual stages), as the hooks of
             Megatron-Bridge and of trainers have it.
         temperature: with a number, a batch without labels gets float32 [1, tokens, 2] in the place
-            of logits: at each token of a sequence but its last the natural log-probability of the
-            next one, and the entropy of its distribution, of logits divided by it. Elsewhere 0.
-            Default: None, logits.
+            of logits, which are divided by it: at each token of a sequence but its last, the
+            natural log-probability of the next token and the entropy of its distribution. Elsewhere
+            0. Default: None, logits.
 
     Returns:
         The same model or list.
 
     Raises:
-        UnsupportedError: a model or a setting with which forests are not exact, with the reason.
-            So does a later forward: with the trainer's own `output_processor`, a `decoder_input`,
-            parts of a batch for context parallelism, or without `input_ids`.
+        UnsupportedError: a model or a setting with which forests are not exact, with the reason. A
+            later forward raises it too: with the trainer's own `output_processor`, a
+            `decoder_input`, parts of a batch for context parallelism, or without `input_ids`.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         language_model = find_model(chunk)
@@ -92,11 +90,11 @@ def _is_shared(language_model: Any) -> bool:
 
 
 class _BatchPacking:
-    """The hooks of one model, and what they know during a forward."""
+    """The hooks of one model, and their state during a forward."""
 
     def __init__(self, language_model: Any, temperature: float | None) -> None:
         self._temperature = temperature
-        # what the output layer handed over, and the score that each token of the batch copies
+        # the scores from the output layer, and the one that each token of the batch copies
         self._scored: tuple[Handed, GatherIndex] | None = None
         self._copies: GatherIndex | None = None
         self._copied = False
@@ -104,11 +102,11 @@ class _BatchPacking:
         self._calls: Callable[[], tuple[int, int]] | None = None
         self._tokens: RoutedTokens | None = None
         group = language_model.pg_collection.tp
-        # whose tensor-parallel ranks cut tokens between them
+        # its tensor-parallel ranks divide tokens
         self._group = group if language_model.config.sequence_parallel else None
 
     def pack(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a THD batch -> those of its forest."""
+        """Replaces the arguments of a THD batch by those of its forest."""
         self._reset()
         inputs = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
         params = inputs.get("packed_seq_params")
@@ -129,18 +127,18 @@ class _BatchPacking:
         self._calls = self._open.enter_context(counted_calls(packed.mask.host))
         if model.post_process and self._temperature is not None and inputs.get("labels") is None:
             check_head(model)
-            found = find_edges(packed, self._temperature, None)
-            edges, _ = local.edges(found)
+            scored = find_edges(packed, self._temperature, None)
+            edges, _ = local.edges(scored)
             options = ScoreOptions(True)
             handed = self._open.enter_context(scoring_layer(model.output_layer, edges, options))
             # a sequence's scores stand before its tokens
             copies = np.full(len(rows), -1, np.int32)
             if spans:
                 places = np.concatenate([np.arange(s, s + n - 1) for s, n in spans])
-                copies[places] = found.of_copies
-            self._scored = handed, GatherIndex(copies, found.count, packed.device)
+                copies[places] = scored.of_copies
+            self._scored = handed, GatherIndex(copies, scored.count, packed.device)
         elif model.post_process:
-            # found anew each time: trainers put value heads there
+            # looked up in each forward: trainers put value heads there
             changes = self._open.enter_context(changing(model.output_layer))
             changes.hook(model.output_layer.register_forward_pre_hook, self._copy_out)
         inputs |= {
@@ -153,7 +151,7 @@ class _BatchPacking:
         return (), inputs
 
     def _copy_out(self, layer: Any, args: tuple[Any, ...]) -> Any:
-        """Hidden states [T, 1, d] -> [R, 1, d]; parts of both under sequence parallelism."""
+        """Copies hidden states [T, 1, d] to [R, 1, d]; parts of both under sequence parallelism."""
         assert self._copies is not None
         self._copied = True
         hidden = args[0]
@@ -168,11 +166,11 @@ class _BatchPacking:
         return (hidden, *args[1:])
 
     def end(self, model: Any, args: Any, output: Any) -> Any:
-        """Checks what ran; gives the scores of the batch's tokens, where these were asked for."""
+        """Checks that all layers ran; gives the scores of the batch's tokens if they are wanted."""
         calls, copied, tokens, scored = self._calls, self._copied, self._tokens, self._scored
         counted = (0, 0) if calls is None else calls()
         self._reset()
-        # without an output an error is on its way, which is not to be hidden
+        # without an output an exception is being raised, which must not be hidden
         if calls is None or output is None:
             return None
         check_calls(model, counted, tokens)
@@ -235,12 +233,16 @@ def _check_call(inputs: dict[str, Any], params: Any) -> None:
 def _forest_of(
     model: Any, ids: torch.Tensor, params: Any
 ) -> tuple[PackedForest, np.ndarray, list[tuple[int, int]]]:
-    """The packed forest of ids [1, R]; which of its rows each of the R tokens copies, int32 [R], -1
-    for tokens of no sequence; and where its sequences begin, and their lengths."""
+    """Packs ids [1, R] into a forest.
+
+    Returns:
+        The forest; its row for each token, int32 [R], -1 for tokens of no sequence; and the begin
+        and length of each sequence.
+    """
     ends = params.cu_seqlens_q
     padded = getattr(params, "cu_seqlens_q_padded", None)
     starts = ends if padded is None else padded
-    # one wait for the device
+    # waits for the device once
     parts = [x.reshape(-1).long() for x in (starts, ends, ids)]
     host = torch.cat(parts).cpu().split([len(x) for x in parts])
     starts, ends, tokens = (x.numpy() for x in host)
@@ -254,13 +256,13 @@ def _forest_of(
     chosen = [(start, length) for start, length in spans if length > 0]
     forest = PrefixForest.from_sequences([tokens[s : s + n] for s, n in chosen] or [tokens[:1]])
     if not chosen:
-        # padding alone
+        # a batch of padding alone
         forest = forest.dummy()
     config = model.config
     size = config.tensor_model_parallel_size if config.sequence_parallel else None
     packed = pack(forest, pad_to_multiple_of=size).to(ids.device)
     rows, _ = packed.copy_index(np.arange(forest.num_sequences))
-    # what lies between sequences, and behind them, reads zeros
+    # tokens between and after sequences read zeros
     copies = np.full(ids.shape[1], -1, np.int32)
     if chosen:
         copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
@@ -268,7 +270,6 @@ def _forest_of(
 
 
 def _counted(packed: PackedForest, rows: np.ndarray, padding: torch.Tensor) -> np.ndarray:
-    """How often the batch has each packed token, int64 [T], without what the caller's padding_mask
-    [1, R] marks."""
+    """Counts packed tokens in the batch, int64 [T], without the caller's padding_mask [1, R]."""
     counted = ~padding.reshape(-1).cpu().numpy().astype(bool) & (rows >= 0)
     return np.bincount(rows[counted], minlength=packed.num_tokens)

@@ -1,8 +1,8 @@
-"""Whether all of a Megatron model runs along a forest.
+"""Checks whether all of a Megatron model runs along a forest.
 
-A layer that does not know forests would read one as a single causal sequence, in packed order, and
-say nothing. So every public way asks here before it runs a model, and counts the calls of tree
-attention while it runs.
+A layer that does not know forests would read one as a single causal sequence, in packed order,
+without an error. So every public function checks the model here before it runs, and counts the
+calls of tree attention while it runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DELTA = "a layer of the gated delta rule, whose state runs through the tokens i
 #: Classes whose layers have no tree attention -> what they are.
 _OTHER_LAYERS = {
     "MambaMixer": "a Mamba mixer, whose state runs through the tokens in packed order",
-    # the first holds the layers of newer versions
+    # the first module holds the layers of newer versions
     "_GDNBase": _DELTA,
     "GatedDeltaNet": _DELTA,
     "CrossAttention": "cross attention",
@@ -53,7 +53,7 @@ _OTHER_LAYERS = {
 
 
 def find_model(model: Any) -> Any:
-    """The GPTModel or HybridModel inside Megatron's wrappers."""
+    """Finds the GPTModel or HybridModel inside Megatron's wrappers."""
     inner = model
     while isinstance(inner, _WRAPPERS):
         inner = inner.module
@@ -68,12 +68,12 @@ def find_model(model: Any) -> Any:
 def check_model(model: Any) -> None:
     """Refuses a model that would read a forest as something else.
 
-    `tree_logprobs` and `pack_batches` call it before they run a model; call it where you build one,
-    to know at once.
+    `tree_logprobs` and `pack_batches` call it before they run a model. Call it where you build a
+    model, to know at once.
 
     Args:
-        model: Megatron's GPTModel or HybridModel, wrapped or not: what one pipeline stage, or one
-            virtual stage, has.
+        model: Megatron's GPTModel or HybridModel, wrapped or not: that of one pipeline stage, or of
+            one virtual stage.
 
     Raises:
         UnsupportedError: a layer or a setting with which forests are not exact, by name, with the
@@ -195,10 +195,10 @@ def _check_attention(name: str, attention: Any) -> None:
 
 def _refuse_others(name: str, module: Any) -> None:
     kinds = {c.__name__ for c in type(module).__mro__}
-    found = next((text for kind, text in _OTHER_LAYERS.items() if kind in kinds), None)
-    if found is not None:
+    text_of_kind = next((text for kind, text in _OTHER_LAYERS.items() if kind in kinds), None)
+    if text_of_kind is not None:
         raise UnsupportedError(
-            f"{name} is {found} ({type(module).__name__}): {_FIX} (it serves "
+            f"{name} is {text_of_kind} ({type(module).__name__}): {_FIX} (it serves "
             "SelfAttention, MLASelfAttention, GatedDeltaNet and MambaMixer)"
         )
 
@@ -207,8 +207,7 @@ def _refuse_others(name: str, module: Any) -> None:
 def every_layer_attends(
     language_model: Any, local: LocalForest, tokens: RoutedTokens | None
 ) -> Iterator[None]:
-    """One forward over a forest, in which every self-attention must call tree attention once, and
-    every router must read `tokens` once."""
+    """A context for one forward over a forest, read once by every self-attention and router."""
     with counted_calls(local.mask.host) as calls:
         yield
         check_calls(language_model, calls(), tokens)

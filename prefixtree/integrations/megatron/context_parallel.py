@@ -1,18 +1,18 @@
-"""`LocalForest`: the tokens of a packed forest that this rank computes: all, or under context
-parallelism a part; and `ForestParams`, which stands for it in the place of `packed_seq_params`.
+"""`LocalForest`: the tokens of a packed forest that this rank computes, and `ForestParams`, which
+stands for it in the place of `packed_seq_params`.
 
 The ranks of Megatron's context-parallel group divide the packed tokens as `group=` does for
-transformers' models: each runs the layers over its part, and core attention imports the keys and
-values of ancestors that other ranks have, of the heads of this tensor-parallel rank. A layer with a
-state exchanges tokens for some of these heads. The rest of a layer knows nothing of it.
+transformers' models. Core attention imports the keys and values of ancestors from other ranks, for
+the heads of this tensor-parallel rank. A layer with a state exchanges tokens for some of these
+heads.
 
 **Gradients.** Megatron's schedules multiply a loss by the size of the group, and its DDP divides
-gradients by it: ranks are taken to have a part of the loss each. All ranks have the scores of all
-tokens here, and compute the whole loss. So the gradient of a score is the mean over ranks of what
-their losses give it, and a trainer's loss stays as it is without context parallelism.
+gradients by it: each rank is taken to have a part of the loss. Here every rank has the scores of
+all tokens and computes the whole loss. So the gradient of a score is the mean over ranks, and a
+trainer's loss stays as it is without context parallelism.
 
-Legend: T packed tokens, t tokens of this rank, U scored edges, n ranks of the group, P positions,
-D rotary dimension.
+Legend: T packed tokens, t tokens of this rank, U scored edges, n ranks of the group, P positions, D
+rotary dimension.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ class LocalForest:
     """A packed forest, or this rank's part of it.
 
     Args:
-        packed: the whole forest.
         split: its division among the ranks of `group`. Default: this rank has all.
         group: the context-parallel group.
 
     Attributes:
-        packed: as given.
+        packed: the whole forest.
         mask: the TreeMask over which the layers of this rank attend.
         input_ids: int64 [1, t].
         position_ids: int64 [t], depths.
@@ -99,16 +98,14 @@ class LocalForest:
         value: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of the tokens of this rank to their paths: queries [t, H, D], keys [t, Hk, D],
-        values [t, Hk, Dv] -> [t, H, Dv]."""
+        """Computes attention to paths: q [t, H, D], k [t, Hk, D], v [t, Hk, Dv] -> [t, H, Dv]."""
         if self._divided is None:
             return tree_attention(query, key, value, self.mask, **options)
         out: torch.Tensor = self._divided.attend(layer, query, key, value, **options)
         return out
 
     def edges(self, found: ScoredEdges) -> tuple[DeviceEdges, GatherIndex]:
-        """The edges that this rank scores, and the way from the gathered scores of all ranks [U, C]
-        to the sequences."""
+        """Finds this rank's edges, and the gather from all ranks' scores [U, C] to sequences."""
         packed = self.packed
         if self._split is None:
             edges = edges_on_device(packed, found, None, found.predictor)
@@ -116,11 +113,11 @@ class LocalForest:
         return edges_of_part(packed, self._split.owner, self._index, found)[:2]
 
     def gathered_scores(self, scores: torch.Tensor, found: ScoredEdges) -> torch.Tensor:
-        """Scores of this rank's edges -> those of all ranks [U, C], rank by rank."""
+        """Gathers scores of this rank's edges to those of all ranks [U, C], rank by rank."""
         return scores if self._split is None else self._gathered(scores, found.predictor)
 
     def gathered_output(self, output: Any, num_tokens: int) -> Any:
-        """A model's output [1, t, ...] -> [1, num_tokens, ...] in packed order."""
+        """Gathers a model's output [1, t, ...] to [1, num_tokens, ...] in packed order."""
         if self._split is None:
             return output
         rows = self._part.num_tokens
@@ -135,7 +132,7 @@ class LocalForest:
         return whole.unflatten(1, output.shape[2:])[None]
 
     def _gathered(self, values: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
-        """[*, C] -> those of all ranks, where the owner of tokens[i] has value i."""
+        """Gathers values [*, C] of all ranks, where the owner of tokens[i] has value i."""
         assert self._split is not None
         whole = gathering(self._split.owner, self._index, self._group, tokens)(values)
         ranks = len(self._split)
@@ -150,15 +147,19 @@ def local_forest(
     check: Callable[[], ScoredEdges | None],
     options: dict[str, Any],
 ) -> tuple[LocalForest, ScoredEdges | None]:
-    """The tokens that this rank computes of a forest, once all ranks of the group agree, and what
-    `check` gave, which must not communicate; `options` of the call are the same on all ranks."""
+    """Makes this rank's tokens once all ranks agree; gives also the result of `check`.
+
+    Args:
+        check: must not communicate.
+        options: those of the call, the same on all ranks.
+    """
     config, group = language_model.config, language_model.pg_collection.cp
     ranks = group.size()
     if ranks == 1:
         return LocalForest(packed), check()
 
     def prepare() -> tuple[tuple[Split, ScoredEdges | None], dict[str, Any]]:
-        found = check()
+        scored = check()
         multi_latent = getattr(config, "multi_latent_attention", False)
         heads = config.num_attention_heads
         groups = heads if multi_latent else config.num_query_groups or heads
@@ -166,13 +167,13 @@ def local_forest(
         # sequence parallelism cuts each part again
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         padded = padded_to_ranks(packed, ranks * multiple)
-        # of the configuration alone, as all stages of a pipeline divide alike
-        split = split_tokens(padded, ranks, scored=edges_of(found), multiple=multiple)
+        # depends on the configuration alone, as all stages of a pipeline divide alike
+        split = split_tokens(padded, ranks, scored=edges_of(scored), multiple=multiple)
         _check_stages(config, split)
         runs = dict(zip(("starts of runs", "their owners"), split.runs, strict=True))
-        return (split, found), {
+        return (split, scored), {
             "forest": parts_of_forest(packed),
-            **parts_of_scores(found),
+            **parts_of_scores(scored),
             **{name: {} for name in WINGS},
             "model": {name: getattr(config, name, None) for name in _MODEL},
             "options": {**options, **_parts_of_state(language_model, packed)},
@@ -180,8 +181,8 @@ def local_forest(
         }
 
     device = next(language_model.parameters()).device
-    split, found = agree(group, device, prepare, FACTS)
-    return LocalForest(split.packed, split, group), found
+    split, scored = agree(group, device, prepare, FACTS)
+    return LocalForest(split.packed, split, group), scored
 
 
 #: Fields of a configuration that decide what ranks exchange.
@@ -214,8 +215,7 @@ def check_group(language_model: Any) -> None:
 
 
 def _check_stages(config: Any, split: Split) -> None:
-    """Refuses parts that a pipeline would not send on: without their shapes it takes every rank's
-    for an equal share."""
+    """Refuses parts of unequal size that a pipeline would send on as equal ones, without shapes."""
     tokens = split.num_own_tokens.tolist()
     sends = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if sends and len(set(tokens)) > 1:
@@ -227,8 +227,7 @@ def _check_stages(config: Any, split: Split) -> None:
 
 
 class Alone:
-    """In the place of a context-parallel group for rotary tables, which ranks would cut: depths
-    pick their rows."""
+    """A context-parallel group of one, so that ranks do not cut rotary tables: depths pick rows."""
 
     def size(self) -> int:
         return 1
@@ -262,14 +261,14 @@ class ForestParams(PackedSeqParams):
 
     @classmethod
     def of(cls, local: LocalForest) -> ForestParams:
-        """The parameters of one forward; every stage makes its own."""
+        """Makes the parameters of one forward; every stage makes its own."""
         longest = int(local.packed.forest.sequence_lengths.max())
         return cls(qkv_format=_FORMAT, max_seqlen_q=longest, max_seqlen_kv=longest, local=local)
 
     def at_depths(self, table: Any) -> Any:
-        """Rotary angles [P, 1, 1, D] of positions 0 .. P - 1 -> [t, 1, 1, D], those of the tokens.
+        """Picks the tokens' rows [t, 1, 1, D] of rotary angles [P, 1, 1, D].
 
-        Layers share the result. None and tuples of tables are mapped too.
+        Row i is for position i. Layers share the result. None and tuples of tables are mapped too.
         """
         if table is None:
             return None
@@ -287,10 +286,7 @@ class ForestParams(PackedSeqParams):
         return self._rows[id(table)][1]
 
     def latent_rows(self, make: Callable[[], Any]) -> Any:
-        """The rows of the tokens' positions in the rotary table of latent attention.
-
-        Each layer makes an equal table, from the one configuration, so the first is everybody's.
-        """
+        """The tokens' rows of latent attention's rotary table, made once for all layers."""
         if self._latent is None:
             table = make()
             pair = isinstance(table, tuple)

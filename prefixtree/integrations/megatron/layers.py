@@ -1,12 +1,10 @@
 """`tree_spec`: a layer spec whose self-attention follows packed forests, Megatron's latent
 attention (MLA) too.
 
-Latent attention makes its rotary table itself and applies row i to token i. Wherever it is handed
-packed parameters it also squeezes the batch away, for code that reads cu_seqlens. So its queries
-and keys are made without them, from a table with a row per packed token, and only its core
-attention sees the forest.
-
-Legend: T packed tokens, H query heads, Hk kv heads, D head dim, or rotary dimension, P positions.
+Latent attention makes its rotary table itself, applies row i to token i, and with packed parameters
+squeezes the batch away for code that reads cu_seqlens. So its queries and keys are made without
+them, from a table with a row per packed token, and only its core attention sees the forest. Legend:
+T packed tokens, H query heads, Hk kv heads, D head dim, or rotary dimension, P positions.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ else:
 
 
 class ForestLatentAttention(_Attention):
-    """Stands before MLASelfAttention: the rotary positions of a forest are its depths."""
+    """A base before MLASelfAttention: the rotary positions of a forest are its depths."""
 
     def get_query_key_value_tensors(
         self,
@@ -50,13 +48,16 @@ class ForestLatentAttention(_Attention):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """hidden_states [T, 1, d] of a forest, or a rank's part of them -> queries and keys
-        [T, 1, H, qk + D], values [T, 1, H, v] and the compressed ones."""
+        """Makes queries, keys, values and the compressed ones from hidden states [T, 1, d].
+
+        Returns:
+            Queries and keys [T, 1, H, qk + D], values [T, 1, H, v]; T are the tokens of this rank.
+        """
         make = super().get_query_key_value_tensors
         if not isinstance(packed_seq_params, ForestParams):
             given = (key_value_states, position_ids, packed_seq_params)
             return make(hidden_states, *given, *args, **kwargs)
-        # before the submodule, whose place it takes for this call
+        # found before the submodule, whose place it takes for this call
         self.__dict__["rotary_pos_emb"] = _AtDepths(self.rotary_pos_emb, packed_seq_params)
         try:
             return make(hidden_states, key_value_states, position_ids, None, *args, **kwargs)
@@ -74,8 +75,8 @@ class _AtDepths:
         return int(self._params.max_seqlen_q)
 
     def __call__(self, length: int, packed_seq: bool = False) -> Any:
-        """The table [T, 1, 1, D]; with YaRN also its factor."""
-        # whole, as of packed sequences: context parallelism would cut it
+        """Makes the table [T, 1, 1, D]; with YaRN also its factor."""
+        # the whole table, as for packed sequences: context parallelism would cut it
         return self._params.latent_rows(lambda: self._rotary(length, packed_seq=True))
 
 
@@ -95,7 +96,7 @@ def is_served_latent(module: Any) -> bool:
 
 
 class ForestSelfAttention:
-    """Stands before Megatron's self-attention: the rotary positions of a forest are its depths."""
+    """A base before Megatron's self-attention: the rotary positions of a forest are its depths."""
 
     def forward(self, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, ForestParams) for a in args):
@@ -112,7 +113,7 @@ class ForestSelfAttention:
 
 
 class ForestCoreAttention:
-    """Stands before Megatron's or TransformerEngine's core attention: queries see their paths."""
+    """A base before Megatron's or TransformerEngine's core attention: queries see their paths."""
 
     def __init__(
         self,
@@ -122,18 +123,18 @@ class ForestCoreAttention:
         softmax_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
-        # Megatron's local class refuses to be made for context parallelism, which it has none of
+        # Megatron's local class has no context parallelism and refuses to be made for it
         self._forests_alone = config.context_parallel_size > 1 and isinstance(
             self, DotProductAttention
         )
-        given = config
+        own_config = config
         if self._forests_alone:
-            given = copy.copy(config)
-            given.context_parallel_size = 1
-        super().__init__(given, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
+            own_config = copy.copy(config)
+            own_config.context_parallel_size = 1
+        super().__init__(own_config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
         self._forest_scale = softmax_scale
         self._forest_window = _window(config, layer_number)
-        # else as the packed forest has it
+        # otherwise as the packed forest is set
         self._forest_deterministic = True if config.deterministic_mode else None
 
     def forward(
@@ -146,8 +147,11 @@ class ForestCoreAttention:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """query [T, 1, H, D], key and value [T, 1, Hk, D] of a forest -> [T, 1, H D], with the
-        values' D where latent attention has two. T are the tokens of this rank."""
+        """Computes attention over this rank's T tokens of a forest.
+
+        query [T, 1, H, D], key and value [T, 1, Hk, D] -> [T, 1, H D], with the values' D where
+        latent attention has two.
+        """
         if not isinstance(packed_seq_params, ForestParams):
             if self._forests_alone:
                 raise UnsupportedError(
@@ -177,10 +181,9 @@ class ForestCoreAttention:
 
 
 def tree_spec(spec: Any) -> Any:
-    """A copy of a spec in which self-attention, layers with a state and routers take packed
-    forests.
+    """Copies a spec, so that self-attention, layers with a state and routers take packed forests.
 
-    Parameters, their names in checkpoints, and what an ordinary batch computes stay the same.
+    Parameters, their names in checkpoints, and the results of an ordinary batch stay the same.
     Layers that forests cannot pass are copied as they are: a model that has them is refused when it
     is used.
 
@@ -215,7 +218,7 @@ def _of_function(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mapped(node: Any) -> Any:
-    """A spec, or a part of one, with other classes for self-attention and routers."""
+    """Copies a spec, or a part of one, with other classes for self-attention and routers."""
     if isinstance(node, ModuleSpec):
         module = get_module(node)
         front = _front_of(module)
@@ -229,7 +232,7 @@ def _mapped(node: Any) -> Any:
     if isinstance(node, list):
         return [_mapped(n) for n in node]
     if isinstance(node, functools.partial):
-        # layers of experts are named so
+        # the name of layers of experts
         named = {name: _mapped(value) for name, value in node.keywords.items()}
         return functools.partial(node.func, *node.args, **named)
     if node is TopKRouter:
@@ -240,7 +243,7 @@ def _mapped(node: Any) -> Any:
 
 
 def _front_of(module: Any) -> type | None:
-    """The class that makes an attention follow forests, if it is served."""
+    """The class that makes an attention follow forests; None if it is not served."""
     if is_served_attention(module):
         return ForestSelfAttention
     return ForestLatentAttention if is_served_latent(module) else None
@@ -262,7 +265,7 @@ def _with_forest_core(core: Any) -> Any:
         return functools.partial(_with_forest_core(core.func), *core.args, **core.keywords)
     if core is DotProductAttention or core is _transformer_engine_core():
         return _joined(ForestCoreAttention, core)
-    # left as it is: a subclass may attend otherwise, and check_model names it
+    # unchanged: a subclass may attend in another way, and check_model names it
     return core
 
 
@@ -274,7 +277,7 @@ def _transformer_engine_core() -> Any:
 
 @functools.cache
 def _joined(first: type, base: type) -> type:
-    """A class of both; a spec that is mapped twice stays as it is."""
+    """Makes a class of both; a spec that is mapped twice stays as it is."""
     if issubclass(base, first):
         return base
     # by the name of a module with parameters of its own, Megatron-Bridge finds how they are sharded
@@ -284,7 +287,7 @@ def _joined(first: type, base: type) -> type:
 
 
 def _window(config: Any, layer_number: int) -> int | None:
-    """`tree_attention`'s window of a layer: Megatron counts the keys before the query's own."""
+    """The `window` of `tree_attention` for a layer: Megatron's leaves out the query's own key."""
     size, skipped = config.window_size, getattr(config, "window_attn_skip_freq", None)
     if not is_layer_window_attention(size, skipped, layer_number):
         return None

@@ -1,5 +1,5 @@
 """Settings of a Megatron model under which a forest would not give the replicated batch's results,
-or which nobody compared.
+or which were not compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _auxiliary(config: Any) -> bool:
 
 
 def _balances_by_batch(config: Any) -> bool:
-    """Whether the experts of a token depend on the tokens beside it."""
+    """Whether the experts of a token depend on other tokens of the batch."""
     return not set(_balancing(config)) <= {"none", *_LOSSES}
 
 
@@ -48,12 +48,12 @@ def _updates_bias(config: Any) -> bool:
 
 
 def counts_tokens(config: Any) -> bool:
-    """Whether routers take sums over tokens while they train: for a loss, or an expert's bias."""
+    """Whether routers take sums over tokens in training: for a loss, or an expert's bias."""
     return bool(_auxiliary(config) or _get("moe_z_loss_coeff")(config) or _updates_bias(config))
 
 
 def _loses_z_loss(config: Any) -> bool:
-    """Before 0.19 a rank scaled it by its own tokens, so the sum over ranks was too small."""
+    """Whether the z loss's sum is too small, as ranks scale it by their own tokens (< 0.19)."""
     return bool(
         _get("calculate_per_token_loss")(config)
         and _get("moe_z_loss_coeff")(config)

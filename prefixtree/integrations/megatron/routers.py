@@ -1,21 +1,20 @@
-"""Routers of Megatron on packed forests: losses and counts of the replicated batch, and the experts
-that were recorded with a forest's tokens.
+"""Routers of Megatron on packed forests: losses and counts of the replicated batch, and recorded
+experts.
 
-**Losses** (`ForestRouter`). A forest has each shared token once, where a replicated batch has it as
-often as sequences hold it. So the sums over tokens behind the load-balancing losses, the z loss and
-the bias of experts take each token times its number of copies. How the numbers of copies get there:
-as Megatron's `padding_mask`. It is an argument of every layer and of every function that is
-recomputed in the backward, so a recomputation sees those of its own micro-batch, in pipelines too.
+**Losses** (`ForestRouter`). A forest has each shared token once, a replicated batch once per
+sequence that holds it. So the sums over tokens in the load-balancing losses, the z loss and the
+bias of experts weigh each token by its number of copies. These numbers travel as Megatron's
+`padding_mask`, an argument of every layer and every recomputed function: a recomputation sees those
+of its own micro-batch, in pipelines too.
 
 **Recorded routes.** A rollout engine records which experts each token took, and training runs the
 same ones (router replay). `PrefixForest.from_sequences(..., routes=)` keys the forest by token and
-route, so a prefix is one only where both agree. Megatron asks its `RouterReplay` for the
-experts; for one call of a router `Recorded` stands in its place. The weights of the experts come
-from the router's scores, as in Megatron's own replay, so its gradient is kept. `recording` keeps
-what routers choose by themselves, for a later replay.
+route, so a prefix is shared only where both agree. `Recorded` stands in for Megatron's
+`RouterReplay` during one call of a router. The weights of the experts come from the router's
+scores, so its gradient is kept. `recording` keeps what routers choose, for a later replay.
 
-Legend: T packed tokens, n rows of this rank (fewer than T under sequence parallelism), E experts,
-m copies of a token, R tokens of the replicated batch (the sum of m), L layers of experts of this
+Legend: T packed tokens, n rows of this rank (fewer than T under sequence parallelism), E experts, m
+copies of a token, R tokens of the replicated batch (the sum of m), L layers of experts of this
 stage, k experts per token.
 """
 
@@ -53,9 +52,9 @@ class RoutedTokens:
     Attributes:
         copies: int64 [T], how often the replicated batch has each packed token; 0 for padding.
         routes: None, or integers [T, L, k], the recorded experts of L layers.
-        ordinals: with routes, number of a layer -> which of the L it is.
-        calls: how many routers have read it so far.
-        is_dummy: whether copies are 0 of all tokens, on all ranks that have a part of them.
+        ordinals: with routes, the index among the L by the number of a layer.
+        calls: the number of routers that have read it so far.
+        is_dummy: whether copies are 0 for all tokens, on all ranks that have a part of them.
     """
 
     copies: torch.Tensor
@@ -65,7 +64,7 @@ class RoutedTokens:
     is_dummy: bool = False
 
     def as_mask(self) -> TokenMask:
-        """In the shape and the place of Megatron's padding_mask, [1, T]."""
+        """Makes the tensor that travels as Megatron's padding_mask, [1, T]."""
         mask = torch.empty(1, len(self.copies), dtype=torch.bool, device="meta")
         carrier = mask.as_subclass(TokenMask)
         carrier.tokens = self
@@ -73,10 +72,10 @@ class RoutedTokens:
 
 
 class TokenMask(torch.Tensor):
-    """`RoutedTokens` on the way of Megatron's padding_mask.
+    """`RoutedTokens` that travel as Megatron's padding_mask.
 
-    The tensor has no values: where code took it for a mask of padding, it would meet tensors of
-    another device and raise. What is made of it, a transposed one or a part, has its tokens.
+    The tensor has no values: code that takes it for a mask of padding meets a tensor of another
+    device and raises. Tensors made from it, transposed or cut, have its tokens.
     """
 
     tokens: RoutedTokens
@@ -90,11 +89,7 @@ class TokenMask(torch.Tensor):
 
 
 class Recorded:
-    """Replaces Megatron's RouterReplay for one call of a router.
-
-    Args:
-        experts: int64 [n, k].
-    """
+    """Replaces Megatron's RouterReplay for one call of a router; experts: int64 [n, k]."""
 
     def __init__(self, experts: torch.Tensor) -> None:
         self._experts = experts
@@ -102,19 +97,19 @@ class Recorded:
     def get_replay_topk(
         self, scores: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores [n, k] of the recorded experts among scores [n, E], and these."""
+        """The scores [n, k] of the recorded experts among scores [n, E], and the experts."""
         return scores.gather(1, self._experts), self._experts
 
 
 class ForestRouter(_Router):
-    """Stands before TopKRouter: a token weighs as much as its copies."""
+    """A base before TopKRouter: a token weighs as much as its copies."""
 
     # int64 [n, 1], while a forest is routed
     _copies: torch.Tensor | None = None
     _is_dummy = False
 
     def forward(self, input: torch.Tensor, padding_mask: Any = None) -> Any:
-        """input [n, 1, d] -> the probabilities [n, E] and routes [n, E] of Megatron's router."""
+        """Routes input [n, 1, d]: probabilities [n, E] and routes [n, E] of Megatron's router."""
         if not isinstance(padding_mask, TokenMask):
             return super().forward(input, padding_mask)
         tokens = padding_mask.tokens
@@ -133,7 +128,7 @@ class ForestRouter(_Router):
             self._copies, self._is_dummy, self.router_replay = None, False, replay
 
     def _of_this_rank(self, whole: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        """The rows of [T, ...] whose hidden states are here."""
+        """The rows of [T, ...] whose hidden states are on this rank."""
         group, rows = self.tp_group, input.shape[0] * input.shape[1]
         if rows == len(whole):
             return whole
@@ -145,7 +140,7 @@ class ForestRouter(_Router):
         return whole[group.rank() * rows : (group.rank() + 1) * rows]
 
     def _weighed(self, scores: Any, routes: Any, kwargs: dict[str, Any]) -> Any:
-        """Scores and routes [n, E] in which Megatron's sums over tokens are those over copies."""
+        """Scores and routes [n, E] with which Megatron's sums over tokens are sums over copies."""
         if self._copies is None:
             return scores, routes, kwargs
         # with a padding mask, Megatron counts tokens by their routes
@@ -168,7 +163,7 @@ class ForestRouter(_Router):
         before = counted.clone() if self._is_dummy and counted is not None else None
         probs = super()._apply_global_aux_loss(probs, scores, routes, **kwargs)
         if before is not None:
-            # where no rank has a token, it is no step of those over which Megatron averages
+            # a step without a token on any rank is not one of those that Megatron averages over
             self.ga_steps -= (self.global_tokens_per_expert == before).all().to(self.ga_steps.dtype)
         return probs
 
@@ -191,7 +186,7 @@ class ForestRouter(_Router):
         on = config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
         if self._copies is None or not on:
             return super().apply_z_loss(logits, padding_mask)
-        # a mean of the means of ranks would be another loss, since their parts of R differ
+        # a mean of the ranks' means would be another loss, since their shares of R differ
         total = self._replicated()
         squares = logits.logsumexp(-1).square() * self._copies[:, 0]
         part = squares.sum() / total.clamp(min=1)
@@ -207,7 +202,7 @@ class ForestRouter(_Router):
         return MoEAuxLossAutoScaler.apply(logits, loss)
 
     def _replicated(self) -> torch.Tensor:
-        """R over the ranks that have a part of the tokens."""
+        """R, summed over the ranks that have a part of the tokens."""
         assert self._copies is not None
         total = self._copies.sum()
         if self.tp_cp_group.size() > 1:
@@ -230,8 +225,7 @@ def routers_of(language_model: Any) -> dict[str, Any]:
 
 
 def check_routes(language_model: Any, packed: PackedForest) -> None:
-    """Refuses routes that the model's routers would not follow; and, where the forest has none, a
-    router that is to record or to replay by itself."""
+    """Refuses routes that the routers would not follow; without routes, a router's own replay."""
     routes = packed.forest.routes
     if routes is None:
         check_no_replay(language_model)
@@ -264,8 +258,7 @@ def check_no_replay(language_model: Any) -> None:
 
 
 def ordinals_of(language_model: Any) -> tuple[dict[int, int], int]:
-    """Which layer of experts each router of this stage is, by its layer's number; and how many the
-    whole model has."""
+    """Indexes this stage's layers of experts by layer number; counts those of the whole model."""
     routers, config = routers_of(language_model), language_model.config
     numbers = [router.layer_number for router in routers.values()]
     if config.pipeline_model_parallel_size == 1:
@@ -306,7 +299,7 @@ class _Choice:
 
 @contextmanager
 def recording(language_model: Any) -> Iterator[Callable[[], torch.Tensor]]:
-    """While open, one forward over a forest keeps which experts the routers choose."""
+    """A context in which one forward over a forest keeps the experts that the routers choose."""
     routers = routers_of(language_model)
     choices = {name: _Choice() for name in routers}
 
@@ -319,11 +312,11 @@ def recording(language_model: Any) -> Iterator[Callable[[], torch.Tensor]]:
                     "recorded; set moe_router_fusion to False"
                 )
             rows.append(choice.experts)
-        found = torch.stack(rows, 1).int()
+        experts = torch.stack(rows, 1).int()
         if language_model.config.sequence_parallel:
             group = language_model.pg_collection.tp
-            found = gather_from_sequence_parallel_region(found, group=group)
-        return found
+            experts = gather_from_sequence_parallel_region(experts, group=group)
+        return experts
 
     with changing(language_model) as changes:
         for name, choice in choices.items():

@@ -1,9 +1,8 @@
 """`tree_logprobs`: a packed forest through a Megatron model, each edge scored once.
 
-The output layer's place is taken for one forward. It gets the last hidden states, scores the edges
-in chunks over the vocabulary of all ranks, and returns scores in the place of logits. So wrappers
-and the hooks of the output layer, which may gather its weight, see an ordinary forward; and every
-version and every model class that has an output layer is served alike.
+The output layer is replaced for one forward. It gets the last hidden states, scores the edges in
+chunks over the vocabulary of all ranks, and returns scores in the place of logits. So wrappers and
+the hooks of the output layer, which may gather its weight, see an ordinary forward.
 
 Legend: T packed tokens, P predictors, U scored edges, one per temperature, W vocabulary entries of
 this rank, d hidden size.
@@ -68,26 +67,23 @@ def tree_logprobs(
     measure: Measure | None = None,
     chunk_size: int | None = None,
 ) -> SequenceScores | torch.Tensor:
-    """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
+    """Computes the log-probability of every token of every sequence; shared prefixes run once.
 
-    To be called in a `forward_step`, on every pipeline stage, tensor- and context-parallel rank,
-    with the same arguments. Ranks of Megatron's context-parallel group compute a part of the tokens
-    each. Log-probabilities and entropies are differentiable. Their gradients are those of
-    the replicated batch, up to rounding, after Megatron's own `finalize_model_grads`.
-
-    The softmax is over the vocabulary as Megatron pads it, as that of its losses is.
+    Call it in a `forward_step`, on every pipeline stage, tensor- and context-parallel rank, with
+    the same arguments. Ranks of Megatron's context-parallel group compute a part of the tokens
+    each. Log-probabilities and entropies are differentiable. Their gradients are those of the
+    replicated batch, up to rounding, after Megatron's own `finalize_model_grads`. The softmax is
+    over the vocabulary as Megatron pads it, like that of its losses.
 
     Args:
         model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
             Float16Module or not; one stage, or one virtual stage.
         packed: the packed forest, on the model's device; under sequence parallelism padded to a
-            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`). Where
-            it has routes, the routers run these experts. Or a MicroBatch, as in
-            `sequence_logprobs`.
-        temperature: the divisor of the logits, above 0: as in `sequence_logprobs`.
-            Default: 1.0.
-        loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
-            has no predictor and is ignored. Default: every token is scored.
+            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`). If it
+            has routes, the routers run these experts. Or a MicroBatch, as in `sequence_logprobs`.
+        temperature: the divisor of the logits, above 0: as in `sequence_logprobs`. Default: 1.0.
+        loss_mask: one mask [n] per sequence, 1 where a token is scored and 0 elsewhere. Entry 0 is
+            ignored, as the first token has no predictor. Default: every token is scored.
         return_entropy: whether to compute entropies too. Default: False.
         measure: as in `sequence_logprobs`, of the logits of the whole padded vocabulary: under
             tensor parallelism each rank gathers them chunk by chunk, and measures all. Default:
@@ -97,12 +93,12 @@ def tree_logprobs(
 
     Returns:
         On the last stage SequenceScores, the same on every tensor- and context-parallel rank:
-        float32, or float64 from a model in float64. On the stages before, the hidden states
-        [T, 1, d] that the schedule sends on (a part of the T rows under sequence or context
-        parallelism).
+        float32, or float64 from a model in float64. On earlier stages the hidden states [T, 1, d]
+        that the schedule sends on (a part of the T rows under sequence or context parallelism).
 
     Raises:
-        TypeError: anything but a PackedForest or a MicroBatch, or a temperature that is no number.
+        TypeError: `packed` that is no PackedForest and no MicroBatch, or a temperature that is no
+            number.
         UnsupportedError: a model or a setting with which forests are not exact, with the reason.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
             that has no token ids or lacks padding.
@@ -112,8 +108,8 @@ def tree_logprobs(
             whose calls differ.
         RuntimeError: another context-parallel rank refused the call.
     """
-    given, language_model = packed, find_model(model)
-    packed = packed_of(given, "tree_logprobs", lambda: _device_of(language_model))
+    forest_or_batch, language_model = packed, find_model(model)
+    packed = packed_of(forest_or_batch, "tree_logprobs", lambda: _device_of(language_model))
     options = ScoreOptions(return_entropy, chunk_size=chunk_size, measure=measure)
 
     def check() -> ScoredEdges:
@@ -124,26 +120,26 @@ def tree_logprobs(
                 "context_parallel_size=1"
             )
         _check_forest(language_model, packed)
-        found = find_edges(packed, *own_of(given, temperature, loss_mask))
+        scored = find_edges(packed, *own_of(forest_or_batch, temperature, loss_mask))
         if language_model.post_process:
             check_head(language_model)
-        return found
+        return scored
 
-    local, found = local_forest(language_model, packed, check, {"entropy": return_entropy})
+    local, scored = local_forest(language_model, packed, check, {"entropy": return_entropy})
     if not language_model.post_process:
         return _run(model, language_model, local)
-    assert found is not None
-    edges, to_sequences = local.edges(found)
+    assert scored is not None
+    edges, to_sequences = local.edges(scored)
     with scoring_layer(language_model.output_layer, edges, options) as handed:
         output = _run(model, language_model, local)
-    scores = local.gathered_scores(returned_scores(output, handed), found)
-    return scores_of(scores, to_sequences, found.lengths, options, found=found)
+    scores = local.gathered_scores(returned_scores(output, handed), scored)
+    return scores_of(scores, to_sequences, scored.lengths, options, found=scored)
 
 
 def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
     """Runs a model over a packed forest and returns its output, in packed order.
 
-    A model with a value head gives [1, T, 1], for example; `PackedForest.unpack` brings the values
+    A model with a value head gives [1, T, 1], for example; `PackedForest.unpack` copies the values
     to the sequences.
 
     Args:
@@ -151,8 +147,8 @@ def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
         packed: as in `tree_logprobs`.
 
     Returns:
-        On the last stage what the model returns, of all tokens under context parallelism too; on
-        the stages before, hidden states.
+        On the last stage the model's output for all tokens, under context parallelism too; on
+        earlier stages hidden states.
 
     Raises:
         UnsupportedError, ForestError, ValueError: as in `tree_logprobs`.
@@ -172,7 +168,7 @@ def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
 
 
 def _run(model: Any, language_model: Any, local: LocalForest) -> Any:
-    """The model's output for the tokens of this rank."""
+    """Runs the model over the tokens of this rank."""
     tokens = routed_tokens(language_model, local)
     with every_layer_attends(language_model, local, tokens), changing(language_model) as changes:
         rotary = getattr(language_model, "rotary_pos_emb", None)
@@ -219,7 +215,7 @@ def _device_of(language_model: Any) -> torch.device:
 
 
 def check_head(language_model: Any) -> None:
-    """Refuses what works on logits, since scores take their place."""
+    """Refuses code that works on logits, since scores take their place."""
     kind, layer, config = type(language_model), language_model.output_layer, language_model.config
     forwards = (GPTModel.forward, HybridModel.forward)
     if kind.forward not in forwards or "forward" in vars(language_model):
@@ -246,7 +242,7 @@ def check_head(language_model: Any) -> None:
 
 
 def returned_scores(output: Any, handed: Handed) -> torch.Tensor:
-    """The scores [U, columns] in what the model returned."""
+    """The scores [U, columns] in the model's output."""
     if handed.values is None or handed.times != 1:
         raise UnsupportedError(
             f"the model called its output layer {handed.times} times in one forward, expected "
@@ -261,7 +257,7 @@ def returned_scores(output: Any, handed: Handed) -> torch.Tensor:
 
 @contextmanager
 def scoring_layer(layer: Any, edges: DeviceEdges, options: ScoreOptions) -> Iterator[Handed]:
-    """While open, the output layer scores `edges` and returns [U, 1, columns]."""
+    """A context in which the output layer scores `edges` and returns [U, 1, columns]."""
     handed = Handed()
 
     def forward(hidden: torch.Tensor, weight: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
@@ -282,7 +278,7 @@ def _head_scores(
     edges: DeviceEdges,
     options: ScoreOptions,
 ) -> torch.Tensor:
-    """Hidden states [T, 1, d], or this rank's part of them, and weight [W, d] -> [U, columns]."""
+    """Scores edges, [U, columns], from hidden [T, 1, d], or this rank's part, and weight [W, d]."""
     group, size = layer.tp_group, layer.tp_group.size()
     if layer.sequence_parallel:
         # linear_logprobs gives every rank the whole gradient, so nothing is left to sum

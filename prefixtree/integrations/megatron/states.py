@@ -1,11 +1,10 @@
 """`ForestDeltaNet`, `ForestMamba`: Megatron's layers with a state along a packed forest.
 
-Both are projections, gates and norms around a convolution and a recurrence. Megatron's run through
-the tokens in packed order; for a forest they are prefixtree's, and the rest stays Megatron's, with
-the heads and groups of this rank under tensor parallelism. Context-parallel ranks exchange tokens
-for heads around the recurrence alone, so Megatron's code runs as if there were one.
-
-Legend: t tokens of this rank, d hidden size, H heads of this rank, P size of a head.
+Both are projections, gates and norms around a convolution and a recurrence. For a forest these two
+are prefixtree's; the rest stays Megatron's, with the heads and groups of this rank under tensor
+parallelism. Context-parallel ranks exchange tokens for heads around the recurrence alone, so
+Megatron's code runs as on one rank. Legend: t tokens of this rank, d hidden size, H heads of this
+rank, P size of a head.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ else:
 
 
 class ForestDeltaNet(_DeltaNet):
-    """Stands before GatedDeltaNet."""
+    """A base before GatedDeltaNet: convolution and recurrence follow the forest."""
 
     def forward(
         self,
@@ -43,7 +42,7 @@ class ForestDeltaNet(_DeltaNet):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """hidden_states [t, 1, d] of a forest, or a rank's part of them -> the same, a bias."""
+        """Runs the layer over hidden_states [t, 1, d] of a forest; gives [t, 1, d] and a bias."""
         kwargs["packed_seq_params"] = packed_seq_params
         if any(isinstance(a, ForestParams) for a in args):
             raise UnsupportedError(
@@ -59,11 +58,11 @@ class ForestDeltaNet(_DeltaNet):
         if self.cp_size > 1:
             mixer.cp_size, mixer.pg_collection = 1, copy.copy(self.pg_collection)
             mixer.pg_collection.cp = Alone()
-            # since 0.19
+            # exists since 0.19
             if hasattr(self, "feat_dim_split"):
                 query, key, value, *others = self.in_proj_split_sections
                 mixer.feat_dim_split = (query + key + value, *others)
-        # its own code, in which the name of the convolution means that of a tree
+        # Megatron's own code, in which the convolution's name means the tree's
         of_tree = {"causal_conv1d": lambda _: partial(_conv, local.states)}
         forward = with_globals(GatedDeltaNet.forward, of_tree)
         return forward(mixer, hidden_states, attention_mask, *args, **kwargs)
@@ -72,25 +71,25 @@ class ForestDeltaNet(_DeltaNet):
 def _conv(
     states: KeepsStates, x: torch.Tensor, weight: Any, bias: Any, activation: str, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """As fla's causal_conv1d: x [1, t, D] -> [1, t, D]."""
+    """Stands in for fla's causal_conv1d: x [1, t, D] -> [1, t, D]."""
     return states.conv(x.squeeze(0), weight, bias, activation)[None], None
 
 
 def _delta_rule(
     states: KeepsStates, query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """As fla's chunk_gated_delta_rule: [1, t, H, ...] -> [1, t, H, P]."""
+    """Stands in for fla's chunk_gated_delta_rule: [1, t, H, ...] -> [1, t, H, P]."""
     rows = (part.squeeze(0) for part in (query, key, value, g, beta))
     return states.delta_rule(*rows)[None], None
 
 
 class ForestMamba(_Mixer):
-    """Stands before MambaMixer."""
+    """A base before MambaMixer: convolution and recurrence follow the forest."""
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> Any:
-        """hidden_states [t, 1, d] of a forest, or a rank's part of them -> the same, a bias."""
+        """Runs the layer over hidden_states [t, 1, d] of a forest; gives [t, 1, d] and a bias."""
         mixer: Any = self
         if isinstance(packed_seq_params, ForestParams) and self.cp.cp_size > 1:
             mixer, alone = copy.copy(self), copy.copy(self.cp)
@@ -102,7 +101,7 @@ class ForestMamba(_Mixer):
         return MambaMixer.forward(mixer, hidden_states, *args, **kwargs)
 
     def _ssm_training(self, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-        """[t, 1, what the projection gives] -> [t, 1, H P]; Megatron has one fused call here."""
+        """Replaces Megatron's fused call: the projection's output [t, 1, *] -> [t, 1, H P]."""
         if not isinstance(packed_seq_params, ForestParams):
             return super()._ssm_training(zxBCdt, packed_seq_params)
         forest, local = packed_seq_params.local, self.cp
@@ -129,7 +128,7 @@ class ForestMamba(_Mixer):
         return self.norm(y) if self.rmsnorm else y
 
 
-#: Megatron's class -> what stands before it.
+#: Megatron's class -> the base that goes before it.
 SERVED = {GatedDeltaNet: ForestDeltaNet, MambaMixer: ForestMamba}
 
 
@@ -139,13 +138,13 @@ def has_state(module: Any) -> bool:
 
 
 def state_of(layer: Any) -> Any:
-    """The part of a layer that has a state and follows forests, if there is one."""
+    """The part of a layer that has a state and follows forests; None without one."""
     mixer = getattr(layer, "mixer" if isinstance(layer, MambaLayer) else "self_attention", None)
     return mixer if has_state(mixer) else None
 
 
 def check_state(name: str, mixer: Any) -> None:
-    """Refuses settings with which Megatron's code would pass the tree by."""
+    """Refuses settings with which Megatron's code would bypass the tree."""
     if isinstance(mixer, ForestDeltaNet) and mixer.config.deterministic_mode:
         raise UnsupportedError(
             f"packed forests are not served with deterministic_mode=True and {name}: torch's "

@@ -1,4 +1,4 @@
-"""Which Megatron-Core the adapter was compared with; imports nothing of it."""
+"""The Megatron-Core versions that the adapter was compared with; imports nothing of it."""
 
 from __future__ import annotations
 

@@ -5,19 +5,18 @@
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
 
 No class of TRL is changed: the trainers are subclasses that override a few methods.
-`use_tree_attention` registers another attention under the name that AsyncGRPO asks for, for all
-models of the process. `contract.py` names what they rely on; another TRL is refused where that has
-changed.
+`use_tree_attention` replaces the attention that AsyncGRPO asks for, for all models of the process.
+`contract.py` names what they rely on; a TRL in which that has changed is refused.
 """
 
 from prefixtree.integrations.common import require
 
-# before the modules that import it
+# runs before the modules that import TRL
 require(__name__, "trl", "prefixtree-attention[trl]")
 
 from prefixtree.integrations.trl.contract import TESTED, check_installed  # noqa: E402
 
-# before what an older TRL has not
+# runs before imports that an older TRL lacks
 check_installed()
 
 from prefixtree.integrations.trl.data_set_trainers import (  # noqa: E402

@@ -1,6 +1,6 @@
 """The parts of TRL that the adapter relies on, and the refusal of a TRL where they changed.
 
-The signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
+Signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
 only the source shows, are compared by tests/integrations/trl/test_contract.py.
 """
 
@@ -75,7 +75,7 @@ TREE_KEYWORDS = (
 
 
 def check_installed() -> None:
-    """Refuses a TRL before the first that the adapter imports from."""
+    """Refuses a TRL older than the first from which the adapter can import."""
     if Version(trl.__version__) < Version(TESTED[0]):
         raise UnsupportedError(
             f"prefixtree.integrations.trl needs TRL {TESTED[0]} or newer, this is TRL "
@@ -96,8 +96,8 @@ def check_trainer(trainer_class: type) -> None:
 def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:
     """Refuses an attention that is not TRL's for trees, or takes other tree keywords.
 
-    The function is judged, and not the place where TRL keeps it: in 1.16 and 1.17 that is
-    `trl.experimental.async_grpo.packing`, which is gone in 1.18.
+    The function is judged, not its place in TRL: in 1.16 and 1.17 that is
+    `trl.experimental.async_grpo.packing`, which 1.18 no longer has.
     """
     module = getattr(function, "__module__", None) or ""
     keywords = [] if function is None else _tree_keywords(function)
@@ -153,7 +153,7 @@ def _compare(name: str, what: str, found: Sequence[str], expected: Sequence[str]
 
 
 def advice() -> str:
-    """How to mend an untested version of TRL, as the end of a sentence."""
+    """Says how to mend an untested version of TRL, as the end of a sentence."""
     first, last = TESTED
     versions = first if first == last else f"{first} to {last}"
     return f"the adapter is tested with TRL {versions}: install {last}, or use TRL's trainer"

@@ -2,10 +2,8 @@
 a batch computed once.
 
 `DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
-their losses and metrics from the log-probabilities that come back. `PackedModel` answers that call
-from the packed forest of the batch's rows.
-
-Legend: B rows, padded right to L columns.
+their losses and metrics from the returned log-probabilities. `PackedModel` answers that call from
+the packed forest of the batch's rows. Legend: B rows, padded right to L columns.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class PackedModel:
     """A model as TRL calls it, with every distinct token of a batch computed once.
 
     Args:
-        outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
+        outputs: the entries of `FusedCausalLMOutput` to compute in addition to `log_probs` and
             `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
     """
 
@@ -58,10 +56,9 @@ class PackedModel:
         self._recompute = recompute
 
     def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        """The scores of the labels; without `fused_lm_head`, what the model returns.
+        """Computes the scores of the labels; without `fused_lm_head`, the model's own output.
 
         Args:
-            fused_lm_head: TRL's request for scores in place of logits.
             inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
                 or -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
                 pixel_values, image_grid_thw and mm_token_type_ids; nothing else.
@@ -91,10 +88,10 @@ class PackedModel:
         )
         if self._sharing is not None and torch.is_grad_enabled():
             self._sharing.saw(batch.forest, batch.masks)
-        found = {"log_probs": scores.logprobs, **scores.statistics}
+        outputs = {"log_probs": scores.logprobs, **scores.statistics}
         if scores.entropy is not None:
-            found["entropy"] = scores.entropy
-        entries = {name: batch.spread(values)[:, 1:] for name, values in found.items()}
+            outputs["entropy"] = scores.entropy
+        entries = {name: batch.spread(values)[:, 1:] for name, values in outputs.items()}
         if "is_top1" in entries:
             entries["is_top1"] = entries["is_top1"].bool()
         return FusedCausalLMOutput(
@@ -106,27 +103,27 @@ class PackedModel:
 
 def _pixels_of(inputs: dict[str, Any]) -> Pixels:
     """Takes a batch's images out of it: pixel_values and image_grid_thw."""
-    # positions are computed anew, from the placeholders
+    # positions are computed from the placeholders
     inputs.pop("mm_token_type_ids", None)
     return inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
 
 
 def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids, attention_mask and labels of a batch that has nothing else."""
-    given = {name: value for name, value in inputs.items() if value is not None}
-    given.pop("use_cache", None)
+    """Takes input_ids, attention_mask and labels from a batch that has nothing else."""
+    entries = {name: value for name, value in inputs.items() if value is not None}
+    entries.pop("use_cache", None)
     needed = ("input_ids", "attention_mask", "labels")
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in needed if name not in entries]:
         raise UnsupportedError(
             f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], their "
             "attention_mask and labels, as TRL's collators make them without padding_free"
         )
-    if others := sorted(given.keys() - set(needed)):
+    if others := sorted(entries.keys() - set(needed)):
         raise UnsupportedError(
             f"the batch has {', '.join(others)}, which is not packed yet; train on text alone, "
             "with the entries input_ids, attention_mask and labels (or completion_mask)"
         )
-    return given["input_ids"], given["attention_mask"], given["labels"]
+    return entries["input_ids"], entries["attention_mask"], entries["labels"]
 
 
 def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
@@ -149,11 +146,10 @@ def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
 
 
 class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
-    """`trl.SFTTrainer` on prefix forests.
+    """Trains as `trl.SFTTrainer` does, and computes each distinct token of a batch once.
 
-    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
-    once. It is for samples that begin alike: the turns of an agent's conversation, one sample per
-    turn, or several answers to one prompt. It takes the arguments of `SFTTrainer`. The model gets
+    Losses, gradients and metrics are the same. It is for samples that begin alike: the turns of an
+    agent's conversation, one sample per turn, or several answers to one prompt. The model gets
     attn_implementation="prefixtree".
 
     A token that several samples share is computed once and learnt once per sample in which it has a
@@ -161,8 +157,9 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
     TRL's code. The metrics of `SharingReport` are added.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.SFTTrainer`. Default:
-            None, what `gradient_checkpointing` of the arguments says.
+        recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
+            of the arguments says.
+        *args, **kwargs: as in `trl.SFTTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -181,7 +178,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L], and images."""
+        """Computes TRL's loss of input_ids, attention_mask and labels, int64 [B, L], and images."""
         outputs = "entropy", "is_top1"
         packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
@@ -191,25 +188,25 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
 
 
 class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
-    """`trl.DPOTrainer` on prefix forests.
+    """Trains as `trl.DPOTrainer` does, and computes each distinct token of a batch once.
 
-    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
-    once, for the policy and for the reference. The two answers of a pair share their prompt, and
-    pairs of one prompt, or of one conversation, share more. It takes the arguments of `DPOTrainer`.
-    The models get attn_implementation="prefixtree".
+    Losses, gradients and metrics are the same. Policy and reference both share tokens: the two
+    answers of a pair share their prompt, and pairs of one prompt, or of one conversation, share
+    more. The models get attn_implementation="prefixtree".
 
     Losses, divergences, the order of the data and logging are TRL's code. The metrics of
     `SharingReport` are added.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.DPOTrainer`. Default:
-            None, what `gradient_checkpointing` of the arguments says.
+        recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
+            of the arguments says.
+        *args, **kwargs: as in `trl.DPOTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    # TRL's: whether batches have the log-probabilities of the reference
+    # TRL's attribute: whether batches have the reference's log-probabilities
     precompute_ref_logps: bool
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
@@ -226,7 +223,7 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference's log-probabilities of the chosen and of the rejected answers."""
+        """Computes the reference's log-probabilities of the chosen and of the rejected answers."""
         packed = PackedModel(model, images=self._is_vlm)
         return super().compute_ref_log_probs(packed, inputs)
 
@@ -239,7 +236,7 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
             reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             names = ("ref_chosen_logps", "ref_rejected_logps")
             inputs = {**inputs, **dict(zip(names, reference, strict=True))}
-        # the batch has them, so that TRL calls no model but `packed`
+        # the batch has them, so TRL calls no model but `packed`
         with changing(self) as changes:
             changes.set(self, precompute_ref_logps=True)
             return super()._compute_loss(packed, inputs, return_outputs)

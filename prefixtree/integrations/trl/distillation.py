@@ -1,6 +1,5 @@
 """TRL's distillation, on policy (`DistillationTrainer`) and of given answers (`GKDTrainer`,
-`GOLDTrainer`), with every distinct token of a micro-batch computed once, by the student and by the
-teacher.
+`GOLDTrainer`): student and teacher compute every distinct token of a micro-batch once.
 
 Legend: B rows, L = P + C columns, P of prompts (padded left), C of completions (padded right).
 """
@@ -36,19 +35,19 @@ _NO_LABEL = -100
 
 
 class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, DistillationTrainer):
-    """`trl.DistillationTrainer` on prefix forests.
+    """Trains as `trl.DistillationTrainer` does, and computes each distinct token once.
 
-    It gives the same losses, gradients and metrics, and computes each distinct token of a
-    micro-batch once, in the student and in the teacher. It takes the arguments of
-    `DistillationTrainer`. Both models get attn_implementation="prefixtree", also for generation.
-    Micro-batches are shuffled, not rows, so that prompts that begin alike stay together.
+    Losses, gradients and metrics are the same. Student and teacher both share the tokens of a
+    micro-batch, and both get attn_implementation="prefixtree", also for generation. Micro-batches
+    are shuffled, not rows, so that prompts that begin alike stay together.
 
     Generation, the divergence's normalisation and logging are TRL's code. The metrics of
     `SharingReport` are added.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`, of the student; all else is of
-            `trl.DistillationTrainer`. Default: None, what `gradient_checkpointing` says.
+        recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
+            `gradient_checkpointing` of the arguments says.
+        *args, **kwargs: as in `trl.DistillationTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -65,7 +64,7 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
     def _compute_loss(
         self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The divergence of a micro-batch, for TRL's `compute_loss`.
+        """Computes the divergence of a micro-batch, for TRL's `compute_loss`.
 
         Returns:
             The loss [], the sum of the student's entropies [] in nats, and the number of scored
@@ -84,11 +83,10 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
 
 
 class _OfAnswers(PackedTrainer):
-    """A trainer of TRL's experiments whose loss is a divergence at the labels of a batch. Stands
-    first of bases.
+    """A base before TRL's experimental trainers whose loss is a divergence at a batch's labels.
 
     Attributes:
-        trl_class: that it extends.
+        trl_class: the class of TRL that is extended.
     """
 
     trl_class: type
@@ -110,8 +108,8 @@ class _OfAnswers(PackedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The divergence of a batch: input_ids, attention_mask and labels, [B, L], padded on either
-        side, labels -100 where a token is not scored. The outputs have no logits."""
+        """Computes the divergence of a batch [B, L], padded on either side; outputs have no
+        logits."""
         scored = inputs["labels"] != _NO_LABEL
         loss, count, _ = _divergence(
             self,
@@ -127,16 +125,16 @@ class _OfAnswers(PackedTrainer):
 
 
 class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
-    """`trl.experimental.gkd.GKDTrainer` on prefix forests.
+    """Trains as `trl.experimental.gkd.GKDTrainer` does, and computes each distinct token once.
 
-    It gives the same losses and gradients, and computes each distinct token of a batch once, in the
-    student and in the teacher. It takes the arguments of `GKDTrainer`. Both models get
-    attn_implementation="prefixtree", also for generation (`lmbda`, `seq_kd`), which is TRL's code,
-    as are collators and logging. The metrics of `SharingReport` are added.
+    Losses and gradients are the same. Student and teacher both share the tokens of a batch, and
+    both get attn_implementation="prefixtree", also for generation (`lmbda`, `seq_kd`). Generation,
+    collators and logging are TRL's code. The metrics of `SharingReport` are added.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`, of the student; all else is of
-            `GKDTrainer`. Default: None, what `gradient_checkpointing` says.
+        recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
+            `gradient_checkpointing` of the arguments says.
+        *args, **kwargs: as in `GKDTrainer`.
 
     Raises:
         UnsupportedError: as `PrefixTreeDistillationTrainer`.
@@ -146,14 +144,15 @@ class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
 
 
 class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
-    """`trl.experimental.gold.GOLDTrainer` on prefix forests, for a teacher with the student's
-    tokenizer.
+    """Trains as `trl.experimental.gold.GOLDTrainer` does, and computes each distinct token once.
 
-    As `PrefixTreeGKDTrainer`, for `GOLDTrainer`. A group of `num_generations` rows shares a prompt.
+    The teacher must have the student's tokenizer. Everything else is as in `PrefixTreeGKDTrainer`.
+    A group of `num_generations` rows shares a prompt.
 
     Args:
-        recompute: as in `prefixtree.sequence_logprobs`, of the student; all else is of
-            `GOLDTrainer`. Default: None, what `gradient_checkpointing` says.
+        recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
+            `gradient_checkpointing` of the arguments says.
+        *args, **kwargs: as in `GOLDTrainer`.
 
     Raises:
         UnsupportedError: as `PrefixTreeDistillationTrainer`; use_uld_loss.
@@ -174,17 +173,16 @@ def _divergence(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums over the scored tokens of a batch: of divergences [], their number [], and of entropies
-    [], without gradients.
+    """Sums divergences [] and entropies [] (without gradients) over scored tokens; counts these [].
 
     Args:
         ids, mask: [B, L]. scored: bool [B, L].
     """
     check_attention(student)
     check_attention(trainer.teacher_model)
-    rows, kept, wanted = on_host((ids, mask, scored))
-    _check_scored(kept, wanted)
-    batch = Batch.padded(rows, kept, wanted != 0, ids.device)
+    rows, kept, is_scored = on_host((ids, mask, scored))
+    _check_scored(kept, is_scored)
+    batch = Batch.padded(rows, kept, is_scored != 0, ids.device)
     trainer.teacher_model.eval()
     teacher = Teacher(trainer.teacher_model, batch.packed, batch.masks)
     scores = batch.score(
@@ -209,7 +207,7 @@ def _divergence(
 
 
 def _check_scored(mask: np.ndarray, scored: np.ndarray) -> None:
-    """Refuses rows [B, L] of which a token is scored that nothing predicts, or that is padding."""
+    """Refuses rows [B, L] that score padding, or a token that nothing predicts."""
     first = mask.argmax(1)
     check_prompts((first > 0) & (scored[np.arange(len(mask)), first] != 0))
     for row, column in np.argwhere((scored != 0) & (mask == 0))[:1]:
@@ -219,8 +217,7 @@ def _check_scored(mask: np.ndarray, scored: np.ndarray) -> None:
 
 
 def _call(wrapper: nn.Module, original: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of TRL's redirection through a wrapper's forward: the method gets the wrapper,
-    whose forward it calls as any model's."""
+    """Replaces TRL's redirection: the method gets the wrapper, and calls it as any model."""
     return method(*(wrapper if arg is original else arg for arg in args), **kwargs)
 
 

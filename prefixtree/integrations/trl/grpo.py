@@ -35,33 +35,32 @@ _Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
-    """`trl.GRPOTrainer` on prefix forests.
+    """Trains as `trl.GRPOTrainer` does, and computes each distinct token once.
 
-    It gives the same losses, gradients and metrics, and computes each distinct token of a
-    micro-batch once, or of all micro-batches of an optimiser step. It takes the arguments of
-    `GRPOTrainer`. Two things differ:
+    Losses, gradients and metrics are the same. Tokens are shared within a micro-batch, or among all
+    micro-batches of an optimiser step. Two things differ from `GRPOTrainer`:
 
     - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
       micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
     - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
       which the completions of a prompt are next to each other. Old log-probabilities and the
       reference's come from the same rows, computed in the same way. So the ratio is exactly 1
-      before the policy's first update, and the KL of a policy that is its reference exactly 0.
+      before the policy's first update, and the KL of a policy that is its reference is exactly 0.
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
     TRL's code. The metrics of `SharingReport` are added.
 
     Args:
         recompute: what the policy's layers compute again in the backward, as in
-            `prefixtree.sequence_logprobs`; all else is of `trl.GRPOTrainer`. Default: None, what
-            `gradient_checkpointing` of the arguments says.
+            `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing` of the
+            arguments says.
         max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
             computed in steps (`prefixtree.sequence_logprobs(max_step_tokens=)`). Default: None, no
             limit.
-        keep_trunks: whether micro-batches that are in one generation and one optimiser step share
-            what their rows have in common (`prefixtree.kept_trunks`) where that computes less. It
-            holds no more at once than the largest micro-batch takes alone, or max_tokens.
-            Default: True.
+        keep_trunks: whether micro-batches of one generation and one optimiser step compute common
+            prefixes once (`prefixtree.kept_trunks`), where that computes less. It holds no more at
+            once than the largest micro-batch takes alone, or max_tokens. Default: True.
+        *args, **kwargs: as in `trl.GRPOTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -119,13 +118,13 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             "output_router_logits": compute_aux_loss,
         }
         generation = Generation(self._step, self._blocks, self._buffered_batches)
-        found = self._trunks.score(model, batches, options, generation)
-        if found is None:
-            found = [self._score(model, batch, options) for batch in batches]
+        kept_scores = self._trunks.score(model, batches, options, generation)
+        if kept_scores is None:
+            kept_scores = [self._score(model, batch, options) for batch in batches]
         elif torch.is_grad_enabled():
             assert self._trunks.window is not None
             self._sharing.saw(*self._trunks.window.sharing())
-        parts = zip(batches, found, strict=True)
+        parts = zip(batches, kept_scores, strict=True)
         return _joined([_completions(batch, scores, prompt) for batch, scores in parts])
 
     def _batches(
@@ -136,22 +135,22 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         batch_size: int | None,
         images: dict[str, Any],
     ) -> list[Batch]:
-        """Rows that are packed together, with one copy from the device for all of them."""
+        """Makes batches of rows that are packed together, with one copy from the device for all."""
         shown = RowImages(images, self._is_vlm)
         ids, mask = on_host((input_ids, attention_mask))
         check_prompts(mask[:, :prompt].sum(1) == 0)
         scored = np.broadcast_to(np.arange(ids.shape[1]) >= prompt, ids.shape)
         config = transformer_of(self.model).config if self._is_vlm else None
         more = {"pixels": shown.of(0, len(ids)), "config": config}
-        whole = Batch.padded(ids, mask, scored, input_ids.device, **more)
+        all_rows = Batch.padded(ids, mask, scored, input_ids.device, **more)
         size = batch_size or len(ids)
         if len(ids) <= size:
-            return [whole]
+            return [all_rows]
         starts = range(0, len(ids), size)
-        return [whole.rows(at, at + size, shown.of(at, at + size)) for at in starts]
+        return [all_rows.rows(at, at + size, shown.of(at, at + size)) for at in starts]
 
     def _score(self, model: nn.Module, batch: Batch, options: dict[str, Any]) -> SequenceScores:
-        """The scores of a micro-batch by itself."""
+        """Scores a micro-batch by itself."""
         limit = self._max_tokens
         cost = None if limit is None else self._trunks.cost
         options = options | {"recompute": self._recompute, "max_step_tokens": limit}
@@ -179,20 +178,20 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
 
     def _buffered_batches(self) -> list[Batch]:
         """The micro-batches of the generation, in the order in which its rows were generated."""
-        found = []
+        batches = []
         for inputs in self._buffered_inputs or []:
             ids, mask = (
                 torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], 1)
                 for part in ("ids", "mask")
             )
             images = {name: inputs.get(name) for name in PER_ROW}
-            found += self._batches(ids, mask, inputs["prompt_ids"].shape[1], None, images)
+            batches += self._batches(ids, mask, inputs["prompt_ids"].shape[1], None, images)
         each, blocks = self._trunks.together, np.argsort(self._blocks).tolist()
-        return [batch for i in blocks for batch in found[i * each : (i + 1) * each]]
+        return [batch for i in blocks for batch in batches[i * each : (i + 1) * each]]
 
 
 def _completions(batch: Batch, scores: SequenceScores, prompt: int) -> _Scores:
-    """The scores of the columns behind those of prompts."""
+    """The scores of the columns after those of prompts."""
     entropy = None if scores.entropy is None else batch.spread(scores.entropy)[:, prompt:]
     return batch.spread(scores.logprobs)[:, prompt:], entropy, scores.aux_loss
 

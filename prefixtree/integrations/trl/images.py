@@ -1,4 +1,4 @@
-"""Images in TRL's batches: the images of some rows."""
+"""Images in TRL's batches: those of some rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RowImages:
     """The images of a batch's rows."""
 
     def __init__(self, images: dict[str, Any], is_vlm: bool) -> None:
-        given = {name: value for name, value in images.items() if value is not None}
-        if unknown := sorted(given.keys() - (_TAKEN if is_vlm else ())):
+        entries = {name: value for name, value in images.items() if value is not None}
+        if unknown := sorted(entries.keys() - (_TAKEN if is_vlm else ())):
             why = (
                 "only images with a grid (image_grid_thw, of Qwen's processors) are verified"
                 if is_vlm
@@ -29,18 +29,18 @@ class RowImages:
             )
             raise UnsupportedError(f"the batch has {', '.join(unknown)}: {why}")
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if "pixel_values" in given:
-            self._all = given["pixel_values"], given["image_grid_thw"]
-            split: Any = split_pixel_values_by_grid(given)
+        if "pixel_values" in entries:
+            self._all = entries["pixel_values"], entries["image_grid_thw"]
+            split: Any = split_pixel_values_by_grid(entries)
             self._rows = list(zip(split["pixel_values"], split["image_grid_thw"], strict=True))
 
     def of(self, start: int, end: int) -> Pixels:
-        """Those of rows start to end - 1; None where no row has any."""
+        """The images of rows start to end - 1; None where no row has any."""
         rows = self._rows[start:end]
         if not rows:
             return None, None
         pixels, grids = self._all
         if len(rows) < len(self._rows):
-            # those of all rows are not copied
+            # images of all rows are not copied
             pixels, grids = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return (pixels, grids) if len(grids) else (None, None)

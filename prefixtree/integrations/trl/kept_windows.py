@@ -1,13 +1,13 @@
 """Trunks that the micro-batches of an optimiser step share, each computed once: for GRPO's trainer.
 
-TRL runs forward, loss and backward for one micro-batch after another, and clips and steps behind
-the last one. So trunks run forward before the first micro-batch that needs them, and backward
-behind the last one, within TRL's `training_step` of that micro-batch. What is held at once stays
-within what the largest micro-batch takes alone.
+TRL runs forward, loss and backward for one micro-batch after another, and then clips and steps. So
+trunks run forward before the first micro-batch that needs them, and backward after the last one,
+within TRL's `training_step` of that micro-batch. No more is held at once than the largest
+micro-batch takes alone.
 
-Policy, old policy and reference go through the same plan, made once per generation from the
-policy's memory alone. So where weights are equal log-probabilities are too, to the bit. Otherwise
-a KL of equal weights would have a gradient of rounding, of which AdamW makes whole steps.
+Policy, old policy and reference use one plan per generation, made from the policy's memory. So
+equal weights give equal log-probabilities, to the bit. Otherwise a KL of equal weights would have a
+gradient of rounding, of which AdamW makes whole steps.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ if TYPE_CHECKING:
 
 
 class WindowCost(NamedTuple):
-    """The bytes that a token of the policy takes, and the memory of its vision encoder; None
-    without a vision encoder, or where it is not known."""
+    """The bytes of a policy's token, and the memory of its vision encoder, None if not known."""
 
     token: ImportCost
     encoder: EncoderMemory | None
 
 
 class WindowPlan(NamedTuple):
-    """Micro-batches that keep trunks, the plan of these, and the images of their forest."""
+    """Micro-batches that keep trunks, their plan, and the images of their forest."""
 
     batches: Sequence[Batch]
     trunks: Trunks
@@ -63,11 +62,11 @@ class WindowPlan(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Where a trainer stands in the generation that it trains on.
+    """The place of a trainer in the generation that it trains on.
 
     Attributes:
-        step: the micro-batches that were trained on before.
-        blocks: of each block of micro-batches in their order, its number in the generation.
+        step: the number of micro-batches that were trained on before.
+        blocks: the number in the generation of each block of micro-batches, in training order.
         buffered: gives the micro-batches of the generation, in the order of its rows.
     """
 
@@ -80,15 +79,14 @@ class StepTrunks:
     """The trunks of a trainer's steps: plans of a generation, and the window that is open.
 
     Args:
-        trainer: of which names are read that TRL and transformers make public.
-        keep_trunks: whether micro-batches may share trunks.
-        recompute: of the policy. max_tokens: held at once; None for what a micro-batch takes.
+        trainer: only its names that TRL and transformers make public are read.
+        recompute: the policy's. max_tokens: held at once; None for what a micro-batch takes.
         sees: whether the policy takes images.
 
     Attributes:
         keeps: whether micro-batches share trunks.
-        together: so many are always within one generation and one optimiser step, whatever comes
-            first.
+        together: the number of micro-batches in a block, which is always within one generation and
+            one optimiser step.
         window: the micro-batches that keep trunks now.
     """
 
@@ -108,18 +106,17 @@ class StepTrunks:
         self.window: KeptWindow | None = None
         self._trainer = trainer
         self._recompute, self._max_tokens, self._sees = recompute, max_tokens, sees
-        # of the policy, as it was before the last generation
+        # the policy's cost before the last generation
         self._cost: WindowCost | None = None
-        # of that generation, in the order of its rows. None: not made yet; none: micro-batches are
-        # scored alone
+        # plans of that generation, in the order of its rows; None before they are made, and empty
+        # where micro-batches are scored alone
         self._plans: list[WindowPlan] | None = None
-        # how many micro-batches of the optimiser step are done, and whether one runs now
+        # the finished micro-batches of the optimiser step, and whether one runs now
         self._done, self._runs = 0, False
 
     @property
     def cost(self) -> WindowCost | None:
-        """The cost by which all models that score a generation are planned; None where it cannot be
-        read off."""
+        """The cost by which every model's plan is made; None where it cannot be read off."""
         if self._cost is None:
             checkpoints: Recompute = "all" if self._trainer.args.gradient_checkpointing else None
             how = self._recompute or checkpoints, self._sees
@@ -127,20 +124,20 @@ class StepTrunks:
         return self._cost
 
     def begin_generation(self) -> None:
-        """Forgets the plans of the last one."""
+        """Forgets the plans of the last generation."""
         self._plans, self._cost = None, None
         if self.keeps or self._max_tokens is not None:
-            # now, while the adapters of the policy are on
+            # read now, while the adapters of the policy are on
             _ = self.cost
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """While open, TRL runs the forward and the backward of one micro-batch."""
+        """A context in which TRL runs the forward and the backward of one micro-batch."""
         self._runs = True
         try:
             yield
             if self.window is not None and self.window.is_over:
-                # before gradients are clipped
+                # runs before gradients are clipped
                 self._take_window().close()
         except BaseException:
             if self.window is not None:
@@ -162,7 +159,7 @@ class StepTrunks:
         options: dict[str, Any],
         generation: Generation,
     ) -> list[SequenceScores] | None:
-        """The scores of micro-batches that keep trunks; None where each is scored by itself."""
+        """Scores micro-batches that keep trunks; None where each is scored by itself."""
         if not self.keeps:
             return None
         if torch.is_grad_enabled():
@@ -176,35 +173,35 @@ class StepTrunks:
     def _score_blocks(
         self, model: nn.Module, batches: list[Batch], options: dict[str, Any]
     ) -> list[SequenceScores] | None:
-        """The scores of a generation's micro-batches, in order; None where they keep no trunks."""
-        found, plans = [], self._plans_of(model, batches)
+        """Scores a generation's micro-batches, in order; None where they keep no trunks."""
+        scores, plans = [], self._plans_of(model, batches)
         held = [batch for plan in plans for batch in plan.batches]
         if held and not (len(held) == len(batches) and all(map(Batch.equals, held, batches))):
-            # a caller's own rows, not those of the generation
+            # the caller's own rows, not the generation's
             plans = self._new_plans(model, batches)
         for plan in plans:
             window = self._open(model, plan, options)
             assert window is not None, "without gradients nothing is planned for memory"
-            found += [window.score(batch) for batch in plan.batches]
+            scores += [window.score(batch) for batch in plan.batches]
             window.close()
-        return found or None
+        return scores or None
 
     def _window_of_step(
         self, model: nn.Module, batch: Batch, options: dict[str, Any], generation: Generation
     ) -> KeptWindow | None:
-        """The micro-batches from this one on that keep trunks."""
-        trainer, each = self._trainer, self.together
+        """Opens the window of the micro-batches from this one on that keep trunks, if they do."""
+        trainer, block_size = self._trainer, self.together
         at = generation.step % trainer.args.steps_per_generation
         left = trainer.current_gradient_accumulation_steps - self._done
-        if at % each or left < each:
-            # it was tried before the first of them
+        if at % block_size or left < block_size:
+            # this block was tried at its first micro-batch
             return None
         if self._plans is None:
-            # nothing was scored before
+            # nothing of this generation was scored before
             self._plans_of(model, generation.buffered())
         if not self._plans:
             return None
-        plan = self._plans[generation.blocks[at // each]]
+        plan = self._plans[generation.blocks[at // block_size]]
         if not plan.batches[0].equals(batch):
             return None
         window = self._open(model, plan, options)
@@ -220,9 +217,9 @@ class StepTrunks:
         return window
 
     def _plans_of(self, model: nn.Module, batches: list[Batch]) -> list[WindowPlan]:
-        """The plans of the generation: made for the first of the models that score it."""
+        """The plans of the generation, made for the first of the models that score it."""
         if not is_kept(model):
-            # something wrapped it behind the constructor
+            # it was wrapped after the constructor
             self.keeps, self._plans = False, []
         if self._plans is None:
             self._plans = self._new_plans(model, batches)
@@ -232,7 +229,7 @@ class StepTrunks:
         return self._plans
 
     def _new_plans(self, model: nn.Module, batches: list[Batch]) -> list[WindowPlan]:
-        """One per block of micro-batches; none where each is better computed by itself.
+        """Makes a plan per block of micro-batches; none where each is better computed by itself.
 
         All processes decide together, as sharded models run in lockstep, and for the whole
         generation, as each process shuffles by itself.
@@ -241,11 +238,11 @@ class StepTrunks:
         blocks = [batches[i : i + self.together] for i in range(0, len(batches), self.together)]
         with suppress(ForestError, UnsupportedError):
             for block in blocks:
-                found = _planned(model, block, self._max_tokens, self.cost)
-                if found is None:
+                planned = _planned(model, block, self._max_tokens, self.cost)
+                if planned is None:
                     break
-                plans.append(found[0])
-                saved += found[1]
+                plans.append(planned[0])
+                saved += planned[1]
         return plans if all_keep(len(plans) == len(blocks), saved, self._total) else []
 
     def _fit(self) -> bool:
@@ -267,16 +264,16 @@ class StepTrunks:
     def _open(
         self, model: nn.Module, plan: WindowPlan, options: dict[str, Any]
     ) -> KeptWindow | None:
-        """A window over the micro-batches of a plan; None on all processes where recompute="auto"
-        finds no room for the gradients of one of them."""
+        """Opens a window over a plan; None on all processes if recompute="auto" lacks room on
+        one."""
         recompute = self._recompute if torch.is_grad_enabled() else None
-        given = self._trainer.accelerator, model, plan, {**options, "recompute": recompute}
+        arguments = self._trainer.accelerator, model, plan, {**options, "recompute": recompute}
         if recompute != "auto":
-            return KeptWindow(*given)
+            return KeptWindow(*arguments)
         window = None
-        # of its own plan, before anything runs, or of that of another process of FSDP2
+        # raised for its own plan before anything runs, or for that of another process of FSDP2
         with suppress(torch.OutOfMemoryError, ForestError):
-            window = KeptWindow(*given)
+            window = KeptWindow(*arguments)
         if not self._total([window is None])[0]:
             return window
         if window is not None:
@@ -311,7 +308,7 @@ class KeptWindow:
         return self._scored == len(self._plan.batches)
 
     def score(self, batch: Batch) -> SequenceScores:
-        """The scores of the next micro-batch."""
+        """Scores the next micro-batch."""
         if self.is_over or not self._plan.batches[self._scored].equals(batch):
             raise UnsupportedError(
                 "the loss of a micro-batch asks for other rows than the trainer buffered, and the "
@@ -320,7 +317,7 @@ class KeptWindow:
                 "keep_trunks=False"
             )
         if isinstance(self._model, FSDPModule) and torch.is_grad_enabled():
-            # backwards of trunks come in between, on each rank at its own time: all are reduced
+            # backwards of trunks come in between, at different times on each rank: all are reduced
             self._model.set_requires_gradient_sync(True)
         with self._accelerator.autocast():
             _, scores = next(self._kept)
@@ -328,18 +325,18 @@ class KeptWindow:
         return scores
 
     def sharing(self) -> tuple[PrefixForest, list[np.ndarray], int]:
-        """Gives the forest of the micro-batch scored last, the masks of its rows, and its share, by
-        its tokens, of the tokens that run for the window."""
+        """The last micro-batch's forest, row masks, and share of the tokens that the window
+        runs."""
         part, forest = self._parts[self._scored - 1], self._plan.trunks.forest
         share = part.forest.num_replicated_tokens / forest.num_replicated_tokens
         return part.forest, part.take(self._masks), round(share * forest.num_tokens)
 
     def close(self, *failure: Any) -> None:
-        """Runs the backwards of trunks that are left; with an exception's triple lets go of all."""
+        """Runs the remaining backwards of trunks; with an exception's triple frees everything."""
         self._stack.__exit__(*(failure or (None, None, None)))
 
     def abandon(self, why: str) -> None:
-        """Lets go of all, before anything ran."""
+        """Frees everything before anything ran."""
         failure = ForestError(why)
         self.close(type(failure), failure, None)
 
@@ -362,12 +359,11 @@ def _cost_of(model: nn.Module, recompute: Recompute, sees: bool) -> WindowCost |
 def _planned(
     model: nn.Module, batches: Sequence[Batch], max_tokens: int | None, cost: WindowCost | None
 ) -> tuple[WindowPlan, int] | None:
-    """The plan of micro-batches, and how many tokens fewer it computes; None where there is none.
+    """Plans micro-batches and counts the tokens that the plan saves; None where there is no plan.
 
     Args:
-        max_tokens: what may be held at once; what vision encoders hold counts by its mean per
-            token.
-            Default: what the largest micro-batch takes.
+        max_tokens: the limit of what is held at once; vision encoders count by their mean per
+            token. Default: what the largest micro-batch takes.
     """
     if cost is None:
         return None
@@ -393,8 +389,7 @@ def _planned(
 def _with_encoders(
     cost: ImportCost, encoder: EncoderMemory, forest: PrefixForest, images: Images
 ) -> ImportCost:
-    """The bytes of a token with the pixels and features that wait for a vision encoder's backward,
-    the mean of the forest."""
+    """Adds the mean bytes per token that wait for a vision encoder's backward."""
     placements = place(pack(forest), images)[0]
     shown = ImageWork.of(placements, images, encoder.dtype, moved=False)
     held = 0.0 if shown is None else shown.held(encoder) / forest.num_tokens
@@ -410,6 +405,6 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _distinct(forest: PrefixForest, sequences: np.ndarray) -> int:
-    """Distinct tokens of some sequences."""
+    """Counts the distinct tokens of some sequences."""
     nodes = np.unique(np.concatenate([forest.path(i) for i in sequences.tolist()]))
     return int(forest.node_length[nodes].sum())

@@ -1,12 +1,10 @@
-"""Micro-batches of TRL: rows that lie side by side in a generation, and warnings about the cut,
-each given once.
+"""Micro-batches of TRL: neighbouring rows of a generation, and warnings about the cut, each given
+once.
 
 TRL shuffles the rows of a generation batch, which scatters those that begin alike. Here whole
-micro-batches are shuffled.
-
-The cut of the data into micro-batches decides how much is shared and, for GRPO with some settings,
-the loss. What the settings tell is said when the trainer is made, and what only the batches tell,
-after the first of them.
+micro-batches are shuffled. The cut of the data into micro-batches decides how much is shared and,
+for GRPO with some settings, the loss. Warnings about settings come when the trainer is made, those
+about batches after the first of them.
 """
 
 from __future__ import annotations
@@ -27,17 +25,16 @@ ROW = "prefixtree_row"
 
 
 class KeepsNeighbours:
-    """A trainer of TRL that generates, whose micro-batches hold neighbouring rows of a generation.
-    Stands before TRL's class."""
+    """A base before TRL's class: micro-batches hold neighbouring rows of a generation."""
 
     model: Any
     # TRL's: the micro-batches of the last generation, None before the first
     _buffered_inputs: list[dict[str, Any]] | None
-    # of each block of micro-batches in their order, its number in the generation
+    # the number in the generation of each block of micro-batches, in training order
     _blocks: Sequence[int] = ()
 
     def _micro_batches_together(self) -> int:
-        """So many micro-batches of neighbouring rows are shuffled as one."""
+        """The number of micro-batches of neighbouring rows that are shuffled as one."""
         return 1
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -52,10 +49,10 @@ class KeepsNeighbours:
         shuffled = self._buffered_inputs
         if shuffled is None or shuffled is before:
             return inputs  # of an evaluation, or of a generation that is in order already
-        (at,) = (i for i, batch in enumerate(shuffled) if batch is inputs)
+        (place,) = (i for i, batch in enumerate(shuffled) if batch is inputs)
         together = self._micro_batches_together()
         self._buffered_inputs, self._blocks = reunite(shuffled, together)
-        return self._buffered_inputs[at]
+        return self._buffered_inputs[place]
 
 
 def reunite(
@@ -67,13 +64,13 @@ def reunite(
     is random without another draw. Its rows keep the order in which they were generated.
 
     Args:
-        batches: micro-batches of equal size; every entry a tensor [B, ...], or a tensor without
-            dimensions or None for the whole micro-batch. But for images: they are those of all
-            rows, one after another, and num_images, B numbers, says how many each has.
-        together: micro-batches of a block, a divisor of their number. Default: 1.
+        batches: micro-batches of equal size; every entry is a tensor [B, ...], or a tensor without
+            dimensions or None for the whole micro-batch. Images are those of all rows, one after
+            another, and num_images, B numbers, counts those of each row.
+        together: the number of micro-batches in a block, a divisor of their number. Default: 1.
     """
     size = len(batches[0][ROW])
-    # [blocks, rows]: where the rows of every run of neighbours stand
+    # [blocks, rows]: the places of the rows of every run of neighbours
     places = torch.cat([batch[ROW] for batch in batches]).argsort().view(-1, size * together)
     blocks = places.amin(1).argsort()
     order = places[blocks].flatten()
@@ -107,10 +104,7 @@ def reunite(
 
 
 def warn_of_micro_batches(args: Any, aux_loss: bool = False, together: int = 1) -> None:
-    """Warns of settings that cut groups, and of losses that depend on the cut.
-
-    The warnings point at the caller's caller.
-    """
+    """Warns, at the caller's caller, of cut groups and of losses that depend on the cut."""
     for message in (cut_groups(args, together), cut_losses(args, aux_loss)):
         if message:
             warnings.warn(message, stacklevel=3)
@@ -127,21 +121,21 @@ def cut_groups(args: Any, together: int = 1) -> str:
     run = rows * together
     if run % group == 0:
         return ""
-    # per group: a run begins where a group or a micro-batch does
+    # counted per group: a run begins where a group or a micro-batch does
     times = 1 + group / run - group / math.lcm(run, group)
     steps, generation = args.gradient_accumulation_steps, args.steps_per_generation
-    whole = math.ceil(rows / group) * group
+    whole_rows = math.ceil(rows / group) * group
     # the smallest size that keeps the rows of an optimiser step, if there is one
-    fitting = [n for n in range(whole, rows * steps + 1, group) if rows * steps % n == 0]
-    whole = fitting[0] if fitting else whole
+    fitting = [n for n in range(whole_rows, rows * steps + 1, group) if rows * steps % n == 0]
+    whole_rows = fitting[0] if fitting else whole_rows
     settings = {
-        "per_device_train_batch_size": whole,
-        "gradient_accumulation_steps": max(1, rows * steps // whole),
+        "per_device_train_batch_size": whole_rows,
+        "gradient_accumulation_steps": max(1, rows * steps // whole_rows),
     }
     if generation != steps:
-        settings["steps_per_generation"] = max(1, rows * generation // whole)
+        settings["steps_per_generation"] = max(1, rows * generation // whole_rows)
     advice = " and ".join(f"{name}={value}" for name, value in settings.items())
-    changed = whole * settings["gradient_accumulation_steps"]
+    changed = whole_rows * settings["gradient_accumulation_steps"]
     note = "" if changed == rows * steps else f" ({changed} completions per step and process)"
     return (
         f"micro-batches cut the groups of num_generations={group}: with "
@@ -167,7 +161,7 @@ def sharing_advice(args: Any) -> str:
 
 def cut_losses(args: Any, aux_loss: bool = False) -> str:
     """The warning for settings whose loss depends on the rows of a micro-batch; "" without them."""
-    found = [
+    settings = [
         setting
         for setting, used in (
             (f"loss_type={args.loss_type!r}", args.loss_type == "bnpo"),
@@ -178,10 +172,10 @@ def cut_losses(args: Any, aux_loss: bool = False) -> str:
         )
         if used
     ]
-    if not found or args.steps_per_generation == 1:
+    if not settings or args.steps_per_generation == 1:
         return ""
     return (
-        f"with {', '.join(found)} TRL's loss depends on which rows make up a micro-batch, and "
+        f"with {', '.join(settings)} TRL's loss depends on which rows make up a micro-batch, and "
         "PrefixTreeGRPOTrainer keeps rows together that GRPOTrainer's shuffle scatters: losses and "
         "gradients differ from those of GRPOTrainer. They do not depend on the micro-batches with "
         "steps_per_generation=1 (one micro-batch per generation), or with another loss_type and "

@@ -179,7 +179,7 @@ DEEPSPEED_CONFIG = (
         "not verified under TRL; set it to 'cpu' or 'none'",
     ),
 )
-#: Of accelerate's FullyShardedDataParallelPlugin.
+#: Refusals of accelerate's FullyShardedDataParallelPlugin.
 FSDP = (
     Refusal(
         "fsdp_version",
@@ -207,7 +207,7 @@ def _sees_otherwise(trainer: Any) -> Any:
     return not model_type.startswith("qwen") and {"model_type": model_type}
 
 
-#: With a processor of images.
+#: Refusals with a processor of images.
 IMAGES = (
     Refusal(
         "images of other families",
@@ -238,7 +238,7 @@ def _without_aux_loss(trainer: Any) -> Any:
     return loss_function(causal_lm) is None and {"kind": type(causal_lm).__name__}
 
 
-#: What goes with some families alone.
+#: Settings that are verified with some families alone.
 FAMILIES = (
     Refusal(
         "use_liger_kernel",
@@ -267,7 +267,7 @@ def _dropout(model: nn.Module) -> Any:
     return None
 
 
-#: Of a model, whenever it runs.
+#: Refusals of a model, whenever it runs.
 ATTENTION = Refusal(
     "attn_implementation",
     _other_attention,
@@ -276,7 +276,7 @@ ATTENTION = Refusal(
     "or a library for faster generation); take that out, or call "
     'model.set_attn_implementation("prefixtree") after it',
 )
-#: Of a model, active or about to be.
+#: Refusals of a model, active or about to be.
 DROPOUT = Refusal(
     "dropout",
     _dropout,
@@ -285,7 +285,7 @@ DROPOUT = Refusal(
     "trainer's arguments)",
 )
 _INSTEAD = "leave it None, and set gradient_checkpointing"
-#: Of trainers that are given recompute=.
+#: Refusals of trainers that get recompute=.
 RECOMPUTED = (
     Refusal(
         "recompute under DeepSpeed",
@@ -300,7 +300,7 @@ RECOMPUTED = (
         f"plan: {_INSTEAD}; or leave torch_compile out and call prefixtree.compile_layers(model)",
     ),
 )
-#: Rows that several samples are joined to.
+#: Refusals of rows that join several samples.
 JOINED = Refusal(
     "packing",
     lambda trainer: trainer.args.packing or trainer.args.eval_packing or trainer.padding_free,
@@ -311,7 +311,7 @@ _LOGITS = (
     "with {name} TRL computes the loss from the logits of all rows, which a packed batch does not "
     "have: leave it out, or use TRL's SFTTrainer"
 )
-#: Of `PrefixTreeSFTTrainer`.
+#: Refusals of `PrefixTreeSFTTrainer`.
 SFT = (
     JOINED,
     Refusal("compute_loss_func", lambda trainer: trainer.compute_loss_func is not None, _LOGITS),
@@ -321,7 +321,7 @@ SFT = (
         _LOGITS,
     ),
 )
-#: Of `PrefixTreeGKDTrainer` and `PrefixTreeGOLDTrainer`.
+#: Refusals of `PrefixTreeGKDTrainer` and `PrefixTreeGOLDTrainer`.
 ANSWERS = (
     Refusal(
         "use_uld_loss",
@@ -336,7 +336,7 @@ ANSWERS = (
         "{name} reads the logits of all rows: leave it out, or use TRL's trainer",
     ),
 )
-#: Of every trainer with a teacher.
+#: Refusals of every trainer with a teacher.
 DISTILLATION = (
     Refusal(
         "images",
@@ -356,7 +356,7 @@ def _sees(trainer: Any) -> bool:
     return getattr(transformer_of(trainer.model).config, "vision_config", None) is not None
 
 
-#: Of a trainer with `tree_rollouts`.
+#: Refusals of a trainer with `tree_rollouts`.
 ROLLOUTS = (
     Refusal(
         "vision model",
@@ -386,7 +386,7 @@ ROLLOUTS = (
         "call the tools in reply=, or leave rollout_func out",
     ),
 )
-#: Of AsyncGRPO.
+#: Refusals of AsyncGRPO.
 ASYNC_GRPO = (
     Refusal(
         "FSDP",
@@ -405,8 +405,7 @@ ASYNC_GRPO = (
 
 
 def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
-    """Refuses a trainer that is not verified, sets the attention of its models and prepares their
-    recurrent layers."""
+    """Refuses a trainer that is not verified; sets its models' attention and prepares layers."""
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     refuse(FAMILIES, trainer)

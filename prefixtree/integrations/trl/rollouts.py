@@ -20,55 +20,57 @@ from prefixtree.sampling import Draws, TreeSampler
 from prefixtree.sampling.rows import Rows
 from prefixtree.sampling.whole_copy import whole_copy
 
-#: Of the row's number and its completion so far, the ids of what comes next; None ends the rollout.
+#: (row's number, its completion so far) -> the ids that come next; None ends the rollout.
 Reply = Callable[[int, list[int]], Sequence[int] | None]
 
 
 def tree_rollouts(
     prompts: list[Any], trainer: GRPOTrainer, *, reply: Reply | None = None
 ) -> dict[str, Any]:
-    """A `rollout_func` for TRL's GRPOTrainer, without vLLM.
+    """Samples completions for TRL's GRPOTrainer without vLLM: a `rollout_func`.
 
         PrefixTreeGRPOTrainer(..., rollout_func=tree_rollouts)
 
     Every distinct token of the prompts is read once: the samples of a prompt share it, and prompts
-    share what they begin with alike. For several turns give it the environment, by
+    share their common beginnings. For several turns pass the environment, by
     `functools.partial(tree_rollouts, reply=...)`.
 
-    The trainer's `temperature`, `top_k`, `top_p`, `min_p` and `max_completion_length` hold, and its
-    stop tokens. Seeds come from torch's generator, which the trainer seeds and keeps in
-    checkpoints. The model is in evaluation mode meanwhile. As in TRL's `generate`, a model with
-    adapters samples without the autocast of `bf16=True`: its log-probabilities then differ from
-    training's by bfloat16's rounding.
+    The trainer's `temperature`, `top_k`, `top_p`, `min_p`, `max_completion_length` and stop tokens
+    apply. Seeds come from torch's generator, which the trainer seeds and keeps in checkpoints. The
+    model is in evaluation mode during sampling. As in TRL's `generate`, a model with adapters
+    samples without the autocast of `bf16=True`: its log-probabilities then differ from training's
+    by bfloat16's rounding.
 
     Under FSDP2 every rank samples its own prompts from a whole copy of the model, in the dtype that
-    training computes in, which is made and dropped in every call. All ranks must call it together.
+    training computes in. The copy is made and dropped in every call. All ranks must call it
+    together.
 
     Args:
         prompts: as TRL hands them over, one per completion.
-        trainer: whose model has attn_implementation="prefixtree", as that of
+        trainer: a trainer whose model has attn_implementation="prefixtree", for example
             `PrefixTreeGRPOTrainer`.
-        reply: says what comes behind a completion that ended with a stop token. It gets the row's
-            number among `prompts` and the ids of its completion so far. Replies count towards
-            `max_completion_length`; one that leaves no room for a token behind it ends the rollout.
-            Default: a rollout is one turn.
+        reply: a function that gives the token ids that follow a completion which ended with a stop
+            token. It gets the row's number among `prompts` and the ids of its completion so far,
+            and returns None to end the rollout. Replies count towards `max_completion_length`; one
+            that leaves no room for a further token ends the rollout. Default: a rollout is one
+            turn.
 
     Returns:
-        prompt_ids, completion_ids and logprobs, a list per prompt: token ids, and
-        log-probabilities over the full vocabulary at the trainer's temperature, 0 for replies. With
-        `reply` also env_mask: 1 where a token was sampled.
+        prompt_ids, completion_ids and logprobs, a list per prompt: token ids, and log-probabilities
+        over the full vocabulary at the trainer's temperature, 0 for replies. With `reply` also
+        env_mask: 1 where a token was sampled.
 
     Raises:
         UnsupportedError: images or a processor of them, `tools`, `repetition_penalty`,
-            `generation_kwargs`; a vision model or quantised weights under FSDP2; what
-            `TreeSampler` refuses (ZeRO-3).
+            `generation_kwargs`; a vision model or quantised weights under FSDP2; what `TreeSampler`
+            refuses (ZeRO-3).
         MemoryError: no room for a whole copy on a rank.
     """
     _check(trainer)
     prompt_ids = _tokenized(prompts, trainer) if prompts else []
     with _evaluated(trainer) as model:
         if not prompt_ids:
-            # a rank without any has its part in the copies of the others
+            # a rank without prompts takes part in the copies of the others
             names = "prompt_ids", "completion_ids", "logprobs", "env_mask"
             return {name: [] for name in names[: 3 if reply is None else 4]}
         forest = PrefixForest.from_sequences(prompt_ids)
@@ -112,7 +114,7 @@ def _evaluated(trainer: GRPOTrainer) -> Iterator[Any]:
         return
     with changing(model) as changes:
         for module in model.modules():
-            # some of a model in training mode may be in evaluation mode
+            # parts of a model in training mode may be in evaluation mode
             changes.note(module, "training")
         model.eval()
         yield model
@@ -132,7 +134,7 @@ def _draws(trainer: GRPOTrainer) -> Draws:
     return Draws(
         temperature=trainer.temperature,
         seed=seed,
-        # 0 and 1.0 are TRL's for none
+        # TRL's 0 and 1.0 mean none
         top_k=trainer.top_k or None,
         top_p=None if trainer.top_p == 1.0 else trainer.top_p,
         min_p=trainer.min_p or None,
@@ -143,24 +145,24 @@ def _play(
     rows: Rows, prompts: list[list[int]], draws: Draws, trainer: GRPOTrainer, reply: Reply | None
 ) -> None:
     """Samples until every row has ended, or is as long as it may be."""
-    left = dict.fromkeys(range(len(prompts)), trainer.max_completion_length)
-    said: dict[int, list[int]] = {row: [] for row in left}
-    going = list(left)
+    room = dict.fromkeys(range(len(prompts)), trainer.max_completion_length)
+    said: dict[int, list[int]] = {row: [] for row in room}
+    going = list(room)
     while going:
-        rows.generate(min(left[row] for row in going), draws, trainer.eos_token_ids, going)
+        rows.generate(min(room[row] for row in going), draws, trainer.eos_token_ids, going)
         stopped = set(rows.stopped())
         following = []
         for row in going:
             new = rows.new_tokens(row)
             said[row] += new
-            left[row] -= len(new)
+            room[row] -= len(new)
             if row in stopped:
                 answer = None if reply is None else reply(row, list(said[row]))
-                if answer is None or len(answer) >= left[row]:
+                if answer is None or len(answer) >= room[row]:
                     continue
                 rows.append({row: answer})
                 said[row] += [int(token) for token in answer]
-                left[row] -= len(answer)
-            if left[row]:
+                room[row] -= len(answer)
+            if room[row]:
                 following.append(row)
         going = following

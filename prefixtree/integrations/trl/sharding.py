@@ -1,5 +1,4 @@
-"""The beginning of every trainer of TRL on packed forests: checks, and the one setting of FSDP2
-that is changed."""
+"""The beginning of every trainer of TRL on packed forests: checks, and one setting of FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from prefixtree.recompute.choose import Recompute
 
 
 class PackedTrainer:
-    """A trainer of TRL on packed forests. Stands first of bases."""
+    """A base before every trainer of TRL on packed forests."""
 
     def _start(self, recompute: Recompute, rows: Iterable[Refusal] = (), **options: Any) -> None:
         """Refuses, after TRL's constructor, what is not verified, and prepares the models."""
@@ -33,7 +32,7 @@ class PackedTrainer:
 
 
 def keep_outputs(plugin: Any) -> None:
-    """Lets models under mixed precision return what they computed: log-probabilities in float32.
+    """Lets models under mixed precision return log-probabilities in float32, as they computed them.
 
     By default accelerate casts the output of every sharded module to the parameters' dtype.
     bfloat16 keeps 8 bits of a log-probability. Without the cast, layers still return bfloat16, as

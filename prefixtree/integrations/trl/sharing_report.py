@@ -1,5 +1,6 @@
-"""How much is shared: a line at the start, the metrics of every batch, and one warning where
-nothing is."""
+"""Reports how much is shared: a line at the start, the metrics of every batch, and one warning
+where nothing is.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ DATA_SET_ADVICE = (
 class SharingReport(TrainerCallback):
     """Logs what packing saves, and warns once if nothing was shared or packed.
 
-    When training begins, the main process logs that packing is on (`announce`). Of every
-    micro-batch that is trained on, on the process that logs:
+    When training begins, the main process logs that packing is on (`announce`). The process that
+    logs adds these metrics of every micro-batch that is trained on:
 
         prefixtree/replication_ratio    tokens of all sequences over distinct ones
         prefixtree/tokens_computed      distinct tokens
         prefixtree/tokens_saved         tokens of all sequences less the distinct ones
-        prefixtree/tokens_to_win        tokens computed again behind a difference that the policy
+        prefixtree/tokens_to_win        tokens computed again after a difference that the policy
                                         did not sample (`prefixtree report` says which)
 
     The warning comes after the first optimiser step, on the main process, about the batches of that
@@ -41,8 +42,8 @@ class SharingReport(TrainerCallback):
 
     Args:
         trainer: a trainer of TRL, which gets the callback.
-        advice: what to set where sequences share no token; it follows a semicolon.
-        settings: of the plan, by name, for the line at the start.
+        advice: settings that help where sequences share no token; it follows a semicolon.
+        settings: those of the plan, by name, for the line at the start.
     """
 
     def __init__(self, trainer: Any, advice: str, **settings: Any) -> None:
@@ -59,8 +60,7 @@ class SharingReport(TrainerCallback):
         masks: Sequence[np.ndarray] | None,
         computed: int | None = None,
     ) -> None:
-        """Takes a batch that is trained on, after its forward is launched: a GPU does not wait for
-        what the host counts. Arguments as of `Work.of`."""
+        """Counts a batch, after its forward is launched so that no GPU waits; as `Work.of`."""
         work = Work.of(forest, masks, computed)
         for name, value in work.metrics("replication_ratio").items():
             self._metrics[name].append(value)

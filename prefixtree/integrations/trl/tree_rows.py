@@ -1,10 +1,11 @@
-"""AsyncGRPO's tree rows on prefixtree's attention: any device, no K/V copied along paths.
+"""AsyncGRPO's tree rows on prefixtree's attention: any device, no keys and values copied along
+paths.
 
-TRL packs the samples of a micro-batch to a trie, cuts it into segments in depth-first order and
-gives its attention, for every segment, the packed positions of the path from its root down to the
+TRL packs the samples of a micro-batch to a trie and cuts it into segments in depth-first order. Its
+attention gets, for every segment, the packed positions of the path from its root down to the
 segment's last token. That is a forest in preorder, so it becomes a `TreeMask` and the rows stay
 where they are. TRL merges two tokens only if the next ones agree as well. So its trie has one more
-token per branch than ours would have, and is computed as it is.
+token per branch than prefixtree's, and is computed as it is.
 
 Legend: T packed tokens, S segments, K entries of all paths.
 """
@@ -51,7 +52,7 @@ def use_tree_attention(trainer: Any) -> None:
             with the reason.
     """
     name = transformer_of(trainer.model).config._attn_implementation
-    # what the trainer registered: TRL may keep it in another module
+    # the function that the trainer registered: TRL may keep it in another module
     registered = AttentionInterface().get(name)
     if registered is not tree_row_attention:
         check_tree_attention(registered, name)
@@ -77,13 +78,13 @@ def tree_row_attention(
     tree_max_seqlen_k: int,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for TRL's keywords, rows in and out in TRL's order.
+    """Computes attention for TRL's keywords: transformers' attention function, rows in TRL's order.
 
     Args:
         query, key, value: [1, H or Hk, T, D].
         tree_kv_index: integers [K], the packed positions of all paths, one after another.
-        tree_cu_seqlens_q: integers [S + 1], where segments begin and end among the T tokens.
-        tree_cu_seqlens_k: integers [S + 1], where their paths begin and end in tree_kv_index.
+        tree_cu_seqlens_q: integers [S + 1], the borders of segments among the T tokens.
+        tree_cu_seqlens_k: integers [S + 1], the borders of their paths in tree_kv_index.
         tree_max_seqlen_q, tree_max_seqlen_k: the longest segment and path.
         kwargs: what the model passes on: scaling, sliding_window, softcap, position_ids, ...
     """
@@ -101,13 +102,13 @@ def tree_row_attention(
 
 
 def tree_row_mask(kv_index: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> TreeMask:
-    """TRL's keywords (see `tree_row_attention`) as a mask, on the CPU, all of them checked."""
+    """Makes a mask on the CPU from TRL's keywords (see `tree_row_attention`), and checks them."""
     index, rows, paths = (
         x.detach().cpu().numpy().astype(np.int64) if isinstance(x, torch.Tensor) else np.asarray(x)
         for x in (kv_index, cu_seqlens_q, cu_seqlens_k)
     )
     start, length, above = _segments(index, rows, paths)
-    # the token before a segment ends the segment that it hangs below
+    # the token before a segment on its path ends the parent segment
     before = np.full(len(start), -1)
     hangs = above > 0
     before[hangs] = index[(paths[:-1] + above - 1)[hangs]]
@@ -135,7 +136,7 @@ def tree_row_mask(kv_index: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> TreeMa
 def _segments(
     index: np.ndarray, rows: np.ndarray, paths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First token, length and number of tokens above of every segment."""
+    """Finds the first token, the length and the number of tokens above of every segment."""
     if not (index.ndim == rows.ndim == paths.ndim == 1 and len(rows) == len(paths) > 1):
         raise ForestError(
             "expected tree_kv_index [K] and tree_cu_seqlens_q, tree_cu_seqlens_k [S + 1], got "
@@ -162,7 +163,7 @@ def _require(holds: np.ndarray, rule: str) -> None:
 
 
 class _Mask(NamedTuple):
-    """The mask on the CPU, the longest segment and path, and what they were read from."""
+    """The mask on the CPU, the longest segment and path, and the tensors they were read from."""
 
     tree: TreeMask
     longest: tuple[int, int]

@@ -3,9 +3,9 @@
     actor_rollout_ref.model.external_lib=prefixtree.integrations.verl
     +actor_rollout_ref.model.override_config.attn_implementation=prefixtree
 
-The first makes verl import this module in every worker before engines are made, the second switches
-packing on; without it the engines are verl's own. The trainer that keeps groups on one rank is in
-`prefixtree.integrations.verl.trainer`. See docs/verl.md.
+The first setting makes verl import this module in every worker before engines are made. The second
+switches packing on; without it the engines are verl's own. The trainer that keeps groups on one
+rank is in `prefixtree.integrations.verl.trainer`. See docs/verl.md.
 """
 
 import prefixtree.integrations.transformers  # noqa: F401  (registers the attention)

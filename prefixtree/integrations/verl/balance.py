@@ -1,8 +1,8 @@
-"""Which samples go to which rank and mini-batch: groups together, costs even, counts exact.
+"""The choice of rank and mini-batch for each sample: groups together, costs even, counts exact.
 
 verl gives every data-parallel rank as many samples, in one contiguous part of the batch, and takes
 mini-batches from each part in order. So a batch is divided twice: groups over ranks, then each
-rank's groups over its mini-batches. No verl in here: plain lists and numpy.
+rank's groups over its mini-batches. Nothing of verl is used here: plain lists and numpy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Workload = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Balanced:
-    """An order of the batch, and what it costs.
+    """An order of the batch, and its costs.
 
     Attributes:
         order: the samples, rank after rank, mini-batch after mini-batch.
-        rank_costs: cost of each rank's forest.
-        divided_groups: groups that are on more than one rank.
+        rank_costs: the cost of each rank's forest.
+        divided_groups: the number of groups on more than one rank.
     """
 
     order: list[int]
@@ -34,7 +34,7 @@ class Balanced:
 
 
 def leaf_order(forest: PrefixForest) -> list[int]:
-    """The sequences as the packed forest meets their ends: those that share most are neighbours."""
+    """Orders sequences by their ends in the packed forest: those that share most are neighbours."""
     return np.argsort(forest.sequence_node, kind="stable").tolist()
 
 
@@ -42,11 +42,12 @@ class GroupCosts:
     """The cost of sets of samples when each set is packed: every token once, at its position.
 
     Args:
-        sequences: token ids [n] each. workload: of a lone sequence; tokens from position d on cost
-            workload(n) - workload(d).
+        sequences: token ids [n] each.
+        workload: the cost of a lone sequence; tokens from position d on cost workload(n) -
+            workload(d).
 
     Attributes:
-        order: the samples, those that share most side by side.
+        order: the samples; those that share most are neighbours.
     """
 
     def __init__(self, sequences: Sequence[np.ndarray], workload: Workload) -> None:
@@ -58,7 +59,7 @@ class GroupCosts:
         self._node_cost = workload(ends) - workload(forest.node_position.astype(np.int64))
 
     def cost(self, samples: Sequence[int]) -> float:
-        """Of the forest of some samples."""
+        """The cost of the forest of some samples."""
         seen: set[int] = set()
         for sample in samples:
             node = int(self._node[sample])
@@ -78,8 +79,8 @@ def balance(
     """Orders a batch so that groups stay together and ranks and mini-batches cost the same.
 
     A group is divided only where it does not fit: more samples than a mini-batch has on a rank, or
-    group sizes that do not add up to the exact counts. What is divided is cut where it shares
-    least with its neighbours last: in the order of the forest's leaves.
+    group sizes that do not add up to the exact counts. Its parts follow the order of the forest's
+    leaves, so that samples which share most stay together.
 
     Args:
         sequences: S token id arrays. groups: S labels, GRPO's uid for example.
@@ -111,8 +112,11 @@ def balance(
 def deal(
     groups: list[list[int]], num_cells: int, size: int, costs: GroupCosts
 ) -> list[list[list[int]]]:
-    """Groups into cells of exactly `size` samples: costly first, each where least has gathered;
-    then exchanges of groups of one size while they lower the costliest cell."""
+    """Deals groups into cells of exactly `size` samples, and evens out the cells' costs.
+
+    The costliest group goes first, each to the cell with least so far. Then groups of one size are
+    exchanged as long as that lowers the costliest cell.
+    """
     cells: list[list[list[int]]] = [[] for _ in range(num_cells)]
     room, load = [size] * num_cells, [0.0] * num_cells
 
@@ -122,15 +126,15 @@ def deal(
         load[cell] += costs.cost(group)
 
     for group in sorted(groups, key=costs.cost, reverse=True):
-        rest = group
-        while rest:
-            fitting = [c for c in range(num_cells) if room[c] >= len(rest)]
+        uncut = group
+        while uncut:
+            fitting = [c for c in range(num_cells) if room[c] >= len(uncut)]
             if fitting:
-                put(rest, min(fitting, key=load.__getitem__))
+                put(uncut, min(fitting, key=load.__getitem__))
                 break
             cell = max(range(num_cells), key=room.__getitem__)
-            put(rest[: room[cell]], cell)
-            rest = rest[len(cells[cell][-1]) :]
+            put(uncut[: room[cell]], cell)
+            uncut = uncut[len(cells[cell][-1]) :]
     _exchange(cells, load, costs)
     return cells
 
@@ -142,19 +146,19 @@ def _exchange(cells: list[list[list[int]]], load: list[float], costs: GroupCosts
     # every exchange lowers the costliest cell or leaves fewer as costly; the bound is for time
     for _ in range(20 * len(cells)):
         high = max(range(len(cells)), key=load.__getitem__)
-        best, found = load[high] * (1 - 1e-9), None
+        best, exchange = load[high] * (1 - 1e-9), None
         for low in range(len(cells)):
-            less = cost[high][:, None] - cost[low]
-            after = np.maximum(load[high] - less, load[low] + less)
+            difference = cost[high][:, None] - cost[low]
+            after = np.maximum(load[high] - difference, load[low] + difference)
             after[size[high][:, None] != size[low]] = np.inf
             if after.size and after.min() < best:
                 best = after.min()
-                found = low, *np.unravel_index(after.argmin(), after.shape)
-        if found is None:
+                exchange = low, *np.unravel_index(after.argmin(), after.shape)
+        if exchange is None:
             return
-        low, i, j = found
-        less = cost[high][i] - cost[low][j]
-        load[high] -= less
-        load[low] += less
+        low, i, j = exchange
+        difference = cost[high][i] - cost[low][j]
+        load[high] -= difference
+        load[low] += difference
         cells[high][i], cells[low][j] = cells[low][j], cells[high][i]
         cost[high][i], cost[low][j] = cost[low][j], cost[high][i]

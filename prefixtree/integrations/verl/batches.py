@@ -1,5 +1,6 @@
 """verl's batches: read once, split into micro-batches by distinct tokens, and results put back into
-verl's jagged layout. Legend: B sequences, n tokens of one."""
+verl's jagged layout. Legend: B sequences, n tokens of one.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ MINI_BATCH, TRAINED_TOKENS = "prefixtree_mini_batch_size", "prefixtree_max_token
 
 
 def rows_of(data: TensorDict) -> Batch:
-    """The rows of a batch, by one copy from its device.
+    """Reads the rows of a batch, by one copy from its device.
 
-    Scored is the response, the only part that verl reads log-probabilities of; everything where the
-    batch does not say what is prompt, or the caller wants the model's outputs themselves.
+    The response is scored, the only part of which verl reads log-probabilities. Everything is
+    scored where the batch does not say what is prompt, or the caller wants the model's outputs
+    themselves.
     """
     ids = data["input_ids"]
     given = [data.get("prompts", None), data.get("responses", None)]
@@ -66,22 +68,21 @@ def count_tokens(data: TensorDict, group: Any) -> float:
 
 
 def mini_batches_of(data: TensorDict, ranks: int) -> list[tuple[int, TensorDict]]:
-    """The mini-batches that a rank's batch will be trained in, each with its first row's number.
+    """Divides a rank's batch into the mini-batches it will be trained in, each with its first row.
 
-    Where each is scored by itself, as it will be trained, old log-probabilities and the reference's
-    are those of the same forwards. `prefixtree_sync` tells their size over all ranks; without it
-    the batch is one.
+    Each is then scored in the same forwards as in training, for old log-probabilities and the
+    reference's. `prefixtree_sync` tells their size over all ranks; without it the batch is one.
     """
     size = tu.get_non_tensor_data(data=data, key=MINI_BATCH, default=None)
-    each = len(data) if size is None else size // ranks
-    if each < 1 or len(data) % each != 0:
-        each = len(data)
-    if each == len(data):
+    rows_each = len(data) if size is None else size // ranks
+    if rows_each < 1 or len(data) % rows_each != 0:
+        rows_each = len(data)
+    if rows_each == len(data):
         return [(0, data)]
     rows = range(len(data))
     return [
-        (at, tu.index_select_tensor_dict(data, list(rows[at : at + each])))
-        for at in range(0, len(data), each)
+        (at, tu.index_select_tensor_dict(data, list(rows[at : at + rows_each])))
+        for at in range(0, len(data), rows_each)
     ]
 
 
@@ -94,14 +95,14 @@ def split(
     import_cost: ImportCost | None = None,
     has_backward: bool = True,
 ) -> Sequence[MicroBatch]:
-    """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
+    """Splits a batch into micro-batches, as many on every rank, a multiple of `multiple`.
 
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
-    for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
-    sequences. Either way sequences that share are brought together: every sequence is in one
-    micro-batch, but not in the order given. With a `import_cost` (and a dynamic batch size) they
-    keep their trunks, for `kept_trunks`, where that computes less than cut trees on all ranks
-    together; `has_backward` says what is counted.
+    for each of the `ranks` that compute it together; with a fixed one, `micro_batch_size_per_gpu`
+    sequences. Sequences that share are put together, so their order changes; each is in one
+    micro-batch. With an `import_cost` (and a dynamic batch size) micro-batches keep trunks, for
+    `kept_trunks`, where that computes less than cut trees on all ranks together; `has_backward`
+    says whether backwards count.
     """
     forest, count = rows.forest, len(rows)
     if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
@@ -136,7 +137,7 @@ def split(
             f"a sequence has {longest} tokens, more than {budget}; raise "
             "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
         )
-    # the greatest of -n is minus the fewest
+    # the greatest of -n is minus the smallest n
     steps, minus_fewest = largest([len(batches), -count], group)
     steps = -(-steps // multiple) * multiple
     if steps > -minus_fewest:
@@ -155,7 +156,7 @@ def _with_trunks(
     import_cost: ImportCost,
     has_backward: bool,
 ) -> Sequence[MicroBatch] | None:
-    """Micro-batches that keep their trunks, as many on every rank; None where trees are cut.
+    """Makes micro-batches that keep trunks, as many on every rank; None where trees are cut.
 
     Args:
         cut: the micro-batches that cut trees; None where a sequence of any rank does not fit.
@@ -180,10 +181,10 @@ def _with_trunks(
 
 
 def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) -> list[MicroBatch]:
-    """The same sequences of a forest in at least `count` micro-batches, none empty.
+    """Divides the same sequences into at least `count` micro-batches, none empty.
 
-    Not filled up with empty micro-batches, because verl takes as many values of every metric from
-    all ranks.
+    Empty micro-batches do not fill up the count, because verl takes as many values of every metric
+    from all ranks.
     """
     if len(batches) >= count:
         return list(batches)
@@ -192,22 +193,22 @@ def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) ->
 
 
 def halved(members: Sequence[np.ndarray], count: int, forest: PrefixForest) -> list[np.ndarray]:
-    """Sets of sequences in at least `count` sets: those of most sequences are halved, between the
-    sequences that share least."""
-    found = list(members)
-    while len(found) < count:
-        at = max(range(len(found)), key=lambda i: len(found[i]))
-        # in the order of the leaves, as `leaf_order`
-        held = sorted(found[at].tolist(), key=forest.sequence_node.__getitem__)
+    """Halves the largest sets of sequences, where neighbours share least, up to `count` sets."""
+    sets = list(members)
+    while len(sets) < count:
+        largest_set = max(range(len(sets)), key=lambda i: len(sets[i]))
+        # ordered by leaves, as in `leaf_order`
+        held = sorted(sets[largest_set].tolist(), key=forest.sequence_node.__getitem__)
         half = len(held) // 2
-        found[at : at + 1] = [np.array(part, np.int64) for part in (held[:half], held[half:])]
-    return found
+        sets[largest_set : largest_set + 1] = [
+            np.array(part, np.int64) for part in (held[:half], held[half:])
+        ]
+    return sets
 
 
 def in_order(outputs: list[Any], indices: Sequence[np.ndarray]) -> Any:
-    """The results of all micro-batches, of the rows with these numbers, in the order of the
-    batch."""
-    # says that the indices are to be undone, for a fixed batch size too
+    """Joins the results of micro-batches, and puts rows `indices` into the order of the batch."""
+    # tells verl to undo the indices, for a fixed batch size too
     data = tu.get_tensordict({}, {"use_dynamic_bsz": True})
     rows = [each.tolist() for each in indices]
     return postprocess_batch_func(output_lst=outputs, indices=rows, data=data)
@@ -220,19 +221,19 @@ class MicroRows(NamedTuple):
     rows: Batch
 
     def to(self, device: Any) -> MicroRows:
-        """A copy whose data, and whose scores, are on a device."""
+        """Copies the rows so that data and scores are on a device."""
         data = self.data.to(device)
         return MicroRows(data, replace(self.rows, device=data["input_ids"].device))
 
 
 def micro_rows(data: TensorDict, rows: Batch, batch: MicroBatch) -> MicroRows:
-    """The rows of a batch that belong to a micro-batch, in its order."""
+    """Takes the rows of a batch that belong to a micro-batch, in its order."""
     which = batch.sequence_indices.tolist()
     return MicroRows(tu.index_select_tensor_dict(data, which), rows.take(which))
 
 
 def score_options(data: TensorDict, rows: Batch) -> dict[str, Any]:
-    """Which tokens are scored, and how."""
+    """The options of scoring: which tokens, and how."""
     return {
         "temperature": tu.get(data, "temperature"),
         "loss_mask": rows.masks,
@@ -243,8 +244,7 @@ def score_options(data: TensorDict, rows: Batch) -> dict[str, Any]:
 def scores_in_layout(
     scores: SequenceScores, micro: MicroRows, more: dict[str, list[torch.Tensor]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """In verl's names and layout: each value stands at the token before its own, jagged [B, n]; the
-    last of a sequence, which verl fills with a value nobody reads, is 0."""
+    """Puts scores into verl's layout, jagged [B, n]: at the token before their own, the last 0."""
     found = {"log_probs": scores.logprobs, **(more or {})}
     if scores.entropy is not None:
         found["entropy"] = scores.entropy
@@ -252,7 +252,7 @@ def scores_in_layout(
 
 
 def values_in_layout(values: list[torch.Tensor], micro: MicroRows) -> dict[str, torch.Tensor]:
-    """A critic's values [n, 1] of all tokens, jagged [B, n]."""
+    """Puts a critic's values [n, 1] of all tokens into verl's layout, jagged [B, n]."""
     return {"values": _nested(torch.cat(values)[:, 0], micro)}
 
 

@@ -1,9 +1,8 @@
-"""verl's distillation from a teacher's top k tokens, by the edge.
+"""verl's distillation from a teacher's top k tokens, once per edge.
 
-verl gives the loss function whole logits, and it returns numbers per token. Here it is given the
-logits of a block of edges, in a measure, and the teacher's rows for them. Copies of an edge may
-have teacher's rows of their own: a server rounds otherwise in another batch. So an edge is measured
-once for each distinct row.
+verl gives its loss function whole logits, and gets numbers per token. Here a measure gives it the
+logits of a block of edges and the teacher's rows for them. Copies of an edge may have different
+rows, as a server rounds differently in another batch. So an edge is measured once per distinct row.
 
 Legend: B sequences, n tokens of one, R tokens of all, N scored copies of E edges, M the most
 distinct rows of an edge, k the teacher's tokens, r edges of a block, Q numbers of the loss.
@@ -41,9 +40,9 @@ class TopK:
 
     Args:
         loss_function: verl's, called with student_logits [1, r, V], which returns name -> [1, r].
-        data: teacher_ids and teacher_logprobs jagged [B, n, k]: row t is of the distribution of
-            token t + 1.
-        packed: its forest, on the device.
+        data: teacher_ids and teacher_logprobs jagged [B, n, k]: row t is the distribution of token
+            t + 1.
+        packed: the batch's forest, on the device.
         loss_mask: bool [n] per sequence, the scored tokens. Default: all.
     """
 
@@ -67,7 +66,7 @@ class TopK:
                 torch.where(torch.from_numpy(mask).to(e.device), e, -1)
                 for e, mask in zip(edge_of, loss_mask, strict=True)
             ]
-        # of the first token of a sequence -1, as it has no predictor
+        # -1 for the first token of a sequence, which has no predictor
         flat = torch.cat([torch.cat([e.new_full((1,), -1), e[1:]]) for e in edge_of])
         copies = (flat >= 0).nonzero()[:, 0]
         of_copies, self._rows = _distinct(flat[copies], copies - 1, self._ids, self._logprobs)
@@ -75,50 +74,48 @@ class TopK:
         self._which = [w[1:] for w in flat.split([len(e) for e in edge_of])]
 
     def measure(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-        """[r, M Q]: the Q numbers of every distinct row; 0 where an edge has fewer than M."""
-        found: list[torch.Tensor] = []
+        """Measures edges: [r, M Q], Q numbers per distinct row; 0 for rows that an edge lacks."""
+        outputs: list[torch.Tensor] = []
         for row in self._rows[edges.edge].unbind(1):
-            if not found:
-                found.append(self._of(logits, row))
+            if not outputs:
+                outputs.append(self._of(logits, row))
                 continue
             has = (row >= 0).nonzero()[:, 0]
             values = self._of(logits[has], row[has])
-            found.append(torch.zeros_like(found[0]).index_copy(0, has, values))
-        return torch.cat(found, 1)
+            outputs.append(torch.zeros_like(outputs[0]).index_copy(0, has, values))
+        return torch.cat(outputs, 1)
 
     def outputs(
         self, scores: SequenceScores, sequences: Sequence[int]
     ) -> dict[str, list[torch.Tensor]]:
-        """The entries that verl's engine puts beside log_probs: [n - 1] for each of these sequences
-        of the batch, 0 where nothing is scored."""
+        """The loss's entries of verl's output: [n - 1] per sequence, 0 where nothing is scored."""
         assert scores.measured is not None
         of_copies = []
         for values, sequence in zip(scores.measured, sequences, strict=True):
             which = self._which[sequence]
-            each = values.unflatten(1, (self._rows.shape[1], -1))
-            index = which[:, None, None].expand(-1, 1, each.shape[2])
-            of_copies.append(each.gather(1, index)[:, 0])
+            per_row = values.unflatten(1, (self._rows.shape[1], -1))
+            index = which[:, None, None].expand(-1, 1, per_row.shape[2])
+            of_copies.append(per_row.gather(1, index)[:, 0])
         return {
             name: [values[:, at] for values in of_copies] for at, name in enumerate(self._names)
         }
 
     def _of(self, logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """[r, Q] by the loss function, of the teacher's rows int64 [r]."""
+        """Computes the loss function for the teacher's rows int64 [r]: [r, Q]."""
         offsets = torch.tensor([0, len(row)], device=row.device)
         teacher = {
             name: torch.nested.nested_tensor_from_jagged(values[row], offsets)
             for name, values in (("teacher_ids", self._ids), ("teacher_logprobs", self._logprobs))
         }
         with _all_rows():
-            found = self._loss(student_logits=logits[None], data=teacher)
-        self._names = list(found)
-        return torch.stack([value[0].to(logits.dtype) for value in found.values()], 1)
+            numbers = self._loss(student_logits=logits[None], data=teacher)
+        self._names = list(numbers)
+        return torch.stack([value[0].to(logits.dtype) for value in numbers.values()], 1)
 
 
 @contextmanager
 def _all_rows() -> Iterator[None]:
-    """While open, verl's loss takes the teacher's rows as they are: of a batch that ranks compute
-    together (Ulysses) it would cut out a rank's share, and these are those of a rank's edges."""
+    """A context in which verl's loss takes all rows given: Ulysses would cut out a rank's share."""
     group = get_ulysses_sequence_parallel_group()
     set_ulysses_sequence_parallel_group(None)
     try:
@@ -133,11 +130,11 @@ def _distinct(
     """Numbers the distinct teacher's rows of every edge.
 
     Args:
-        edge, row: int64 [N], of every scored copy; every edge has one. ids, logprobs: [R, k].
+        edge, row: int64 [N], those of every scored copy; every edge has one. ids, logprobs: [R, k].
 
     Returns:
-        int64 [N], which of its edge's rows a copy has, and int64 [E, M], one copy's row for each;
-        -1 where an edge has fewer.
+        int64 [N], the number of a copy's row among its edge's; and int64 [E, M], one copy's row for
+        each number, -1 where an edge has fewer.
     """
     if len(edge) == 0:
         return edge, edge.new_zeros((0, 1))
@@ -151,7 +148,7 @@ def _distinct(
     new_edge[1:] = edge[1:] != edge[:-1]
     new = new_edge.clone()
     new[1:] |= (content[1:] != content[:-1]).any(1)
-    # of all distinct rows, less those before the edge's first
+    # the number among all distinct rows, less those before the edge's first
     number = new.cumsum(0) - 1
     number = number - number[new_edge][new_edge.cumsum(0) - 1]
     rows = edge.new_full((int(edge[-1]) + 1, int(number.max()) + 1), -1)

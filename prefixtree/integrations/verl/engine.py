@@ -1,9 +1,8 @@
 """verl's FSDP and FSDP2 engines, with every micro-batch packed into its prefix forest.
 
-Subclasses that change how a batch is split and how the model is called; sharding, offloading,
-losses, optimiser, weight export and checkpoints stay verl's. Log-probabilities, entropies and
-values come back in verl's jagged layout. Without attn_implementation="prefixtree" they do what
-verl's engines do.
+Subclasses change how a batch is split and how the model is called. Sharding, offloading, losses,
+optimiser, weight export and checkpoints stay verl's. Log-probabilities, entropies and values come
+back in verl's jagged layout. Without attn_implementation="prefixtree" they run verl's code.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from prefixtree.scoring.values import sequence_values
 
 
 class Call(NamedTuple):
-    """A mini-batch that verl wants to be run, and its rows on the host."""
+    """A mini-batch that verl wants to run, and its rows on the host."""
 
     data: TensorDict
     rows: Batch
@@ -83,7 +82,7 @@ class Call(NamedTuple):
     forward_only: bool
 
 
-# from a micro-batch that is scored to what verl's loss reads
+# (scored micro-batch) -> the outputs that verl's loss reads
 _OutputsOf = Callable[[MicroRows], dict[str, Any]]
 # an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
@@ -96,7 +95,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         recompute: as in `sequence_logprobs`.
         compiles: whether layers are compiled.
         sees: whether the checkpoint has a vision encoder.
-        model_output: what the model gives per token.
+        model_output: the name of the model's output per token.
     """
 
     model_output: str
@@ -117,20 +116,20 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
-        """As verl builds it; a checkpoint with a vision encoder without verl's patches."""
+        """Builds the module as verl does; with a vision encoder, without verl's patches."""
         if not (self.packs and self.sees):
             return super()._build_module()
         with without_patches():
             return super()._build_module()
 
     def _build_model_optimizer(self) -> None:
-        """As verl builds it; then the layers are compiled in place, if that is set."""
+        """Builds as verl does, then compiles the layers in place if that is set."""
         super()._build_model_optimizer()
         if self.compiles:
             compile_layers(self.module)
         self._costs: dict[bool, ImportCost | None] = {}
         if self.packs:
-            # now, while adapters are on: a reference without them is planned alike
+            # read now, while adapters are on: a reference without them is planned alike
             self._import_cost(as_trained=True)
             limit = self.engine_config.max_token_len_per_gpu
             self._announce(
@@ -144,7 +143,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """All micro-batches of a batch, gradients added; results in the order of the batch."""
+        """Runs all micro-batches of a batch, gradients added; results in the batch's order."""
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
         serves_topk = self.model_output == "log_probs"
@@ -172,7 +171,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         return in_order(outputs, indices)
 
     def _forwards_and_backwards(self, call: Call) -> tuple[list[Any], Sequence[MicroBatch]]:
-        """The results of all micro-batches of a mini-batch, and these."""
+        """Runs a mini-batch: the results of its micro-batches, and the micro-batches."""
         data, rows, _, forward_only = call
         group = self.get_data_parallel_group()
         if self.sees:
@@ -219,7 +218,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     # ---- trunks that micro-batches share --------------------------------------------------------
 
     def _plans_as_trained(self, data: TensorDict) -> bool:
-        """Whether what is scored is planned as in training, where the limits are the same."""
+        """Whether scoring plans as training does, because the limits are the same."""
         trained = tu.get_non_tensor_data(data=data, key=TRAINED_TOKENS, default=None)
         trained = trained or self.engine_config.max_token_len_per_gpu
         limit = tu.get_non_tensor_data(data=data, key="max_token_len_per_gpu", default=None)
@@ -232,7 +231,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         if divided or not is_kept(self.module):
             return None
         if as_trained not in self._costs:
-            # without a graph a token takes little beside the keys and values of a trunk's
+            # without a graph a token takes little compared with a trunk's keys and values
             recompute: Recompute = "all"
             if as_trained:
                 checkpoints = self.model_config.enable_gradient_checkpointing
@@ -244,7 +243,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     def _kept(
         self, call: Call, batches: Sequence[MicroBatch]
     ) -> Iterator[Iterator[_OutputsOf] | None]:
-        """The outputs of micro-batches that keep trunks; None for others."""
+        """A context with the outputs of micro-batches that keep trunks; None for others."""
         if getattr(batches, "trunks", None) is None:
             yield None
             return
@@ -263,8 +262,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     # ---- a micro-batch --------------------------------------------------------------------------
 
     def _step(self, call: Call, batch: MicroBatch, outputs_of: _OutputsOf | None) -> Any:
-        """Runs the model over one micro-batch of a batch, unless it is scored already, and verl's
-        loss over what comes out."""
+        """Runs the model over a micro-batch, unless it is scored already, and then verl's loss."""
         micro = micro_rows(call.data, call.rows, batch).to(get_device_id())
         with self._autocast():
             if outputs_of is None:
@@ -305,8 +303,8 @@ class PackedActorEngine(_FsdpEngine):
     model_output = "log_probs"
 
     def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
-        """log_probs, entropy where asked for, and what a distillation loss gives per token: jagged
-        [B, n], 0 outside the response."""
+        """Computes log_probs, entropy and distillation losses, jagged [B, n], 0 outside
+        responses."""
         top_k = None
         if wants_topk(call.data) and call.loss_function is not None:
             top_k = TopK(call.loss_function, micro.data, packed, micro.rows.masks)
@@ -356,8 +354,7 @@ class PackedActorEngine(_FsdpEngine):
 def _outputs_of(
     scores: SequenceScores, top_k: TopK | None, sequences: Sequence[int], micro: MicroRows
 ) -> dict[str, torch.Tensor]:
-    """In verl's names and layout; with what a distillation loss gives, of these sequences of the
-    batch that it was made for."""
+    """Puts scores, and distillation losses of `sequences` of the batch, into verl's layout."""
     more = {} if top_k is None else top_k.outputs(scores, sequences)
     return scores_in_layout(scores, micro, more)
 
@@ -369,7 +366,7 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
     model_output = "values"
 
     def _build_module(self) -> Any:
-        """A token classifier with one label; verl asks for flash_attention_2 whatever is set."""
+        """Builds a token classifier with one label; verl always asks for flash_attention_2."""
         if not self.packs:
             return super()._build_module()
         from transformers import AutoModelForTokenClassification
@@ -381,7 +378,7 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
             self.engine_config.model_dtype
             or ("bf16" if self.engine_config.forward_only else "fp32")
         )
-        # as verl does: meta tensors on all ranks but the first, unless weights are tied
+        # as in verl: meta tensors on all ranks but the first, unless weights are tied
         context = get_init_weight_context_manager(
             use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh
         )
@@ -400,7 +397,7 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         return module
 
     def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
-        """values, jagged [B, n]."""
+        """Computes values, jagged [B, n]."""
         values = sequence_values(
             self.module, packed, recompute=self.recompute, group=self.ulysses_parallel_group
         )

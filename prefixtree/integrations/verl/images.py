@@ -24,7 +24,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
 
 _PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
-# what follows from tokens and grids
+# entries that follow from tokens and grids
 _LEFT_OUT = ("images_seqlens", "mm_token_type_ids")
 
 
@@ -48,7 +48,7 @@ def images_of(data: TensorDict, batch: Batch, config: Any, group: Any) -> Images
 
 
 def _apart(row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """[patches, values] of each image of a sequence."""
+    """Separates the images of a sequence: [patches, values] each."""
     if _GRIDS not in row:
         raise ValueError(f"multi_modal_inputs has {_PIXELS} without {_GRIDS}: their sizes")
     counts = row[_GRIDS].prod(-1).tolist()
@@ -68,7 +68,7 @@ def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
     transformer = transformer_of(module)
     values = data["position_ids"].values().cpu()
     if values.ndim == 1:
-        # the model takes these for all rows
+        # the model takes these positions for all rows
         values = values.expand(4, -1)
     images, sequences = batch.images, batch.tokens
     numbers: list[list[int]] = [[]] * len(sequences)
@@ -77,12 +77,12 @@ def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
     start = 0
     for i, (tokens, held) in enumerate(zip(sequences, numbers, strict=True)):
         count = torch.arange(len(tokens))
-        own = count[:, None].expand(-1, 3)
+        expected = count[:, None].expand(-1, 3)
         if images is not None:
-            own = positions_alone(transformer.model, images, tokens, held)
-        given = values[:, start : start + len(tokens)]
+            expected = positions_alone(transformer.model, images, tokens, held)
+        shown = values[:, start : start + len(tokens)]
         start += len(tokens)
-        if not torch.equal(given, torch.cat([count[None], own.t()]).to(given)):
+        if not torch.equal(shown, torch.cat([count[None], expected.t()]).to(shown)):
             raise UnsupportedError(
                 f"position_ids of sequence {i} are not those that "
                 f"{transformer.config.model_type} computes for it: leave mm_processor_kwargs as "
@@ -94,7 +94,7 @@ def fill_gradients_of_encoder(module: nn.Module) -> None:
     """Gives the vision encoder gradients of zeros where it has none, in place.
 
     On text alone verl's own engine runs the vision encoder over a blank image, so that an optimizer
-    with weight decay shrinks its weights. Here the vision encoder does not run, and its parameters
+    with weight decay shrinks its weights. Here the vision encoder does not run, and its weights
     shrink too.
     """
     for parameter in encoder_of(transformer_of(module)).parameters():
@@ -107,7 +107,7 @@ def fill_gradients_of_encoder(module: nn.Module) -> None:
 
 @contextmanager
 def without_patches() -> Iterator[None]:
-    """While open, verl's engines make models without patching their classes.
+    """A context in which verl's engines make models without patching their classes.
 
     The patches serve flash attention, fused heads and Ulysses inside verl's attention functions.
     """

@@ -3,9 +3,9 @@
     actor_rollout_ref.model.external_lib=prefixtree.integrations.verl.megatron
     +actor_rollout_ref.model.override_config.attn_implementation=prefixtree
 
-Importing this registers them. They change the layers of the model, how a batch is split and how
-the model is called; parallelism, losses, optimiser, weight export and checkpoints stay verl's.
-Without attn_implementation="prefixtree" they do what verl's engines do.
+Importing this registers them. They change the layers of the model, how a batch is split and how the
+model is called; parallelism, losses, optimiser, weight export and checkpoints stay verl's. Without
+attn_implementation="prefixtree" they run verl's code.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _REGISTERED = {"backend": "megatron", "device": "cuda", "vendor": "nvidia"}
 class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
     """The common part of actor, reference and critic."""
 
-    # what routers chose in the micro-batches of a forward that is to record it
+    # the choices of routers in the micro-batches of a forward that records them
     _recorded: list[torch.Tensor] | None = None
 
     def __init__(
@@ -98,7 +98,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """All micro-batches of a batch through the pipeline, gradients accumulated."""
+        """Runs all micro-batches of a batch through the pipeline and accumulates gradients."""
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
         check_step(data, loss_function, forward_only, replays=True)
@@ -165,7 +165,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         logits_processor_func: Any,
         postprocess_micro_batch_func: Callable[..., Any],
     ) -> Any:
-        """Runs one stage over one micro-batch, as Megatron's schedule asks for."""
+        """Runs one stage over one micro-batch, as Megatron's schedule asks."""
         if not self.packs:
             return super().forward_step(
                 batch_iter, model, logits_processor_func, postprocess_micro_batch_func
@@ -189,8 +189,7 @@ class PackedMegatronActorEngine(_MegatronEngine):
     """Actor and reference: log-probabilities and entropies."""
 
     def _outputs(self, model: Any, micro: MicroRows, packed: PackedForest) -> Any:
-        """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response; on stages
-        before the last the hidden states."""
+        """Computes log_probs and entropy, jagged [B, n], 0 outside responses; or hidden states."""
         scores = tree_logprobs(
             model,
             packed,
@@ -204,7 +203,7 @@ class PackedMegatronCriticEngine(_MegatronEngine, MegatronEngineWithValueHead):
     """Critic: a value at every token."""
 
     def _outputs(self, model: Any, micro: MicroRows, packed: PackedForest) -> Any:
-        """values, jagged [B, n], which `prepare_model_outputs` names; or the hidden states."""
+        """Computes values, jagged [B, n], which `prepare_model_outputs` names; or hidden states."""
         output = tree_outputs(model, packed)
         if not find_model(model).post_process:
             return output

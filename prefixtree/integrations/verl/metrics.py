@@ -1,8 +1,8 @@
 """Metrics of packing, for engines of every backend (`MeteredEngine`): tokens saved, what could
 still be shared, and the model FLOPs utilisation (MFU) of useful FLOPs.
 
-verl's `mfu` counts every replicated token as if it had been computed: on packed batches it is
-what an unpacked run would have needed for this speed, and may exceed 1.
+verl's `mfu` counts every replicated token as if it had been computed: on packed batches it is the
+MFU that an unpacked run would need for this speed, and may exceed 1.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from prefixtree.planning.micro_batch import MicroBatch
 
 
 def work_of(batches: Sequence[MicroBatch], masks: Sequence[np.ndarray] | None = None) -> Work:
-    """The work of micro-batches; with masks, bool [n] per sequence of the batch, true where the
-    policy sampled the token, also what runs again."""
+    """Counts the work of micro-batches; with `masks` of sampled tokens, also what runs again."""
     if (trunks := getattr(batches, "trunks", None)) is not None:
-        # all of them compute a token once
+        # all stages compute a token once
         return _with_squares(trunks.forest, masks)
     found = (_with_squares(b.forest, None if masks is None else b.take(masks)) for b in batches)
     return sum(found, Work())
 
 
 def _with_squares(forest: PrefixForest, masks: Sequence[np.ndarray] | None) -> Work:
-    """The work of a forest, with the squares that verl's estimate of FLOPs takes."""
+    """Counts the work of a forest, with the squares that verl's estimate of FLOPs takes."""
     position, length = forest.node_position.astype(np.int64), forest.node_length
     # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
     squares = 2 * visible_pairs(position, length, None) - forest.num_tokens
@@ -74,17 +73,20 @@ def work_metrics(
 
 
 def _formula(counter: FlopsCounter) -> tuple[float, float, float] | None:
-    """verl's estimate of TFLOPs, a x tokens + b x sum of n^2 for most models, and the device's
-    promise: (a, b, TFLOP/s). None where the estimate is another (sliding windows) or there is none.
+    """Reads verl's TFLOPs, a x tokens + b x sum of n^2: (a, b, the device's TFLOP/s).
+
+    None where the estimate has another form (sliding windows) or is missing.
     """
 
     def flops(length: int) -> float:
         return counter.estimate_flops([length], 1.0)[0]
 
-    one, many, length = flops(1), flops(4096), 4096
-    b = (many - length * one) / (length * (length - 1))
-    a = one - b
-    if one == 0 or not np.isclose(flops(2 * length), 2 * length * a + (2 * length) ** 2 * b):
+    flops_of_one, flops_of_many, length = flops(1), flops(4096), 4096
+    b = (flops_of_many - length * flops_of_one) / (length * (length - 1))
+    a = flops_of_one - b
+    if flops_of_one == 0 or not np.isclose(
+        flops(2 * length), 2 * length * a + (2 * length) ** 2 * b
+    ):
         return None
     return a, b, counter.estimate_flops([1], 1.0)[1]
 
@@ -95,7 +97,7 @@ NAME = "prefixtree"
 
 
 class MeteredEngine:
-    """Stands before an engine of verl; adds metrics to the results of its batches.
+    """A base before an engine of verl that adds metrics to the results of its batches.
 
     Attributes:
         packs: whether the model's attention is "prefixtree".
@@ -131,7 +133,7 @@ class MeteredEngine:
             announce(hf_config, device, dtype, **settings)
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        """One optimiser step on a mini-batch; adds the metrics of `work_metrics` to verl's."""
+        """Runs one optimiser step on a mini-batch; adds the metrics of `work_metrics` to verl's."""
         start = time.perf_counter()
         outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         if self.packs and not self._has_trained:
@@ -141,15 +143,15 @@ class MeteredEngine:
         return self._with_metrics(outputs, time.perf_counter() - start, forward_only=False)
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
-        """Log-probabilities (or values) of a batch; adds the metrics of `work_metrics`."""
+        """Computes a batch's log-probabilities or values; adds the metrics of `work_metrics`."""
         start = time.perf_counter()
         outputs = super().infer_batch(data, loss_function)  # type: ignore[misc]
         return self._with_metrics(outputs, time.perf_counter() - start, forward_only=True)
 
     def _with_metrics(self, outputs: dict[str, Any], seconds: float, forward_only: bool) -> Any:
-        # stages of a pipeline before the last give none
+        # pipeline stages before the last give no metrics
         if self.packs and "metrics" in outputs:
-            # per GPU, of which so many did this work together
+            # per GPU: so many did this work together
             seconds *= getattr(self, "ulysses_sequence_parallel_size", 1)
             metrics = work_metrics(self._work, self._flops_counter, seconds, forward_only)
             outputs["metrics"].update(metrics)

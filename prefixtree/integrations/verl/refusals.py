@@ -18,11 +18,11 @@ from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.models.families import LIGER_LAYERS, check_config
 from prefixtree.recompute.layers import MODES
 
-# of override_config: as in `sequence_logprobs`, and whether `compile_layers` compiles the layers
+# keys of override_config: recompute of `sequence_logprobs`, and whether to run `compile_layers`
 RECOMPUTE, COMPILE = "prefixtree_recompute", "prefixtree_compile"
 SETTINGS: dict[str, tuple[Any, ...]] = {RECOMPUTE: ("auto", *MODES), COMPILE: (True, False)}
 
-# whose images verl's batches have shown here
+# model types whose images were tested in verl's batches
 _SEEING = [name for name in GRIDS if name.startswith("qwen")]
 _FUSED = (
     "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; set it "
@@ -33,8 +33,7 @@ _PREFIX = 'attn_implementation="prefixtree": '
 
 
 class Asked(NamedTuple):
-    """The parts of an engine: verl's HFModelConfig, its configuration of the engine, and what
-    the model gives per token, "log_probs" or "values"."""
+    """The parts of an engine: HFModelConfig, its configuration, "log_probs" or "values"."""
 
     model: Any
     engine: Any
@@ -50,8 +49,7 @@ class Asked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """verl's batch, and whether the engine's model takes images, the engine computes losses of
-    the teacher's top k, and it runs recorded experts."""
+    """verl's batch, and whether the engine takes images, top-k losses and recorded experts."""
 
     data: TensorDict
     sees: bool = False
@@ -182,7 +180,7 @@ MEGATRON = (
         "{model_type} takes images; use a text-only model",
     ),
 )
-#: Of the provider that Megatron-Bridge makes.
+#: Refusals of the provider that Megatron-Bridge makes.
 PROVIDER = (
     Refusal(
         "calculate_per_token_loss",
@@ -194,8 +192,7 @@ PROVIDER = (
 
 
 class Override(NamedTuple):
-    """A setting of override_config: its name and value, whether the engine follows it, the setting
-    that is followed where it is not, and the engine's strategy."""
+    """A setting of override_config, whether it is followed, and which one is in its place."""
 
     name: str
     asked: Any
@@ -225,7 +222,7 @@ OVERRIDES = (
         "{strategy}",
     ),
 )
-#: Of an FSDP engine whose batches have images.
+#: Refusals of an FSDP engine whose batches have images.
 IMAGES = (
     Refusal(
         "strategy",
@@ -242,9 +239,10 @@ def _is_padded(batch: Batch) -> bool:
 
 
 def _restarts(batch: Batch) -> bool:
-    """Whether a token's position is not its index in its sequence, as in a forest it is.
+    """Whether a token's position is not its index in its sequence, which it is in a forest.
 
-    Both jagged [B, n]; where the model takes images, the first of four rows may say it."""
+    Both are jagged [B, n]; where the model takes images, the first of four rows may hold positions.
+    """
     offsets = batch.data["input_ids"].offsets()
     starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
     indices = torch.arange(len(starts), device=offsets.device) - starts
@@ -254,7 +252,7 @@ def _restarts(batch: Batch) -> bool:
     return positions.shape != indices.shape or not torch.equal(positions, indices.to(positions))
 
 
-#: Of a batch, before it is split.
+#: Refusals of a batch, before it is split.
 BATCHES = (
     Refusal("use_fused_kernels", lambda batch: batch.flag("use_fused_kernels"), _FUSED),
     Refusal(
@@ -376,15 +374,14 @@ def check_settings(model_config: Any, engine_config: Any, model_output: str) -> 
 
 
 def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
-    """`check_settings` for the Megatron backend; the model itself is checked as it runs."""
+    """Refuses configurations of the Megatron backend; the model itself is checked as it runs."""
     refuse((*EVERY_ENGINE, *MEGATRON), Asked(model_config, engine_config), _PREFIX)
 
 
 def check_override(
     name: str, value: Any, is_served: bool, instead: str = "", strategy: str = ""
 ) -> Any:
-    """The value of a setting of override_config, None where it is not set; refuses one that nothing
-    would follow. Arguments as `Override` has them."""
+    """The value of a setting of override_config, None if not set; refuses one not followed."""
     if value is None:
         return None
     if value not in SETTINGS[name]:
@@ -406,7 +403,7 @@ def check_batch(data: TensorDict, **takes: bool) -> None:
 
 
 def check_step(data: TensorDict, loss_function: Any, forward_only: bool, **takes: bool) -> None:
-    """`check_batch`, and for a step with a backward `check_loss`."""
+    """Runs `check_batch`, and for a step with a backward `check_loss`."""
     check_batch(data, **takes)
     if not forward_only:
         dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)

@@ -1,9 +1,9 @@
 """verl's router replay on its Megatron engines: recorded experts in and out of a batch.
 
-With router_replay.mode=R3 a batch comes with the experts that the rollout engine recorded, and both
+With router_replay.mode=R3 a batch has the experts that the rollout engine recorded, and both
 forwards run them. With R2 the forward of old log-probabilities records its own, and the update runs
-these. Either way a forest has the routes as data of its tokens, so prefixes part where they differ;
-those of R2 were chosen once per distinct token.
+these. A forest has the routes as data of its tokens, so prefixes part where they differ; those of
+R2 were chosen once per distinct token.
 
 Legend: B sequences, n tokens of one, L layers of experts, k experts per token.
 """
@@ -29,19 +29,19 @@ from prefixtree.planning.micro_batch import MicroBatch
 
 
 def asks_for_routes(data: TensorDict) -> bool:
-    """Whether this forward is to replay or to record: verl's reference is not."""
+    """Whether this forward must replay or record; verl's reference does neither."""
     flag: bool = tu.get_non_tensor_data(data=data, key="enable_routing_replay", default=False)
     return flag
 
 
 def is_recorded(data: TensorDict, mode: str, forward_only: bool) -> bool:
-    """Whether this forward is to record the experts of a batch."""
+    """Whether this forward must record the experts of a batch."""
     asked = asks_for_routes(data) and mode == "R2" and forward_only
     return asked and data.get("routed_experts", None) is None
 
 
 def check_stages(config: Any) -> None:
-    """Before a forward that records."""
+    """Refuses stages from which a forward cannot record routes."""
     dense = _has_experts(config).count(False)
     if config.pipeline_model_parallel_size > 1 and dense:
         raise UnsupportedError(
@@ -72,14 +72,14 @@ def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
     if mode == "R3":
         # verl routes what has no response anew, such as its padding, of which nobody reads anything
         anything = np.arange(values.shape[2], dtype=values.dtype)
-        for at, mask in enumerate(data["response_mask"].unbind()):
+        for place, mask in enumerate(data["response_mask"].unbind()):
             if not mask.any():
-                routes[at] = np.broadcast_to(anything, routes[at].shape)
+                routes[place] = np.broadcast_to(anything, routes[place].shape)
     return routes
 
 
 def to_jagged_routes(chosen: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, L, k] of each sequence of a micro-batch -> verl's jagged int16 [B, n, L, k]."""
+    """Joins the routes [n, L, k] of a micro-batch's sequences: verl's jagged int16 [B, n, L, k]."""
     rows = [experts.cpu().to(torch.int16) for experts in chosen]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
@@ -87,8 +87,7 @@ def to_jagged_routes(chosen: Sequence[torch.Tensor]) -> torch.Tensor:
 def routes_of_batch(
     recorded: list[torch.Tensor], batches: Sequence[MicroBatch], config: Any
 ) -> torch.Tensor:
-    """The routes that forwards of all stages recorded, jagged [B, n, L, k] in the order of the
-    batch. All stages must call it."""
+    """Gathers the routes that all stages recorded, jagged [B, n, L, k]; all stages call it."""
     whole: torch.Tensor = pp_gather(merge_nested_router_maps(recorded), config)
     indices = [batch.sequence_indices.tolist() for batch in batches]
     restored: torch.Tensor = restore_dynamic_batch(whole, indices)

@@ -1,8 +1,8 @@
 """verl's v1 trainers, with a balancing that keeps groups on one rank.
 
 verl deals samples out by length, so that the responses of a prompt land on several ranks and each
-computes the prompt again. These deal out groups, by the cost of what is computed. Which samples are
-in a batch, and how a batch is divided into as many on every rank, is unchanged.
+computes the prompt again. These trainers deal out groups, by the cost of what is computed. The
+samples of a batch and their number on every rank are unchanged.
 
     VERL_USE_EXTERNAL_MODULES=prefixtree.integrations.verl.trainer
     trainer.v1.trainer_mode=prefixtree_sync
@@ -32,7 +32,7 @@ from prefixtree.integrations.verl.batches import MINI_BATCH, TRAINED_TOKENS
 
 
 class KeepsGroups:
-    """Mixin for verl's v1 trainers: replaces the balancing, nothing else.
+    """A mixin for verl's v1 trainers that replaces the balancing, nothing else.
 
     Attributes:
         base_mode: verl's name of the trainer that is extended.
@@ -45,7 +45,7 @@ class KeepsGroups:
 
     @property
     def trainer_mode(self) -> str:
-        """verl's trainers look up their settings, and some behaviour, by their name's."""
+        """The name by which verl's trainers look up their settings and some behaviour."""
         return self.base_mode
 
     @trainer_mode.setter
@@ -54,7 +54,7 @@ class KeepsGroups:
         pass
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """verl's: pads the batch to a multiple and finds the ranks. Then the order by groups."""
+        """Runs verl's balancing, which pads the batch and finds the ranks; orders it by groups."""
         prefix = kwargs.get("logging_prefix", "global_seqlen")
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
         num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
@@ -84,14 +84,14 @@ class KeepsGroups:
         batch.reorder(balanced.order)
         actor = self.config.actor_rollout_ref.actor
         if not actor.get("shuffle", False):
-            # so that old log-probabilities and the reference's are scored as the policy is trained
+            # old log-probabilities and the reference's are then scored as the policy is trained
             batch.extra_info[MINI_BATCH] = self._mini_batch_size()
             if (tokens := actor.get("ppo_max_token_len_per_gpu", None)) is not None:
                 batch.extra_info[TRAINED_TOKENS] = tokens
         return batch
 
     def _mini_batch_size(self) -> int:
-        """Samples of a mini-batch over all ranks: the actor's, the critic's while that warms up."""
+        """The samples of a mini-batch over all ranks: the actor's, or a warming critic's own."""
         trains_actor = self.config.trainer.critic_warmup <= self.global_steps
         role = self.config.actor_rollout_ref.actor if trains_actor else self.config.critic
         return role.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
@@ -103,7 +103,7 @@ def _group_of(key: str, tag: dict[str, Any]) -> str:
 
 
 def _write_rollouts(path: Path, rows: list[tuple[str, str, np.ndarray]]) -> None:
-    """(key, group, token ids) -> lines that `prefixtree report` reads."""
+    """Writes (key, group, token ids) as lines that `prefixtree report` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for key, group, tokens in rows:

@@ -1,4 +1,4 @@
-"""Which verl these engines extend; imports nothing of it."""
+"""The verl version that these engines extend; imports nothing of it."""
 
 from __future__ import annotations
 
