@@ -31,9 +31,9 @@ from benchmarks.lib.tables import Column, Parts, Table, show
 from prefixtree.kernels import indexer_kernels
 from prefixtree.kernels.attention.triton import chosen as tile_bits
 from prefixtree.kernels.attention.triton.backward import (
-    keys_kernel,
+    dkdv_kernel,
+    dq_kernel,
     prepare_kernel,
-    queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, choose, choose_decode
@@ -50,7 +50,7 @@ INT32 = {
     "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN", "RUN_PAIRS", "CHOSEN_TILES",
 }  # fmt: skip
 FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
-KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
+KERNELS = {"forward": forward_kernel, "keys": dkdv_kernel, "queries": dq_kernel}
 FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE", "CHOSEN")]
 # WIDE: dK and dV in float32
 FEATURES += ["SUBSET", "DETERMINISTIC", "WIDE"]
@@ -131,7 +131,7 @@ def _type(kernel: Any, name: str, values: dict[str, Any], dtype: str) -> str:
     width = values["DV_PADDED" if name in ("V", "DOUT") else "D_WIDTH"]
     if described and name in ("K", "V"):
         return f"tensordesc<{dtype}{[values['KEYS'], width]}>"
-    if described and name in ("Q", "DOUT") and (kernel is keys_kernel or values[f"{name}_TMA"]):
+    if described and name in ("Q", "DOUT") and (kernel is dkdv_kernel or values[f"{name}_TMA"]):
         return f"tensordesc<{dtype}{[values['TOKENS'], values['HEADS'], width]}>"
     if described and name == "K_SPANS":
         return f"tensordesc<i32{[values['KEYS']]}>"

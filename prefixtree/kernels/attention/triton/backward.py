@@ -117,7 +117,7 @@ def _gradients(
 
 
 @triton.jit(do_not_specialize=FOREST_ARGUMENTS)
-def keys_kernel(
+def dkdv_kernel(
     Q,
     K,
     V,
@@ -383,7 +383,7 @@ def reduce_kernel(
 
 
 @triton.jit(do_not_specialize=FOREST_ARGUMENTS)
-def queries_kernel(
+def dq_kernel(
     Q,
     K,
     V,

@@ -17,9 +17,9 @@ from prefixtree.kernels import runtime
 from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.backward import (
-    keys_kernel,
+    dkdv_kernel,
+    dq_kernel,
     prepare_kernel,
-    queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.chosen import lay_out
@@ -375,7 +375,7 @@ def _keys_gradient(
     numbers = problem.gradient_numbers(dout, rows_a_block)
     chosen = problem.chosen(config, tables, True)
     for with_dk, with_dv in ((True, False), (False, True)) if config.apart else ((True, True),):
-        keys_kernel[(len(tables.pieces) * kv_heads,)](
+        dkdv_kernel[(len(tables.pieces) * kv_heads,)](
             *operands,
             dk,
             dv,
@@ -423,7 +423,7 @@ def _queries_gradient(
     dq: torch.Tensor,
 ) -> None:
     tables = problem.tables(config)
-    queries_kernel[(len(tables.q_tiles) * problem.k.shape[1] * problem.blocks,)](
+    dq_kernel[(len(tables.q_tiles) * problem.k.shape[1] * problem.blocks,)](
         *problem.gradient_operands(config, dout, rows),
         dq,
         problem.spans(tables),
