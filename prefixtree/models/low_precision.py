@@ -149,7 +149,7 @@ def _one_scale_of(module: Any, weight: Any) -> bool:
 
 
 def _local(weight: Any) -> Any:
-    """This rank's part of a sharded weight."""
+    """The part of a sharded weight that this rank holds."""
     return getattr(weight, "_local_tensor", weight)
 
 

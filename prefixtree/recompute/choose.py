@@ -231,7 +231,7 @@ class GroupShare:
         plan: Callable[[], RecomputePlan],
         first_modes: Callable[[], Sequence[Mode]] | None = None,
     ) -> RecomputePlan:
-        """This rank's plan, with as much recomputation in each layer as any rank needs.
+        """The plan of this rank, with as much recomputation in each layer as any rank needs.
 
         Args:
             device: where the group's collectives take tensors. plan: plans for this rank.

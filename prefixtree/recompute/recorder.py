@@ -74,7 +74,7 @@ def meter_of(device: torch.device) -> Meter | None:
 
 
 class NotMeasuredError(UnsupportedError):
-    """Nothing is known of a model's layers, and no probe can tell."""
+    """Signals that nothing is known of a model's layers, and that no probe can tell."""
 
 
 class Run(NamedTuple):

@@ -34,7 +34,7 @@ _COLWISE_FORWARD = ("transformers.distributed.tensor_parallel", "torch.nn.module
 
 @dataclass(frozen=True)
 class SlicedHead:
-    """This rank's slice of an lm_head.
+    """The slice of an lm_head that this rank holds.
 
     Attributes:
         weight: [W, d], with the graph to the parameter.
@@ -48,7 +48,7 @@ class SlicedHead:
 
 
 def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead | None:
-    """This rank's slice of an lm_head that transformers split along its rows; None for any other.
+    """Finds this rank's slice of an lm_head split along its rows by transformers; None for any other.
 
     It is called inside the model's forward: FSDP2 has gathered its parameters there, and what is
     still sharded is tensor parallelism's.
