@@ -48,7 +48,7 @@ class SlicedHead:
 
 
 def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead | None:
-    """Finds this rank's slice of an lm_head split along its rows by transformers; None for any other.
+    """Finds this rank's slice of an lm_head split along its rows by transformers; None for others.
 
     It is called inside the model's forward: FSDP2 has gathered its parameters there, and what is
     still sharded is tensor parallelism's.

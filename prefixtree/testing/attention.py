@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.packing.host_mask import visible_pairs
 from prefixtree.packing.layout import pack
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.progress import Watch, unwatched
 from prefixtree.testing.compare import Meter
 from prefixtree.testing.models import choose_device
