@@ -405,7 +405,7 @@ def refuse_pooled(classifier: nn.Module) -> None:
 
 
 def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Refuses pooled rows: a hook that copies and pickles of the model have too."""
+    """Refuses one row for several paths: a hook that copies and pickles of the model have too."""
     mask = kwargs.get("tree_mask")
     logits = getattr(output, "logits", None)
     if mask is None or not isinstance(logits, torch.Tensor) or logits.ndim != 2:
