@@ -61,11 +61,7 @@ _KNOWN_HOOKS = (
 
 
 def find_causal_lm(model: nn.Module) -> Any:
-    """Finds the transformers model with a language-model head inside wrappers and adapters.
-
-    Raises:
-        TypeError: not a module. UnsupportedError: there is none.
-    """
+    """Finds the transformers model with a language-model head inside wrappers and adapters."""
     causal_lm = _outermost(model)
     if causal_lm is None or causal_lm.get_output_embeddings() is None:
         raise UnsupportedError(
@@ -87,10 +83,6 @@ def check_model(
     Args:
         divided: words for what cuts the forest into several forwards. Default: one forward.
         known: int64 [T], the token ids that the model gets. Default: the forest's.
-
-    Raises:
-        UnsupportedError: with the part of the model and the way to mend it.
-        ValueError: tokens or a device that do not match the model.
     """
     check_forest(model, causal_lm, packed, divided, known)
     _check_treatment_of_logits(causal_lm)
@@ -222,11 +214,7 @@ def _check_states(transformer: Any, calls: int) -> None:
 
 
 def transformer_of(model: nn.Module) -> Any:
-    """Finds the transformers model inside wrappers and adapters.
-
-    Raises:
-        TypeError: not a module. UnsupportedError: there is none.
-    """
+    """Finds the transformers model inside wrappers and adapters."""
     transformer = _outermost(model)
     if transformer is None:
         raise UnsupportedError(f"{type(model).__name__} holds no transformers model")

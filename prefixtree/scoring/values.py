@@ -195,11 +195,7 @@ def _values_of_tokens(
 
 
 def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | None = None) -> Any:
-    """The classifier inside wrappers and adapters, checked; `divided` as in `check_model`.
-
-    Raises:
-        UnsupportedError, ValueError, ForestError: as `sequence_values`.
-    """
+    """The classifier inside wrappers and adapters, checked; `divided` as in `check_model`."""
     classifier = transformer_of(model)
     if classifier.get_output_embeddings() is not None:
         raise UnsupportedError(
