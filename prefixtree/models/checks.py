@@ -137,12 +137,7 @@ def runs_deepspeed(model: nn.Module) -> bool:
 
 
 def check_loaded(causal_lm: nn.Module) -> None:
-    """Refuses parameters without numbers: on the meta device, or partitioned and not gathered.
-
-    Raises:
-        ValueError: on the meta device.
-        UnsupportedError: partitioned by ZeRO-3, with no hook that loads them for a forward.
-    """
+    """Refuses parameters on the meta device (ValueError), or partitioned and not gathered."""
     meta = next((name for name, p in causal_lm.named_parameters() if p.is_meta), None)
     # accelerate's hooks load what they offload
     if meta is not None and not any("_hf_hook" in vars(m) for m in causal_lm.modules()):
@@ -178,9 +173,6 @@ def every_layer_attends(model: nn.Module, mask: TreeMask) -> Iterator[None]:
     Before the forward, every causal attention module must be set to "prefixtree". After it, as many
     calls must have reached `tree_attention` as there are layers: modules that compute attention
     elsewhere ignore the mask without an error.
-
-    Raises:
-        UnsupportedError: a layer that runs another attention.
     """
     transformer = transformer_of(model)
     expected = _attention_layers(transformer)
@@ -253,11 +245,7 @@ def set_attention(transformer: Any) -> None:
 
 
 def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
-    """Lists name and module of every causal attention, a shared one once per place.
-
-    Raises:
-        UnsupportedError: one that is not set to "prefixtree".
-    """
+    """Lists name and module of every causal attention, once per place; refuses other kinds."""
     # a module that stands in two layers runs twice
     modules = [
         (name, module)
