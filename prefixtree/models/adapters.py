@@ -47,11 +47,7 @@ _DROPOUTS = ("boft_dropout", "module_dropout", "rank_dropout")
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuses an active adapter that is not verified; one that is switched off is not looked at.
-
-    Raises:
-        UnsupportedError: a PEFT method or a variant of LoRA that is not verified, or dropout.
-    """
+    """Refuses active adapters that draw noise or are not verified; skips inactive ones."""
     if not _has_adapters(model):
         return
     from peft import PeftModel

@@ -55,7 +55,11 @@ def along_tree(original: Any, members: Members) -> type[nn.Module]:
 
 
 def check_own_code(name: str, module: nn.Module, kind: str) -> None:
-    """Refuses a module whose forward is not transformers'; `kind` is its name in messages."""
+    """Refuses a module whose forward is not transformers'.
+
+    Args:
+        kind: the module's name in messages.
+    """
     class_name = type(module).__name__
     origin = str(inspect.unwrap(type(module).forward).__globals__.get("__name__", "transformers."))
     if not origin.startswith("transformers.") and not isinstance(module, AlongTree):

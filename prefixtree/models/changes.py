@@ -225,8 +225,7 @@ class ModelStamp:
         self._settings = [held for held in self._settings if not _is_other(held)]
 
     def change(self) -> str | None:
-        """Says the first change, "NAME changed" or "A of NAME became X (it was Y)", if there is
-        one."""
+        """Says the first change, "NAME changed" or "A of NAME became X (it was Y)", if any."""
         # settings first: another adapter also changes which parameters are trained
         for setting in self._settings:
             if _is_other(setting):

@@ -61,11 +61,7 @@ _KNOWN_HOOKS = (
 
 
 def find_causal_lm(model: nn.Module) -> Any:
-    """Finds the transformers model with a language-model head inside wrappers and adapters.
-
-    Raises:
-        TypeError: not a module. UnsupportedError: there is none.
-    """
+    """Finds the transformers model with a language-model head inside wrappers and adapters."""
     causal_lm = _outermost(model)
     if causal_lm is None or causal_lm.get_output_embeddings() is None:
         raise UnsupportedError(
@@ -87,10 +83,6 @@ def check_model(
     Args:
         divided: words for what cuts the forest into several forwards. Default: one forward.
         known: int64 [T], the token ids that the model gets. Default: the forest's.
-
-    Raises:
-        UnsupportedError: with the part of the model and the way to mend it.
-        ValueError: tokens or a device that do not match the model.
     """
     check_forest(model, causal_lm, packed, divided, known)
     _check_treatment_of_logits(causal_lm)
@@ -145,12 +137,7 @@ def runs_deepspeed(model: nn.Module) -> bool:
 
 
 def check_loaded(causal_lm: nn.Module) -> None:
-    """Refuses parameters without numbers: on the meta device, or partitioned and not gathered.
-
-    Raises:
-        ValueError: on the meta device.
-        UnsupportedError: partitioned by ZeRO-3, with no hook that loads them for a forward.
-    """
+    """Refuses parameters on the meta device (ValueError), or partitioned and not gathered."""
     meta = next((name for name, p in causal_lm.named_parameters() if p.is_meta), None)
     # accelerate's hooks load what they offload
     if meta is not None and not any("_hf_hook" in vars(m) for m in causal_lm.modules()):
@@ -186,9 +173,6 @@ def every_layer_attends(model: nn.Module, mask: TreeMask) -> Iterator[None]:
     Before the forward, every causal attention module must be set to "prefixtree". After it, as many
     calls must have reached `tree_attention` as there are layers: modules that compute attention
     elsewhere ignore the mask without an error.
-
-    Raises:
-        UnsupportedError: a layer that runs another attention.
     """
     transformer = transformer_of(model)
     expected = _attention_layers(transformer)
@@ -222,11 +206,7 @@ def _check_states(transformer: Any, calls: int) -> None:
 
 
 def transformer_of(model: nn.Module) -> Any:
-    """Finds the transformers model inside wrappers and adapters.
-
-    Raises:
-        TypeError: not a module. UnsupportedError: there is none.
-    """
+    """Finds the transformers model inside wrappers and adapters."""
     transformer = _outermost(model)
     if transformer is None:
         raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
@@ -265,11 +245,7 @@ def set_attention(transformer: Any) -> None:
 
 
 def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
-    """Lists name and module of every causal attention, a shared one once per place.
-
-    Raises:
-        UnsupportedError: one that is not set to "prefixtree".
-    """
+    """Lists name and module of every causal attention, once per place; refuses other kinds."""
     # a module that stands in two layers runs twice
     modules = [
         (name, module)
@@ -405,7 +381,7 @@ def refuse_pooled(classifier: nn.Module) -> None:
 
 
 def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Refuses pooled rows: a hook that copies and pickles of the model have too."""
+    """Refuses one row for several paths: a hook that copies and pickles of the model have too."""
     mask = kwargs.get("tree_mask")
     logits = getattr(output, "logits", None)
     if mask is None or not isinstance(logits, torch.Tensor) or logits.ndim != 2:

@@ -26,13 +26,14 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     torch.compile turns norms, activations and rotary embeddings into few kernels, so an update
     takes less time and less memory. Layers of one kind share a graph, and a new forest compiles
     nothing anew. The first forward and the first backward compile; so does the first use of each
-    mode of `recompute`, which works in compiled layers too. Call `fully_shard` before or after.
+    mode of `recompute`, which works in compiled layers too. `fully_shard` may be called before or
+    after.
 
-    A vision encoder's blocks are compiled in parts, around attention, for calls with `images=`.
-    They run uncompiled in Gemma 4, where transformers recomputes each block, and under attention
-    other than "prefixtree" and "sdpa". The layers of LongCat-Flash are compiled in parts, because
-    its experts look at numbers. Layers with indexers are compiled without their attention, because
-    an indexer loops over paths.
+    A vision encoder's blocks are compiled in parts, around attention, for calls with `images=`;
+    Gemma 4's are not. They run uncompiled where transformers recomputes each block, and under
+    attention other than "prefixtree" and "sdpa". The layers of LongCat-Flash are compiled in parts,
+    because its experts look at numbers. Layers with indexers are compiled without their attention,
+    because an indexer loops over paths.
 
     torch keeps 8 graphs of one kind of code and then runs eagerly; this raises the limit
     (`torch._dynamo.config.recompile_limit`) to 64.

@@ -1,5 +1,6 @@
-"""Checks that keep out transformers models that do not run exactly (list:
-`models.family_table`)."""
+"""Checks that keep out transformers models that do not run exactly; the list is
+`models.family_table`.
+"""
 
 from __future__ import annotations
 
@@ -316,8 +317,7 @@ def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
 
 
 def check_checkpointing(model: nn.Module, config: Any) -> None:
-    """Refuses reentrant checkpointing where layers use keys of earlier ones, whose gradients it
-    loses."""
+    """Refuses reentrant checkpointing where layers use keys of earlier ones: it loses gradients."""
     if getattr(config, "num_kv_shared_layers", 0) and checkpoints_reentrantly(model):
         raise UnsupportedError(
             f"reentrant checkpointing loses gradients in {config.model_type} with "

@@ -25,11 +25,7 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Lists the decoder layers that transformers checkpoints, first to last.
-
-    Raises:
-        UnsupportedError: transformers does not checkpoint this family.
-    """
+    """Lists the decoder layers that transformers checkpoints, in order; refuses other families."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers, seen = [], set()

@@ -25,7 +25,7 @@ _tried: weakref.WeakKeyDictionary[nn.Module, tuple[type, bool]] = weakref.WeakKe
 
 
 def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | None = None) -> None:
-    """Refuses a layer whose output for a token depends on other tokens.
+    """Refuses a layer whose output for a token depends on others, or that stops wanted gradients.
 
     torchao's and bitsandbytes' are known by name. Other linear layers whose class or weight is not
     torch's are tried once, on two batches of a few rows, if their weight is whole and on one
@@ -34,9 +34,6 @@ def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | Non
     Args:
         paths: those of the model, which say whether gradients must pass the layer. Default: none
             must.
-
-    Raises:
-        UnsupportedError: it does, or it stops gradients that are wanted.
     """
     # adapters are judged by their method
     origin = type(module).__module__
@@ -88,10 +85,9 @@ def is_plain(weight: torch.Tensor) -> bool:
 
 
 def check_quantizer(transformer: nn.Module) -> None:
-    """Refuses a model that transformers loaded with a quantiser whose layers are not verified.
+    """Refuses a model that transformers loaded quantised by anything but bitsandbytes and torchao.
 
-    Raises:
-        UnsupportedError: any but bitsandbytes and torchao, whose layers are judged one by one.
+    The layers of these two are judged one by one.
     """
     if not is_quantised(transformer):
         return

@@ -152,13 +152,10 @@ def shown_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor | None:
-    """Makes the mask [B, 1, n, m] of a batch with padding or cached keys.
+    """Makes the mask [B, 1, n, m] of a batch with padding or cached keys; refuses gradients.
 
     It gives None where "sdpa" gets None, as its fast kernels and those for grouped heads take no
     mask.
-
-    Raises:
-        ValueError: with gradients, where only packed forests run.
     """
     if torch.is_grad_enabled():
         given = "attention_mask" if attention_mask is not None else "key-value cache"

@@ -65,11 +65,7 @@ class _Registers:
 
 
 def prepare_layers(transformer: Any) -> None:
-    """Gives the layers of wings their forward along the tree.
-
-    Raises:
-        UnsupportedError: a layer that differs from the one that was verified.
-    """
+    """Gives the layers of wings their forward along the tree; refuses unverified layers."""
     config = transformer.config.get_text_config()
     for name in wings_of(transformer, config):
         wing: OfLayers = load(name)

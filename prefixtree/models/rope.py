@@ -47,9 +47,6 @@ def check_lengths(config: Any, host: HostMask, divided: str | None = None) -> No
 
     Args:
         divided: words for what cuts the forest into several forwards. Default: one forward.
-
-    Raises:
-        UnsupportedError: with the lengths, and what to do.
     """
     for kind, limit in fixed_lengths(config):
         if (longest := host.deepest) <= limit:

@@ -70,9 +70,6 @@ def check_layers(model: nn.Module, transformer: Any, device: torch.device) -> No
 
     Args:
         device: the device of the model's inputs.
-
-    Raises:
-        UnsupportedError: with the first module that differs, and the code that is not known.
     """
     known = _probed.setdefault(transformer, _Probed())
     state = state_of(transformer)

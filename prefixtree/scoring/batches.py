@@ -80,8 +80,8 @@ def batch_logprobs(
             which restarts at 0. With a mask, positions must count its tokens from 0.
         cu_seqlens: int [S + 1], the borders of sequences in the flattened rows, as FlashAttention
             takes them. Tokens after the last border are padding.
-        temperature: the divisor of the logits: one number, one per row [B], or one per token [B,
-            L], at each token the divisor of the logits that it was drawn from. Default: 1.0.
+        temperature: the divisor of the logits: one number, one per row [B], or one per token
+            [B, L], at each token the divisor of the logits that it was drawn from. Default: 1.0.
         loss_mask: [B, L], 1 where a token is scored. Default: every token of a sequence but the
             first.
         **options: the other keywords of `sequence_logprobs`. `images` must be made from the

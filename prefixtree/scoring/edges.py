@@ -67,7 +67,6 @@ class ForestEdges:
         """Finds the tokens that the edges score in another packed forest: int64 [U] on a device.
 
         Raises:
-            TypeError: no packed forest.
             ForestError: an edge that the forest lacks, or holds more than once.
         """
         if not isinstance(packed, PackedForest):
@@ -456,11 +455,7 @@ def scores_of(
 
 
 def _per_token(temperature: Any, lengths: np.ndarray) -> np.ndarray | None:
-    """Spreads temperatures over replicated tokens, float32 [R]; None where each sequence has one.
-
-    Raises:
-        ForestError: arrays of other lengths than the sequences.
-    """
+    """Spreads temperatures over replicated tokens, float32 [R]; None if each sequence has one."""
     is_array = getattr(temperature, "ndim", 0) == 2
     if not is_array and not (
         isinstance(temperature, (list, tuple))

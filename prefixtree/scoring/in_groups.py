@@ -311,10 +311,6 @@ def part_of_rank(
         options: further arguments that must be the same on all ranks, `recompute` among them.
         divide: divides the forest into steps. Default: one forward.
         asked: what the call asks of wings. Default: none.
-
-    Raises:
-        ValueError, RuntimeError: as `agree`.
-        UnsupportedError: what is not verified in groups.
     """
     import torch.distributed as dist
 

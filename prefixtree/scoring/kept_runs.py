@@ -214,11 +214,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         return batch, self._forward.result(batch, self._found(batch, rows))
 
     def finish(self) -> None:
-        """Runs what is left after the last micro-batch.
-
-        Raises:
-            RuntimeError: micro-batches that were not scored, or not run backward.
-        """
+        """Runs what is left after the last micro-batch; refuses ones that did not run."""
         if left := len(self._batches) - 1 - self._at:
             self._run.check_turn()
             raise RuntimeError(

@@ -121,11 +121,7 @@ class Handed:
         return self.output
 
     def keep(self, output: torch.Tensor) -> None:
-        """Takes the output after its wrapper's hooks, which can follow only what they return.
-
-        Raises:
-            UnsupportedError: the hooks cast or changed it.
-        """
+        """Takes the output after its wrapper's hooks, which can follow only what they return."""
         self._check_dtype(output, "a wrapper of the output embedding")
         if self.output is not None and not self._is_unchanged(output):
             raise UnsupportedError(
@@ -135,11 +131,7 @@ class Handed:
         self._hold(output)
 
     def check_treatment(self, causal_lm: Any, rule: LogitRule) -> None:
-        """Checks that the model treats logits as `rule` says; a GPU is waited for once per model.
-
-        Raises:
-            UnsupportedError: the model makes something else of its logits.
-        """
+        """Refuses a model that treats logits not as `rule` does; waits for a GPU once per model."""
         treated, self.treated = self.treated, None
         if treated is None or self.values is None or _followed.get(causal_lm) == rule:
             return
@@ -161,11 +153,7 @@ class Handed:
             _followed[causal_lm] = rule
 
     def returned(self, output: Any) -> torch.Tensor:
-        """The scores [U, columns] in the outermost module's output.
-
-        Raises:
-            UnsupportedError: they are not there, cast, or changed on the way.
-        """
+        """The scores [U, columns] in the outermost module's output; refuses changed ones."""
         scores = getattr(output, "logits", None)
         if not isinstance(scores, torch.Tensor):
             raise UnsupportedError(
@@ -181,11 +169,7 @@ class Handed:
         return self.unchanged(scores)
 
     def unchanged(self, scores: torch.Tensor) -> torch.Tensor:
-        """The scores [U, columns] in an output [1, U, columns] of the model.
-
-        Raises:
-            UnsupportedError: they are not what was handed over.
-        """
+        """The scores [U, columns] of an output [1, U, columns]; refuses changed ones."""
         self._check_dtype(scores, "a wrapper")
         if not self._is_unchanged(scores):
             raise UnsupportedError(

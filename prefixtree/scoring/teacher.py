@@ -180,11 +180,7 @@ class _Rows:
         return self.rows_of(source, which.device)[which]
 
     def rows_of(self, source: ForestEdges, device: torch.device) -> torch.Tensor:
-        """Rows of all edges of a call, int64 [U] on a device.
-
-        Raises:
-            ForestError: an edge without a row.
-        """
+        """Rows of all edges of a call, int64 [U] on a device; refuses edges without one."""
         return source.kept(self, device, lambda: self._find(source))
 
     def _find(self, source: ForestEdges) -> np.ndarray:

@@ -161,11 +161,7 @@ class ValuesForward:
         )
 
     def values(self, mask: TreeMask, inputs: dict[str, Any], recompute: Recompute) -> torch.Tensor:
-        """Runs one forward over tokens: [t, C], float32 or wider.
-
-        Raises:
-            UnsupportedError: a model that does not give a value per token.
-        """
+        """Runs one forward over tokens: [t, C], float32 or wider."""
         arguments = self._model, self._classifier
         # runs a forward of its own, which the other ranks run at the same point
         check_layers(*arguments, self.packed.device)
@@ -195,11 +191,7 @@ def _values_of_tokens(
 
 
 def checked_classifier(model: nn.Module, packed: PackedForest, divided: str | None = None) -> Any:
-    """The classifier inside wrappers and adapters, checked; `divided` as in `check_model`.
-
-    Raises:
-        UnsupportedError, ValueError, ForestError: as `sequence_values`.
-    """
+    """The classifier inside wrappers and adapters, checked; `divided` as in `check_model`."""
     classifier = transformer_of(model)
     if classifier.get_output_embeddings() is not None:
         raise UnsupportedError(

@@ -108,8 +108,7 @@ class _OfAnswers(PackedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Computes the divergence of a batch [B, L], padded on either side; outputs have no
-        logits."""
+        """Computes the divergence of a batch [B, L], padded on either side, without logits."""
         scored = inputs["labels"] != _NO_LABEL
         loss, count, _ = _divergence(
             self,
@@ -173,7 +172,7 @@ def _divergence(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums divergences [] and entropies [] (without gradients) over scored tokens; counts these [].
+    """Sums over scored tokens: (divergences [], their number [], entropies [] without gradients).
 
     Args:
         ids, mask: [B, L]. scored: bool [B, L].

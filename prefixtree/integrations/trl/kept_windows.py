@@ -264,8 +264,7 @@ class StepTrunks:
     def _open(
         self, model: nn.Module, plan: WindowPlan, options: dict[str, Any]
     ) -> KeptWindow | None:
-        """Opens a window over a plan; None on all processes if recompute="auto" lacks room on
-        one."""
+        """Opens a window over a plan; None on all processes if "auto" lacks room on one."""
         recompute = self._recompute if torch.is_grad_enabled() else None
         arguments = self._trainer.accelerator, model, plan, {**options, "recompute": recompute}
         if recompute != "auto":
@@ -325,8 +324,7 @@ class KeptWindow:
         return scores
 
     def sharing(self) -> tuple[PrefixForest, list[np.ndarray], int]:
-        """The last micro-batch's forest, row masks, and share of the tokens that the window
-        runs."""
+        """The last micro-batch's forest, row masks, and share of the tokens the window runs."""
         part, forest = self._parts[self._scored - 1], self._plan.trunks.forest
         share = part.forest.num_replicated_tokens / forest.num_replicated_tokens
         return part.forest, part.take(self._masks), round(share * forest.num_tokens)

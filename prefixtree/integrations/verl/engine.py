@@ -303,8 +303,7 @@ class PackedActorEngine(_FsdpEngine):
     model_output = "log_probs"
 
     def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
-        """Computes log_probs, entropy and distillation losses, jagged [B, n], 0 outside
-        responses."""
+        """Computes log_probs, entropy and distillation losses: jagged [B, n], 0 off responses."""
         top_k = None
         if wants_topk(call.data) and call.loss_function is not None:
             top_k = TopK(call.loss_function, micro.data, packed, micro.rows.masks)
