@@ -478,7 +478,7 @@ def test_images_without_their_gradients_are_red(
     assert pictures.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
     (row,) = result(out)["rows"]
     assert "ms" not in row
-    assert [text.split()[0] for text in row["red"]] == ["encoder"]
+    assert [text.split()[0] for text in row["red"]] == ["tower"]
 
 
 def test_images_of_real_sizes() -> None:
