@@ -467,7 +467,7 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["screenshots"], found["distinct_screenshots"]) == (24, 10)
     assert [row["side"] for row in found["rows"]] == sides
     assert all(row["ms"] > 0 and row["red"] == [] for row in found["rows"])
-    assert all(row["checked vision encoder"] < 1e-5 for row in found["rows"])
+    assert all(row["checked tower"] < 1e-5 for row in found["rows"])
 
 
 def test_images_without_their_gradients_are_red(
