@@ -116,8 +116,8 @@ class TokensForHeads:
         ]
         widths = [x.shape[2] for x in pieces]
         sent = pieces[0].new_empty(ranks - 1, own, sum(widths))
-        other_rows = [rank for rank in range(ranks) if rank != self.index]
-        for to_rank, rank in zip(sent, other_rows, strict=True):
+        other_ranks = [rank for rank in range(ranks) if rank != self.index]
+        for to_rank, rank in zip(sent, other_ranks, strict=True):
             torch.cat([x[:, rank] for x in pieces], 1, out=to_rank)
         to_ranks, of_ranks = self._but_own([own] * ranks), self._but_own(self._counts)
         got, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)

@@ -80,8 +80,8 @@ class ImageWork:
         runs, _ = EncoderShape(kept, 0).runs(RUN)
         # kept runs have their backward first; gradients of weights wait for those of other runs
         waiting = encoder.gradients if len(runs) > 1 or (runs and again) else 0
-        for image in runs:
-            patches = sum(kept[slice(*image)])
+        for span in runs:
+            patches = sum(kept[slice(*span)])
             needs = max(needs, held + encoder.run(patches) + waiting)
             held += encoder.kept(patches)
         if again:

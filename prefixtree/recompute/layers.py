@@ -77,7 +77,7 @@ _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
     """Has a forward in training mode recompute as `modes` say, one per layer, while open."""
     layers = layers_of(model)
-    inner = [[m for m in pair.modules() if _has_switch(m) and m is not pair] for pair in layers]
+    inner = [[m for m in outer.modules() if _has_switch(m) and m is not outer] for outer in layers]
     with changing(model) as changes:
         for layer, within, mode in zip(layers, inner, modes, strict=True):
             for module in within:

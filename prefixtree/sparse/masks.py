@@ -105,9 +105,9 @@ class ForestMask(LayerMask):
         options["chosen"] = bits[0] if bits.shape[-1] else None
         if (held := latents.held_by(module)) is not None:
             assert isinstance(mask, TreeMask)
-            entries = latents.attend(module, token_rows(rows[0])[0], held, mask, **options)
-            if entries is not None:
-                return entries
+            attended = latents.attend(module, token_rows(rows[0])[0], held, mask, **options)
+            if attended is not None:
+                return attended
             rows = rows[0], *latents.expanded(module, held)
         q, k, v = token_rows(*rows)
         if BLOCKS in chosen and options["chosen"] is not None:

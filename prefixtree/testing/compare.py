@@ -187,18 +187,18 @@ def run_replicated(
             step = max(1, chunk_size // logits.shape[-1])
             for begin in range(0, len(rows), step):
                 part = slice(begin, begin + step)
-                start = rows[part]
+                places = rows[part]
                 # backward to the logits a chunk at a time: of float32 copies of a whole long
                 # sequence times a large vocabulary there would be several
                 chunk = logits.detach()[0, part].to(dtype).requires_grad_()
                 log_p = chunk.log_softmax(-1)
-                chosen = log_p.gather(-1, ids[start + 1, None]).squeeze(-1)
+                chosen = log_p.gather(-1, ids[places + 1, None]).squeeze(-1)
                 spread = -(log_p.exp() * log_p).sum(-1)
-                weights = there.logprob_weights[i][start], there.entropy_weights[i][start]
+                weights = there.logprob_weights[i][places], there.entropy_weights[i][places]
                 (weights[0].to(dtype) @ chosen + weights[1].to(dtype) @ spread).backward()
                 gradient[0, part] = chunk.grad
-                logprobs[i][start] = chosen.detach()
-                entropy[i][start] = spread.detach()
+                logprobs[i][places] = chosen.detach()
+                entropy[i][places] = spread.detach()
             logits.backward(gradient)
         _synchronize(device)
     return _finish(model, logprobs, entropy, objective, meter)
