@@ -9,6 +9,7 @@ import itertools
 import re
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from prefixtree.errors import ForestError, InputError
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import expand_turns, read_rollouts
 from tests.support.cli_runs import run, run_json, write_rollouts
-from tests.support.full import mostly
+from tests.support.full import each_once, mostly
 from tests.support.strategies import (
     ancestors_or_self,
     forests,
@@ -148,13 +149,19 @@ def tiles_expected(mask: TreeMask, shape: TileShape, window: int | None) -> np.n
     return np.repeat(by_row, t["k_tiles"][:, 1], axis=1)
 
 
+@cache
+def drawn(name: str) -> tuple[PrefixForest, Figure]:
+    """One of FORESTS, drawn once."""
+    forest = FORESTS[name]()
+    return forest, plot_forest(forest)
+
+
 # ---- the forest --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORESTS)
 def test_every_forest_can_be_read(name: str) -> None:
-    forest = FORESTS[name]()
-    figure = plot_forest(forest)
+    forest, figure = drawn(name)
     assert_readable(figure)
     rectangles, values = nodes_drawn(figure)
     assert (values == forest.node_multiplicity).all()
@@ -175,8 +182,7 @@ def test_every_forest_can_be_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORESTS)
 def test_sequences_end_where_the_red_lines_are(name: str) -> None:
-    forest = FORESTS[name]()
-    figure = plot_forest(forest)
+    forest, figure = drawn(name)
     lines = np.array(figure.axes[0].collections[1].get_segments())
     node = np.unique(forest.sequence_node)
     assert len(lines) == len(node)
@@ -274,7 +280,7 @@ def test_the_check_of_overlaps_finds_one() -> None:
 # ---- the mask ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.data())
 def test_the_mask_shows_each_tile_as_the_tables_list_it(data: st.DataObject) -> None:
     forest = data.draw(forests())
@@ -296,8 +302,7 @@ def test_the_mask_shows_each_tile_as_the_tables_list_it(data: st.DataObject) -> 
         assert sorted(map(tuple, dots[:, ::-1])) == list(map(tuple, np.argwhere(dense)))
 
 
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "cut"), each_once([None, 20], [False, True]))
 def test_the_legend_states_what_stats_say(cut: bool, window: int | None) -> None:
     forest = random_forest(np.random.default_rng(3), 60, 30)
     mask, shape = mask_of(forest), TileShape(8, 16, cut=cut)

@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 import prefixtree as pt
 from prefixtree.experts import routers
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import in_turn
+from tests.support.full import in_turn, mostly
 from tests.support.hooks import put
 from tests.support.models import (
     TRANSFORMERS,
@@ -79,7 +79,10 @@ def test_the_tree_parts_and_still_shares():
 
 @pytest.mark.parametrize(
     ("model_type", "mode"),
-    in_turn(FAMILIES, ["plain", "reentrant", "non-reentrant", "all_but_attention"]),
+    mostly(
+        in_turn(FAMILIES, ["plain", "reentrant", "non-reentrant", "all_but_attention"]),
+        ["flex_olmo", "gpt_oss", "mellum", "qwen3_moe"],
+    ),
 )
 def test_equals_the_replay_of_each_sequence(model_type, mode):
     model = build(model_type)
@@ -143,7 +146,7 @@ def test_routes_that_are_lost_in_the_backward_are_seen():
     assert found.logprob < 1e-5 and found.gradient > 0.1
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", mostly(FAMILIES, ["gpt_oss", "qwen3_moe"]))
 def test_the_models_own_routes_change_nothing(model_type):
     """Recorded from each sequence alone, they are what the packed run chooses anyway."""
     eager, recorded = build(model_type, "eager"), []

@@ -58,6 +58,8 @@ from tests.support.models import (
     pack_sequences,
 )
 
+# as many as ways to run them in turn
+FIRST = [case.values[0] for case in FAMILIES[:4]]
 WITH_VIDEOS = [case for case in FAMILIES if case.values[0] not in NO_VIDEOS]
 
 
@@ -69,7 +71,11 @@ def _all_with(families, kind):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kind"), [*_all_with(FAMILIES, "images"), *_all_with(WITH_VIDEOS, "videos")]
+    ("model_type", "kind"),
+    [
+        *mostly(_all_with(FAMILIES, "images"), (*TREE, "qwen3_5")),
+        *mostly(_all_with(WITH_VIDEOS, "videos"), ["qwen3_vl"]),
+    ],
 )
 def test_float64_is_exact(model_type, kind, record_property):
     """Log-probabilities, and all gradients of text and vision encoder, none of them zero."""
@@ -100,7 +106,11 @@ _RECOMPUTED = ["all", "reentrant", "non-reentrant", "all_but_attention"]
 
 @pytest.mark.parametrize(
     ("model_type", "mode"),
-    [("qwen2_5_vl", "videos"), ("qwen3_vl", "videos"), *in_turn(FAMILIES, _RECOMPUTED)],
+    [
+        ("qwen2_5_vl", "videos"),
+        pytest.param("qwen3_vl", "videos", marks=pytest.mark.full),
+        *mostly(in_turn(FAMILIES, _RECOMPUTED), FIRST),
+    ],
 )
 def test_equals_each_sequence_alone(model_type, mode):
     """In float32, by `sequence_logprobs`."""
@@ -141,7 +151,7 @@ def test_a_model_with_such_a_encoder_generates(model_type):
     assert torch.equal(found, model.generate(**inputs, **switches))
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", mostly(FAMILIES, TREE))
 def test_each_distinct_image_is_encoded_once(model_type):
     model, images = build(model_type), images_for(model_type)
     placements, _ = place(pack_sequences(images.sequences), images)
@@ -163,7 +173,7 @@ def test_each_distinct_image_is_encoded_once(model_type):
     assert not any(adapter.__name__ in f.__module__ for f in encoder._forward_hooks.values())
 
 
-@pytest.mark.parametrize("model_type", TREE)
+@pytest.mark.parametrize("model_type", mostly(TREE, ["qwen3_vl"]))
 def test_micro_batches_and_copies(model_type):
     """The same Images serve every part of the sequences, one without images, and an empty
     step; so do pickles of them."""
@@ -254,7 +264,7 @@ def test_lora(where):
     version.parse("5.23") > TRANSFORMERS,
     reason="qwen3_vl_moe records no router logits before transformers 5.23",
 )
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", mostly(["qwen3_vl_moe", "qwen3_5_moe"], ["qwen3_vl_moe"]))
 def test_the_load_balancing_loss(model_type):
     """That of one padded batch with its images."""
     made, eager = batch(model_type), build(model_type, "eager")
@@ -281,7 +291,8 @@ def test_the_load_balancing_loss(model_type):
             assert float((parameter.grad - wanted[name]).norm()) < 1e-5 * norm, name
 
 
-@pytest.mark.parametrize("model_type", TREE)
+# padded images
+@pytest.mark.parametrize("model_type", mostly(TREE, ["gemma4"]))
 def test_the_comparison_that_verify_makes(model_type):
     """Its runs take images, and its reference serves vision encoders, padded ones too."""
     made, images = batch(model_type), images_for(model_type)
@@ -326,7 +337,7 @@ def _sampled(model_type: str, beside: bool) -> Batch:
 
 @pytest.mark.parametrize(
     ("model_type", "way"),
-    in_turn(FAMILIES, ["beside images", "text", "a blank image", "no images"]),
+    mostly(in_turn(FAMILIES, ["beside images", "text", "a blank image", "no images"]), FIRST),
 )
 @pytest.mark.filterwarnings("ignore:the sequences hold")
 def test_a_placeholder_that_was_sampled_is_text(model_type, way, monkeypatch):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import prefixtree as pt
 from prefixtree.models.layers import device_of
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import in_turn
+from tests.support.full import each_once, in_turn, mostly
 from tests.support.models import (
     HIDDEN,
     VOCABULARY,
@@ -58,7 +58,9 @@ class _LogitRows(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("head", "checkpointing"), [("plain", True), ("adapter", False)])
+@pytest.mark.parametrize(
+    ("head", "checkpointing"), mostly([("plain", True), ("adapter", False)], [("plain", True)])
+)
 def test_logits_are_never_more_than_a_chunk(head, checkpointing):
     model = build("gemma2", tie_word_embeddings=False)
     if head == "adapter":
@@ -225,8 +227,10 @@ class ForwardWrapper(Wrapper):
         return self.inner.forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("wrap", [Wrapper, ForwardWrapper, lambda m: Wrapper(ForwardWrapper(m))])
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("wrap", "model_type"),
+    each_once([Wrapper, ForwardWrapper, lambda m: Wrapper(ForwardWrapper(m))], ["qwen3", "gemma2"]),
+)
 def test_a_module_around_the_model(wrap, model_type):
     model = build(model_type)
     expected = run_packed(model, ragged_packed(), ragged_objective())
@@ -291,7 +295,12 @@ _DDP_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "model_type"), in_turn(_DDP_CASES, ["qwen3", "gemma2"]))
+_DDP_QUICK = [("plain", "none"), ("find unused", "non-reentrant"), ("static graph", "reentrant")]
+
+
+@pytest.mark.parametrize(
+    ("case", "model_type"), mostly(in_turn(_DDP_CASES, ["qwen3", "gemma2"]), _DDP_QUICK)
+)
 @pytest.mark.usefixtures("process_group")
 def test_distributed_data_parallel(case, model_type):
     """Every gradient goes through the reduction, which here triples it: one that went around it
@@ -319,7 +328,10 @@ def test_distributed_data_parallel(case, model_type):
 
 @pytest.mark.parametrize(
     ("head", "checkpointing"),
-    [("in the root", False), ("sharded alone", True), ("adapter", False), ("adapter", True)],
+    mostly(
+        [("in the root", False), ("sharded alone", True), ("adapter", False), ("adapter", True)],
+        [("sharded alone", True), ("adapter", False)],
+    ),
 )
 @pytest.mark.usefixtures("process_group")
 # torch's, about its own hooks
@@ -402,7 +414,7 @@ def _no_worse_than_eager(run: Run, eager: Run, reference: Run) -> None:
         assert ours <= 2 * theirs + 2e-3, (name, ours, theirs)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", mostly(["qwen3", "gemma2", "gpt_oss"], ["gpt_oss"]))
 def test_bfloat16(model_type):
     model = build(model_type).bfloat16()
     run = run_packed(model, ragged_packed(), ragged_objective())
@@ -413,7 +425,10 @@ def test_bfloat16(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "head", "checkpointing"),
-    pairwise(["qwen3", "gemma2", "deepseek_v3"], ["plain", "adapter"], [False, True]),
+    mostly(
+        pairwise(["qwen3", "gemma2", "deepseek_v3"], ["plain", "adapter"], [False, True]),
+        [("qwen3", "plain", False), ("deepseek_v3", "adapter", True)],
+    ),
 )
 def test_autocast(model_type, head, checkpointing):
     """float32 weights under bfloat16 autocast: rotary embeddings leave q and k in float32 and v in

@@ -18,7 +18,7 @@ from prefixtree.models import rows_alone
 from prefixtree.models.family_table import FAMILIES as TABLE
 from prefixtree.sampling.sampler import TreeSampler
 from tests.support.family_configs import FAMILIES, HIDDEN
-from tests.support.full import in_turn, mostly
+from tests.support.full import each_once, in_turn, mostly
 from tests.support.models import build, mostly_full, ragged_packed, reward_model
 
 _UNKNOWN = "holds code that prefixtree does not know: "
@@ -136,8 +136,7 @@ _WRONG = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("what", _WRONG)
+@pytest.mark.parametrize(("what", "dtype"), each_once(_WRONG, [torch.float32, torch.bfloat16]))
 def test_what_looks_along_the_row(what, dtype):
     put, where = _WRONG[what]
     model = build("qwen3")
@@ -192,8 +191,7 @@ _RIGHT = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("what", _RIGHT)
+@pytest.mark.parametrize(("what", "dtype"), each_once(_RIGHT, [torch.float32, torch.bfloat16]))
 def test_what_treats_tokens_alone_is_named_once(what, dtype):
     put, words = _RIGHT[what]
     model = build("qwen3")
@@ -276,7 +274,7 @@ _WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", mostly(_WAYS, _WAYS.keys() - {"steps"}))
+@pytest.mark.parametrize("way", mostly(_WAYS, ["one forward", "kept trunks", "a sampler"]))
 def test_each_way_of_running_probes_once(way, monkeypatch):
     rows = []
     original = rows_alone._outputs

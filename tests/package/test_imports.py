@@ -231,15 +231,27 @@ scores = prefixtree.sequence_logprobs(model, packed)
 assert isinstance(scores, prefixtree.SequenceScores)
 from prefixtree.scoring.logprobs import sequence_logprobs
 assert sequence_logprobs is prefixtree.sequence_logprobs
-hooks = sum(type(f).__module__.startswith("prefixtree") for f in sys.meta_path)
-print(json.dumps({"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}))
+sum(x.sum() for x in scores.logprobs).backward()
+found = {
+    "lengths": [len(x) for x in scores.logprobs],
+    "hooks": sum(type(f).__module__.startswith("prefixtree") for f in sys.meta_path),
+    "loaded": [name for name in sys.modules if name.startswith("prefixtree.")],
+}
+print(json.dumps(found))
 """
+_ORDER = "import prefixtree, transformers"
+
+
+@cache
+def _plain_call(order: str = _ORDER) -> dict[str, object]:
+    """What a forward and a backward of a plain model leave behind."""
+    return run_python(order + _CONFIG + _BUILD)
 
 
 @pytest.mark.parametrize(
     "order",
     [
-        "import prefixtree, transformers",
+        _ORDER,
         pytest.param(
             "import transformers; transformers.AutoModelForCausalLM; import prefixtree",
             marks=pytest.mark.full,
@@ -251,8 +263,8 @@ print(json.dumps({"lengths": [len(x) for x in scores.logprobs], "hooks": hooks})
 )
 def test_import_prefixtree_registers_the_attention(order: str) -> None:
     """Whichever of the two comes first, and with nothing left behind on the import path."""
-    found = run_python(order + _CONFIG + _BUILD)
-    assert found == {"lengths": [2, 3], "hooks": 0}
+    found = _plain_call(order)
+    assert (found["lengths"], found["hooks"]) == ([2, 3], 0)
 
 
 def test_what_cannot_be_registered_warns_and_leaves_transformers_alone() -> None:
@@ -390,16 +402,8 @@ def test_the_core_names_wings_where_their_docstring_says() -> None:
     assert len(rooms) == 4
 
 
-_LOADED = """
-model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="prefixtree")
-packed = prefixtree.pack(prefixtree.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5]]))
-sum(x.sum() for x in prefixtree.sequence_logprobs(model, packed).logprobs).backward()
-print(json.dumps([name for name in sys.modules if name.startswith("prefixtree.")]))
-"""
-
-
 def test_a_plain_model_loads_no_wing() -> None:
-    found = run_python("import prefixtree, transformers" + _CONFIG + _LOADED)
+    found = _plain_call()["loaded"]
     assert isinstance(found, list)
     wings = sorted(name for name in found if wing_of(name) is not None)
     lines = sum(len(MODULES[name].read_text().splitlines()) for name in found)

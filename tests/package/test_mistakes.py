@@ -259,6 +259,7 @@ for check in (lambda: score(None, packed), lambda: mask.check_mask(old)):
     assert "restart Python" in forest and "restart Python" in tree_mask
 
 
+@pytest.mark.full
 def test_a_pickled_model_where_nothing_imports_prefixtree(tmp_path: Path) -> None:
     model = pt.prepare(build("qwen3", "sdpa")).eval()
     torch.save(model, tmp_path / "model.pt")

@@ -147,6 +147,7 @@ print("RAN", *filter(None, new))
 """
 
 
+@pytest.mark.full
 def test_what_runs_is_reached() -> None:
     """Of this checkout, beside what the package imports for whoever uses it."""
     test = "tests/scoring/test_teacher.py"

@@ -16,12 +16,12 @@ from prefixtree.sampling import rows as rows_module
 from prefixtree.sampling.forest_cache import StatePools
 from prefixtree.sampling.growing_forest import GrowingForest
 from tests.sampling.cases import same_samples, turns
+from tests.support.full import each_once
 from tests.support.hooks import limit
 from tests.support.models import build, mostly_full
 
 # a delta rule, one per channel, Mamba-2, convolutions beside sliding windows
 _KINDS = ("qwen3_5", "kimi_linear", "nemotron_h", "lfm3")
-_ALL = mostly_full(_KINDS, {"qwen3_5", "nemotron_h", "lfm3"})
 _STOP = (5, 11, 17, 23, 31, 41, 51, 61)
 
 
@@ -48,8 +48,10 @@ def full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, "rows that fill a batch", 0.0)
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-@pytest.mark.parametrize("model_type", _ALL)
+@pytest.mark.parametrize(
+    ("model_type", "narrow"),
+    each_once(mostly_full(_KINDS, {"qwen3_5", "nemotron_h", "lfm3"}), [True, False]),
+)
 def test_every_token_over_three_turns(
     model_type: str, narrow: bool, monkeypatch: pytest.MonkeyPatch, poison: Any
 ) -> None:

@@ -17,6 +17,7 @@ from prefixtree.images.placements import place
 from prefixtree.models.layers import layers_of
 from prefixtree.planning.steps import plan_steps
 from prefixtree.scoring.part_runs import dummy_of
+from tests.support.full import each_once, mostly
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.image_cases import (
     ADAPTED,
@@ -38,6 +39,11 @@ from tests.support.models import TRANSFORMERS, adapted, counted
 # so little that steps may be small
 LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 OPTIONS: dict[str, Any] = {"max_step_tokens": 30, "import_cost": LIGHT}
+# each way to embed images, and a state
+QUICK = {
+    *(("qwen2_5_vl", "images"), ("gemma4", "images"), ("qwen3_5", "images")),
+    ("qwen3_vl", "videos"),
+}
 
 
 def _encoder(model: Any) -> nn.Module:
@@ -66,7 +72,7 @@ def _borders(model: Any, made: Any) -> tuple[int, int]:
         pytest.param(*case.values, kind, marks=[*case.marks, *more])
         for case in FAMILIES
         for kind in ("images", "videos")
-        for more in [[pytest.mark.full] * (kind == "videos" and case.values != ("qwen3_vl",))]
+        for more in [[pytest.mark.full] * ((*case.values, kind) not in QUICK)]
     ],
 )
 def test_equals_each_sequence_alone(model_type, kind):
@@ -86,7 +92,7 @@ def test_equals_each_sequence_alone(model_type, kind):
     assert steps > 3 and cut > 0 and found.largest < tolerance(model_type)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", mostly(["qwen3_vl", "qwen2_5_vl"], ["qwen3_vl"]))
 def test_the_encoder_in_runs(model_type, monkeypatch):
     monkeypatch.setattr(vision, "RUN", 1)
     model = build(model_type)
@@ -98,7 +104,7 @@ def test_the_encoder_in_runs(model_type, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("targets", ADAPTED)
+@pytest.mark.parametrize("targets", [ADAPTED[0], pytest.param(ADAPTED[1], marks=pytest.mark.full)])
 def test_adapters_over_frozen_text(targets):
     """What a step without images returns to one with some goes on to the vision encoder."""
     model, made = adapted(build("qwen3_vl"), *targets), batch("qwen3_vl")
@@ -109,11 +115,12 @@ def test_adapters_over_frozen_text(targets):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "part"), [("gemma4", "embed_vision"), ("qwen3_vl", "deepstack_merger_list.1")]
+    ("of", "recompute"),
+    each_once([("gemma4", "embed_vision"), ("qwen3_vl", "deepstack_merger_list.1")], [None, "all"]),
 )
-@pytest.mark.parametrize("recompute", [None, "all"])
-def test_what_turns_features_into_embeddings_trains_alone(model_type, part, recompute):
+def test_what_turns_features_into_embeddings_trains_alone(of, recompute):
     """Below a last layer that trains too, so that steps without images have a graph at all."""
+    model_type, part = of
     model, made = build(model_type), batch(model_type)
     last = layers_of(model)[-1]
     for name, parameter in model.named_parameters():
@@ -126,7 +133,7 @@ def test_what_turns_features_into_embeddings_trains_alone(model_type, part, reco
     assert distance(found.gradients, expected.gradients) < 5e-5
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
+@pytest.mark.parametrize("model_type", mostly(["qwen3_vl", "qwen2_5_vl", "gemma4"], ["qwen3_vl"]))
 def test_a_step_without_gradients_of_its_images_is_seen(model_type, monkeypatch):
     """The first step's are those that the backward computes last."""
     of = vision.PlacedImages.forward

@@ -24,6 +24,7 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import PLAN, compare, number_of_steps, run, score
 from tests.support.alike import skip_if_repeated
 from tests.support.family_configs import FAMILIES, INDEXED
+from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     EVERY_TIME,
@@ -54,7 +55,9 @@ ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] n
 # ---- what is computed ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", mostly_full(ATTENDING))
+@pytest.mark.parametrize(
+    "model_type", mostly_full(ATTENDING, {"gemma3_text", "gpt_oss", "deepseek_v3"})
+)
 def test_every_family_with_attention_alone(model_type: str) -> None:
     skip_if_repeated(model_type, EVERY_TIME, ATTENDING)
     model = build(model_type)
@@ -65,7 +68,7 @@ def test_every_family_with_attention_alone(model_type: str) -> None:
     compare(model)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", mostly([False, True], [True]))
 def test_calls_of_attention_under_checkpointing(use_reentrant: bool) -> None:
     model = build("qwen3")
     enable_checkpointing(model, use_reentrant)
@@ -75,7 +78,7 @@ def test_calls_of_attention_under_checkpointing(use_reentrant: bool) -> None:
         assert calls() == (3 * number_of_steps() - 1) * len(attentions(model))
 
 
-@pytest.mark.parametrize("max_step_tokens", [8, 33, 60, 90])
+@pytest.mark.parametrize("max_step_tokens", mostly([8, 33, 60, 90], [8, 60]))
 def test_budgets(max_step_tokens: int) -> None:
     compare(
         build("qwen3"), max_step_tokens=max_step_tokens, import_cost=ImportCost(token_bytes=1e9)
@@ -338,7 +341,7 @@ def test_static_graphs_are_refused(tmp_path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("model_type", cases(["qwen3", "qwen3_5"]))
+@pytest.mark.parametrize("model_type", mostly(cases(["qwen3", "qwen3_5"]), ["qwen3_5"]))
 def test_the_example_of_the_docs(model_type: str) -> None:
     """The page's loop, at a budget below its trees: the gradients are those of one micro-batch."""
     page = (Path(__file__).parents[2] / "docs/larger-trees.md").read_text()

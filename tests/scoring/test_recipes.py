@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.recipes import ALONE, FUSED, compared
+from tests.support.full import mostly
+from tests.support.recipes import ALONE, FUSED, ON_RANKS, QUICK, compared
 from tests.support.spawn import run_ranks
 from tests.support.triton_tiles import DEVICE
 
@@ -47,7 +48,7 @@ def test_alone(way: str) -> None:
     check(way, compared(way))
 
 
-@pytest.mark.parametrize("way", ["group", "sharded"])
+@pytest.mark.parametrize("way", mostly(ON_RANKS, QUICK))
 def test_on_two_ranks(way: str, ranks: list[Any]) -> None:
     for found in ranks:
         check(way, found[way])

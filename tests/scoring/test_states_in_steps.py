@@ -31,6 +31,7 @@ from tests.scoring.steps_cases import (
     number_of_steps,
     run,
 )
+from tests.support.full import mostly
 from tests.support.hooks import forget_all_but, round_exported
 from tests.support.hybrid_cases import (
     SERVED,
@@ -77,7 +78,7 @@ def test_every_family_with_states(family: str) -> None:
         ("qwen3_5", False),
         ("nemotron_h", True),
         pytest.param("kimi_linear", False, marks=pytest.mark.full),
-        ("lfm2", True),
+        pytest.param("lfm2", True, marks=pytest.mark.full),
     ],
 )
 def test_float64_is_exact(family: str, checkpointed: bool) -> None:
@@ -104,13 +105,16 @@ def _loss(logprobs: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Te
     return sum((p * w).sum() + p.square().sum() / 10 for p, w in pairs)
 
 
+@pytest.mark.full
 def test_a_plan_of_several_modes() -> None:
     model = build("qwen3_5")
     layers = len(model.get_decoder().layers)
     compare(model, recompute=RecomputePlan((*MODES, *("all",) * layers)[:layers], 0))
 
 
-@pytest.mark.parametrize("family, max_step_tokens", [("lfm2", 8), ("nemotron_h", 60)])
+@pytest.mark.parametrize(
+    "family, max_step_tokens", mostly([("lfm2", 8), ("nemotron_h", 60)], [("lfm2", 8)])
+)
 def test_budgets(family: str, max_step_tokens: int) -> None:
     compare(build(family), max_step_tokens=max_step_tokens, import_cost=ImportCost(token_bytes=1e9))
 
@@ -129,7 +133,7 @@ def test_the_same_bits_every_time() -> None:
     assert same_bits(run(model), run(model))
 
 
-@pytest.mark.parametrize("family", cases(["qwen3_5", "deepseek_v32"]))
+@pytest.mark.parametrize("family", mostly(cases(["qwen3_5", "deepseek_v32"]), ["deepseek_v32"]))
 def test_a_plan_that_reuses_trunks(family: str) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 90, 24)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.full import mostly
 from tests.support.models import (
     AdaptedHead,
     Run,
@@ -27,10 +28,12 @@ from tests.support.spawn import run_ranks
 from tests.support.tensor_parallel_ranks import (
     CASES,
     MISTAKES,
+    QUICK,
     ROUTED,
     STATISTICS,
     TORCH_HEADS,
     WIDE_CASES,
+    WIDE_QUICK,
     Case,
     objective_of,
     place_of,
@@ -89,12 +92,12 @@ def test_in_a_group_it_is_refused(results, name):
         assert "is tensor or expert parallel, which is not verified" in result["in a group", name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_two_ranks(results, name):
     _check(results, name, CASES[name])
 
 
-@pytest.mark.parametrize("name", WIDE_CASES)
+@pytest.mark.parametrize("name", mostly(WIDE_CASES, WIDE_QUICK))
 def test_with_fsdp2_on_four_ranks(wide_results, name):
     _check(wide_results, name, WIDE_CASES[name])
 

@@ -280,7 +280,7 @@ def verify_alone(*arguments):
 
 def test_report_prints_the_estimate(tmp_path, rollouts):
     path, _ = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}])
-    model = save(LlamaConfig(**SMALL), tmp_path / "m")
+    model = save(LlamaConfig(**SMALL | {"num_hidden_layers": 1}), tmp_path / "m")
     text = run("report", path, "--model", model).stdout
     assert "llama" in text and "estimated speed-up" in text and "activations" in text
     assert run("report", path, "--model", tmp_path / "nowhere").exit_code == 2

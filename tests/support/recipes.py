@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import prefixtree as pt
 from prefixtree.kernels.lm_head import kernels
 from prefixtree.scoring import lm_head
+from tests.support.full import asked_for
 from tests.support.hooks import lose_copies, place
 from tests.support.hybrid_cases import Float64
 from tests.support.models import (
@@ -41,6 +42,8 @@ from tests.support.models import (
 from tests.support.spawn import ROOT, WORLD_SIZE
 from tests.support.step_ranks import LIGHT, MAX_STEP_TOKENS
 
+# ways of two ranks, and that which runs every time
+ON_RANKS, QUICK = ("group", "sharded"), ("group",)
 PAGE = ROOT / "docs" / "losses.md"
 K = 64
 Alone = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -196,8 +199,8 @@ def compared(way: str, group: Any = None, place: int = 0) -> dict[str, Found]:
     dtype = torch.float64 if way == "float64" else torch.float32
     model = build("gemma2", tie_word_embeddings=way in ("fused", "sharded")).to(dtype)
     teacher = build("llama", seed=5).to(dtype).eval()
-    # few sequences for the interpreter
-    places = range(WORLD_SIZE) if way == "sharded" else [int(way == "fused")]
+    # few sequences
+    places = range(WORLD_SIZE) if way == "sharded" else [1]
     objectives = [objective_of(at) for at in places]
     with Float64() if way == "float64" else nullcontext():
         expected = _expected(model, teacher, objectives)
@@ -302,9 +305,9 @@ def _by_kernels() -> Iterator[None]:
 
 
 def on_rank(rank: int, folder: Path) -> dict[str, Any]:
-    """Both ways of ranks."""
+    """The ways of ranks that are asked for."""
     results: dict[str, Any] = {}
-    for way in ("group", "sharded"):
+    for way in asked_for(ON_RANKS, QUICK):
         place = rank if way == "sharded" else 0
         try:
             results[way] = compared(way, dist.group.WORLD, place)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from prefixtree.testing import models, reference
 from prefixtree.testing.compare import gradient_differences
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
-from tests.support.cli_runs import one_thread, run_json
+from tests.support.cli_runs import estimate_nothing, one_thread, run_json
 from tests.support.family_configs import FAMILIES, VOCABULARY
 from tests.support.hooks import limit, put
 from tests.support.models import build, cases, mostly_full, tolerance
@@ -41,7 +41,8 @@ OPT = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _quickly(monkeypatch):
+    estimate_nothing(monkeypatch)
     with one_thread():
         yield
 

@@ -16,6 +16,7 @@ from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from prefixtree.kernels.lm_head.measures import Divergence
+from tests.support.full import each_once, mostly
 from tests.support.head_checks import columns_of
 from tests.support.hooks import inner, limit, put
 from tests.support.pairs import pairwise
@@ -137,7 +138,7 @@ def test_every_head(beta, head, rules, request):
     assert value < 1e-5 and gradient < 2e-6
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", mostly(BETAS, [0.0, 0.3]))
 def test_who_is_fused(beta, by_kernels, monkeypatch):
     """Torch's operations see the probe's rows alone; all where sums are in float64."""
     rows: list[int] = []
@@ -166,8 +167,10 @@ def test_the_backward_may_have_no_kernels(by_kernels, monkeypatch):
         assert (found - want).norm() < 2e-6 * want.norm()
 
 
-@pytest.mark.parametrize("kernels", [eager, fused], ids=["torch", "triton"])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    ("beta", "kernels"),
+    each_once(BETAS, [pytest.param(eager, id="torch"), pytest.param(fused, id="triton")]),
+)
 def test_no_gradient_of_a_part_that_stands_for_it(kernels, beta, monkeypatch):
     """Red: half the gradient, the teacher's rows shifted by one."""
     put(monkeypatch, "kernels of the head", lambda hidden: kernels)
@@ -187,7 +190,7 @@ def test_no_gradient_of_a_part_that_stands_for_it(kernels, beta, monkeypatch):
     assert float((case.scored(beta).detach().double() - want).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", mostly(BETAS, [0.3]))
 def test_a_teacher_that_changed_before_the_backward(beta, by_kernels):
     case = Case.of()
     out = case.scored(beta)
@@ -281,8 +284,7 @@ def test_a_teacher_that_is_the_model(kernels, beta):
     assert values.abs().max() <= limit and dz.abs().max() <= limit
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("beta", "dtype"), each_once(BETAS, DTYPES))
 def test_the_kernels_are_as_exact_as_torchs_operations(beta, dtype):
     """Far apart and near each other; large logits; as near to float64 on the same logits."""
     g = torch.Generator().manual_seed(6)

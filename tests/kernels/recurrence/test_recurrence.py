@@ -49,14 +49,24 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- float64 -----------------------------------------------------------------------------------
 
 
+_BY_REFERENCE = [(op, "reference", name) for op, name in zip(OPERATORS, _SHAPES * 3, strict=False)]
+
+
 @pytest.mark.parametrize(
     "op, backend, name",
-    [
-        *itertools.product(ONE_OF_EACH, ["chunked"], FORESTS),
-        # of the others two forests each
-        *((op, "chunked", name) for op, name in zip(_OTHERS * 2, FORESTS, strict=False)),
-        *((op, "reference", name) for op, name in zip(OPERATORS, _SHAPES * 3, strict=False)),
-    ],
+    mostly(
+        [
+            *itertools.product(ONE_OF_EACH, ["chunked"], FORESTS),
+            # of the others two forests each
+            *((op, "chunked", name) for op, name in zip(_OTHERS * 2, FORESTS, strict=False)),
+            *_BY_REFERENCE,
+        ],
+        [
+            *((op, "chunked", name) for op, name in zip(ONE_OF_EACH * 4, FORESTS, strict=False)),
+            *((op, "chunked", name) for op, name in zip(_OTHERS, FORESTS, strict=False)),
+            *_BY_REFERENCE[:3],
+        ],
+    ),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_named_forests_are_each_sequence_alone(op: Operator, backend: str, name: str) -> None:
@@ -131,7 +141,7 @@ def test_a_decay_of_nothing_forgets_everything(op: Operator) -> None:
 # ---- the meters see what is wrong --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", RECURRENCES, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", mostly(RECURRENCES, ONE_OF_EACH), ids=lambda op: op.name)
 def test_states_that_are_not_handed_down_show(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +155,7 @@ def test_states_that_are_not_handed_down_show(
     assert out > 1e-2 and grads > 1e-2
 
 
-@pytest.mark.parametrize("op", RECURRENCES, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", mostly(RECURRENCES, ONE_OF_EACH), ids=lambda op: op.name)
 def test_gradients_that_do_not_pass_through_states_show(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,13 +178,16 @@ def test_a_convolution_in_packed_order_shows() -> None:
 
 @pytest.mark.parametrize(
     "op, dtype_and_name",
-    in_turn(
-        [pytest.param(op, id=op.name) for op in OPERATORS],
-        [
-            (torch.float32, "long and short"),
-            (torch.bfloat16, "caterpillar"),
-            (torch.float16, "star"),
-        ],
+    mostly(
+        in_turn(
+            [pytest.param(op, id=op.name) for op in OPERATORS],
+            [
+                (torch.float32, "long and short"),
+                (torch.bfloat16, "caterpillar"),
+                (torch.float16, "star"),
+            ],
+        ),
+        ONE_OF_EACH,
     ),
 )
 def test_rounding_is_that_of_token_by_token(
@@ -196,7 +209,7 @@ def test_rounding_is_that_of_token_by_token(
         assert error <= limit, f"{number}: {error:.2e} against {eager:.2e}"
 
 
-@BY_NAME
+@A_FEW
 def test_the_oracle_rounds_at_the_ends_alone(op: Operator) -> None:
     mask = mask_of(forest_of("star"))
     leaves = op.random(mask.num_tokens, dtype=torch.bfloat16)

@@ -202,8 +202,7 @@ def test_dense_tiles_are_those_of_head_dim_256_alone() -> None:
         assert launch.lists_and_tiles(call_of(forest, d))[1] == launch.tiles_for(d, d)
 
 
-@pytest.mark.parametrize("keys", [48, 64])
-@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize(("part", "keys"), each_once([False, True], [48, 64]))
 @pytest.mark.parametrize("processors", [1, 10_000])
 def test_emulated_tilings(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, processors: int, part: bool, keys: int
@@ -377,8 +376,10 @@ def test_emulated_features(emulated: ModuleType, options: dict, extras: dict) ->
     assert_exact(mask, Case.random(mask, (4, 2), (16, 8), torch.float64, **extras, **options))
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 4), (6, 2)])
-@pytest.mark.parametrize("dims", [(8, 8), (192, 128), (192, 136), (200, 200)])
+@pytest.mark.parametrize(
+    ("dims", "heads"),
+    each_once([(8, 8), (192, 128), (192, 136), (200, 200)], [(1, 1), (3, 1), (4, 4), (6, 2)]),
+)
 def test_emulated_shapes(
     emulated: ModuleType, heads: tuple[int, int], dims: tuple[int, int]
 ) -> None:
@@ -386,7 +387,7 @@ def test_emulated_shapes(
     assert_exact(mask, Case.random(mask, heads, dims, torch.float64))
 
 
-@pytest.mark.parametrize("seed", mostly(range(12), [0, 2, 7, 11]))
+@pytest.mark.parametrize("seed", mostly(range(12), [0, 11]))
 def test_emulated_forests(emulated: ModuleType, seed: int) -> None:
     rng = np.random.default_rng(seed)
     mask = mask_of(random_forest(rng, 30, int(rng.choice([3, 40, 150]))))
@@ -472,7 +473,7 @@ def test_sinks_that_take_nothing_or_all(emulated: ModuleType, sink: float, dlse:
 
 @pytest.mark.parametrize("dlse", [False, True])
 @pytest.mark.parametrize("sink_level", [0.0, 8.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly(range(3), [0]))
 def test_emulated_sinks_in_half_precision(
     emulated: ModuleType, seed: int, sink_level: float, dlse: bool
 ) -> None:
