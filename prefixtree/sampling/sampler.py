@@ -105,7 +105,9 @@ class TreeSampler:
         Args:
             prompts: sequences of token ids, as `PrefixForest.from_sequences` takes them.
             n: continuations of each.
-            max_new_tokens, draws, stop: as `Rows.generate` takes them.
+            max_new_tokens: as `Rows.generate` takes it.
+            draws: as `Rows.generate` takes it.
+            stop: as `Rows.generate` takes it.
 
         Returns:
             Samples: n sequences per prompt, side by side, in the prompts' order.

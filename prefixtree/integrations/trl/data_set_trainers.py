@@ -159,7 +159,8 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
     Args:
         recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
             of the arguments says.
-        *args, **kwargs: as in `trl.SFTTrainer`.
+        *args: as in `trl.SFTTrainer`.
+        **kwargs: as in `trl.SFTTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -200,7 +201,8 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     Args:
         recompute: as in `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing`
             of the arguments says.
-        *args, **kwargs: as in `trl.DPOTrainer`.
+        *args: as in `trl.DPOTrainer`.
+        **kwargs: as in `trl.DPOTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).

@@ -47,7 +47,8 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
     Args:
         recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
             `gradient_checkpointing` of the arguments says.
-        *args, **kwargs: as in `trl.DistillationTrainer`.
+        *args: as in `trl.DistillationTrainer`.
+        **kwargs: as in `trl.DistillationTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
@@ -133,7 +134,8 @@ class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
     Args:
         recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
             `gradient_checkpointing` of the arguments says.
-        *args, **kwargs: as in `GKDTrainer`.
+        *args: as in `GKDTrainer`.
+        **kwargs: as in `GKDTrainer`.
 
     Raises:
         UnsupportedError: as `PrefixTreeDistillationTrainer`.
@@ -151,7 +153,8 @@ class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
     Args:
         recompute: as in `prefixtree.sequence_logprobs`, for the student. Default: None, as
             `gradient_checkpointing` of the arguments says.
-        *args, **kwargs: as in `GOLDTrainer`.
+        *args: as in `GOLDTrainer`.
+        **kwargs: as in `GOLDTrainer`.
 
     Raises:
         UnsupportedError: as `PrefixTreeDistillationTrainer`; use_uld_loss.

@@ -60,7 +60,8 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         keep_trunks: whether micro-batches of one generation and one optimiser step compute common
             prefixes once (`prefixtree.kept_trunks`), where that computes less. It holds no more at
             once than the largest micro-batch takes alone, or max_tokens. Default: True.
-        *args, **kwargs: as in `trl.GRPOTrainer`.
+        *args: as in `trl.GRPOTrainer`.
+        **kwargs: as in `trl.GRPOTrainer`.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
