@@ -218,5 +218,5 @@ def test_the_engine_asks(model_type: str, loss: Any, models: Path) -> None:
         return worker.train_batch(data)
 
     train("stock")
-    with pytest.raises(UnsupportedError, match="depends on how verl cuts"):
+    with pytest.raises(UnsupportedError, match="depends on the cut into micro-batches"):
         train("prefixtree")
