@@ -42,7 +42,7 @@ EPOCHS, CLIP, KL = 2, 0.2, 0.01
 TINY = {"steps": 6, "tasks": 3, "max_tokens": 128, "save_every": 2, "learning_rate": 1e-3}
 TINY_MODEL = str(Path(__file__).parent / "configs" / "qwen3-tiny.json")
 
-# ---- rollouts -----------------------------------------------------------------------------------
+# ---- rollouts ------------------------------------------------------------------------------------
 
 
 def next_rollouts(step: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def make_model(options: argparse.Namespace, device: torch.device) -> Any:
     return model.train()
 
 
-# ---- the method --------------------------------------------------------------------------------
+# ---- the method ----------------------------------------------------------------------------------
 
 
 class MicroStep(NamedTuple):
@@ -236,7 +236,7 @@ def resume(folder: Path, policy: Any, optimizer: Any, schedule: Any) -> int:
     return int(found[-1].name.removeprefix("checkpoint-"))
 
 
-# ---- training ----------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:

@@ -55,7 +55,7 @@ class Settings:
     replicated: bool = False
 
 
-# ---- rollouts ----------------------------------------------------------------------------------
+# ---- rollouts ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -97,7 +97,7 @@ def roll_out(model: Any, branches: Sequence[int], draws: Draws) -> list[Rollout]
     return [Rollout(*each) for each in zip(*played, strict=True)]
 
 
-# ---- the method --------------------------------------------------------------------------------
+# ---- the method ----------------------------------------------------------------------------------
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, dr_grpo: bool) -> np.ndarray:
@@ -206,7 +206,7 @@ def update(
     }
 
 
-# ---- training ----------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def make_model(settings: Settings) -> Any:

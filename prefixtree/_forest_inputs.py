@@ -17,7 +17,7 @@ from prefixtree import loops
 from prefixtree._numbers import entries, to_numpy
 from prefixtree.errors import ForestError
 
-# ---- token ids and labels -----------------------------------------------------------------------
+# ---- token ids and labels ------------------------------------------------------------------------
 
 _LARGEST = 2**63 - 1
 
@@ -173,7 +173,7 @@ def unbroken_runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, lengths
 
 
-# ---- routes ------------------------------------------------------------------------------------
+# ---- routes --------------------------------------------------------------------------------------
 
 _LARGEST_EXPERT = 2**15 - 1
 # what engines write in the place of an expert that they did not record
@@ -358,7 +358,7 @@ def _blocks(count: int, size: int = 4096) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-# ---- rules of every forest ---------------------------------------------------------------------
+# ---- rules of every forest -----------------------------------------------------------------------
 
 
 def check_invariants(forest: Any) -> None:

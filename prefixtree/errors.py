@@ -60,7 +60,7 @@ def is_set(name: str, *fine: Any) -> Callable[[Any], bool]:
     return lambda given: bool(getattr(given, name, None))
 
 
-# ---- packages that are missing -----------------------------------------------------------------
+# ---- packages that are missing -------------------------------------------------------------------
 
 #: the extra that brings what models need and a report does not, and what it brings
 TRAIN = "prefixtree-attention[train]"
@@ -89,7 +89,7 @@ def with_command(what: str, problem: ModuleNotFoundError) -> ModuleNotFoundError
     return missing(what, package, TRAIN)
 
 
-# ---- hints of messages -------------------------------------------------------------------------
+# ---- hints of messages ---------------------------------------------------------------------------
 
 # how Python and Jupyter load a module a second time
 _RELOADED = "importlib.reload or %autoreload"

@@ -95,7 +95,7 @@ class PrefixForest:
         # through the constructor, which checks and makes the arrays read-only
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
-    # ---- constructors ---------------------------------------------------------------------------
+    # ---- constructors ----------------------------------------------------------------------------
 
     @classmethod
     @with_hints
@@ -414,7 +414,7 @@ class PrefixForest:
         ends = new_id[sequence_node]
         return cls(above, start, node_length, position, subtree_end, ends, tokens, routes=routes)
 
-    # ---- facts ----------------------------------------------------------------------------------
+    # ---- facts -----------------------------------------------------------------------------------
 
     @property
     def num_nodes(self) -> int:

@@ -179,7 +179,7 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
     return figure
 
 
-# ---- the forest --------------------------------------------------------------------------------
+# ---- the forest ----------------------------------------------------------------------------------
 
 
 def _shades(most: int) -> tuple[Any, Any, list[int]]:
@@ -313,7 +313,7 @@ def _fit(label: Any, choices: list[tuple[str, float, bool]], width: float, heigh
     return False
 
 
-# ---- the mask ----------------------------------------------------------------------------------
+# ---- the mask ------------------------------------------------------------------------------------
 
 
 def _tile_areas(tables: BlockTables, num_q: int, num_k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -394,7 +394,7 @@ def _draw_tile_borders(ax: Axes, tables: BlockTables) -> None:
     ax.add_collection(LineCollection(lines, colors="white", linewidths=0.8), autolim=False)
 
 
-# ---- both --------------------------------------------------------------------------------------
+# ---- both ----------------------------------------------------------------------------------------
 
 
 def require_matplotlib() -> None:

@@ -34,7 +34,7 @@ def first_sequence(forest: PrefixForest) -> list[int]:
     return first
 
 
-# ---- worked examples ---------------------------------------------------------------------------
+# ---- worked examples -----------------------------------------------------------------------------
 
 
 class TestWorkedExample:
@@ -112,7 +112,7 @@ def test_documents_without_sharing_are_roots() -> None:
     assert forest.replication_ratio == 1.0
 
 
-# ---- from_sequences by property ----------------------------------------------------------------
+# ---- from_sequences by property ------------------------------------------------------------------
 
 
 @given(token_sequences())
@@ -172,7 +172,7 @@ def test_more_sequences_than_the_insertion_sort_takes() -> None:
         assert order == sorted(order)
 
 
-# ---- order of siblings -------------------------------------------------------------------------
+# ---- order of siblings ---------------------------------------------------------------------------
 
 
 @given(token_sequences())
@@ -213,7 +213,7 @@ def test_heaviest_applies_to_roots_too(order: str) -> None:
     assert forest.tokens.tolist() == ([2, 2, 1] if order == "heaviest" else [1, 2, 2])
 
 
-# ---- to_networkx -------------------------------------------------------------------------------
+# ---- to_networkx ---------------------------------------------------------------------------------
 
 
 @given(forests())
@@ -246,7 +246,7 @@ def test_networkx_without_tokens() -> None:
     assert [graph.nodes[n]["tokens"] for n in graph] == [None, None]
 
 
-# ---- facts and invariants ----------------------------------------------------------------------
+# ---- facts and invariants ------------------------------------------------------------------------
 
 
 @given(forests())
@@ -367,7 +367,7 @@ def test_empty_arrays_are_refused() -> None:
         construct(**{name: [] for name in SOUND})
 
 
-# ---- size and shape ----------------------------------------------------------------------------
+# ---- size and shape ------------------------------------------------------------------------------
 
 
 def test_a_chain_of_per_turn_prefixes() -> None:

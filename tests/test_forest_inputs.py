@@ -14,7 +14,7 @@ from prefixtree import ForestError, PrefixForest
 from tests.support.forest_examples import EXAMPLE, assert_same, children_of
 from tests.support.strategies import Sequences, sequences_of, token_sequences, tree_arguments
 
-# ---- kinds of input -----------------------------------------------------------------------------
+# ---- kinds of input ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_namespaces_in_a_tensor_are_compared_by_value() -> None:
     assert forest.num_tokens == 5
 
 
-# ---- from_padded -------------------------------------------------------------------------------
+# ---- from_padded ---------------------------------------------------------------------------------
 
 
 def pad(sequences: Sequences, starts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +132,7 @@ def test_only_padded_forests_have_columns() -> None:
     assert PrefixForest.from_sequences([[1]]).columns is None
 
 
-# ---- from_groups -------------------------------------------------------------------------------
+# ---- from_groups ---------------------------------------------------------------------------------
 
 
 def test_groups_are_one_level() -> None:
@@ -172,7 +172,7 @@ def test_groups_of_tensors() -> None:
     assert sequences_of(forest) == [[1, 2, 3], [1, 2, 4]]
 
 
-# ---- from_parents ------------------------------------------------------------------------------
+# ---- from_parents --------------------------------------------------------------------------------
 
 
 @given(tree_arguments())
@@ -261,7 +261,7 @@ def test_the_same_tree_from_tokens_and_from_structure() -> None:
     assert_same(by_structure, by_tokens)
 
 
-# ---- bad input ---------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

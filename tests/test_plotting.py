@@ -79,7 +79,7 @@ FORESTS = {
 }
 
 
-# ---- reading a figure --------------------------------------------------------------------------
+# ---- reading a figure ----------------------------------------------------------------------------
 
 
 def texts_of(figure: Figure) -> list:
@@ -156,7 +156,7 @@ def drawn(name: str) -> tuple[PrefixForest, Figure]:
     return forest, plot_forest(forest)
 
 
-# ---- the forest --------------------------------------------------------------------------------
+# ---- the forest ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORESTS)
@@ -277,7 +277,7 @@ def test_the_check_of_overlaps_finds_one() -> None:
         assert_readable(figure)
 
 
-# ---- the mask ----------------------------------------------------------------------------------
+# ---- the mask ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=4)
@@ -378,7 +378,7 @@ def test_padding_and_subsets_are_drawn() -> None:
     assert subset.axes[0].get_ylabel() == "queries, rows of q"
 
 
-# ---- size and surroundings ---------------------------------------------------------------------
+# ---- size and surroundings -----------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -428,7 +428,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot_mask(packed.mask, window=0)
 
 
-# ---- the files of `report --plot` --------------------------------------------------------------
+# ---- the files of `report --plot` ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", mostly(["png", "pdf", "svg"], ["png"]))
@@ -465,7 +465,7 @@ def test_report_draws_what_it_reports(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "pip install 'prefixtree-attention[plot]'" in bare.stderr
 
 
-# ---- docs/how-it-works.md ----------------------------------------------------------------------
+# ---- docs/how-it-works.md ------------------------------------------------------------------------
 
 
 def test_the_document_prints_what_it_says() -> None:

@@ -167,7 +167,7 @@ def files_of(target: Target, sources: Sources) -> tuple[list[str], list[str]]:
     return (full, sorted({*found} - {*full})) if target.full else (found, [])
 
 
-# ---- cost --------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------
 
 _LOOP = """
 import hashlib, time
@@ -314,7 +314,7 @@ class Schedule:
         return lost
 
 
-# ---- what is recorded --------------------------------------------------------------------------
+# ---- what is recorded ----------------------------------------------------------------------------
 
 
 class Costs:
@@ -432,7 +432,7 @@ def write_table(recorded: dict[str, dict[str, object]]) -> None:
     README.write_text(before + _BEGIN + "\n".join(rows) + "\n" + _END + rest.partition(_END)[2])
 
 
-# ---- what is shown -----------------------------------------------------------------------------
+# ---- what is shown -------------------------------------------------------------------------------
 
 
 def say(text: str) -> None:

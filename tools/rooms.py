@@ -97,7 +97,7 @@ def shown(picture: str) -> Any:
     return json.loads(data)
 
 
-# ---- the picture -------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 
 _LEFT, _RIGHT = 8, 92
 # of each layer: the colour of its rooms, of its arrows, and where the line of these runs

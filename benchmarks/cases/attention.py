@@ -49,7 +49,7 @@ SHAPED = (AIRLINE, "caterpillar 24", "prompt 512 x 64 x 1K", "documents 32 x 4K"
 Row = dict[str, Any]
 
 
-# ---- memory formula ----------------------------------------------------------------------------
+# ---- memory formula ------------------------------------------------------------------------------
 
 
 def accumulator_bytes(mask: TreeMask, kv_heads: int, dims: int, deterministic: bool) -> int:
@@ -86,7 +86,7 @@ def memory_formula(
     }
 
 
-# ---- one case ----------------------------------------------------------------------------------
+# ---- one case ------------------------------------------------------------------------------------
 
 
 def measure(
@@ -151,7 +151,7 @@ def guarded(
             torch.cuda.empty_cache()
 
 
-# ---- the run -----------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def shapes_of(name: str, options: argparse.Namespace) -> list[Shape]:

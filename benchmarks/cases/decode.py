@@ -178,7 +178,7 @@ def level_0(options: argparse.Namespace) -> Report:
     return report
 
 
-# ---- a whole step ------------------------------------------------------------------------------
+# ---- a whole step --------------------------------------------------------------------------------
 
 
 def model_of(name: str, count: int | None, dtype: str, options: argparse.Namespace) -> Any:
@@ -263,7 +263,7 @@ def step_tables(*runs: Row) -> Parts:
     yield Table(columns, sorted(rows.values(), key=lambda row: row["model"], reverse=True))
 
 
-# ---- output ------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def tables(*runs: Row) -> Parts:

@@ -70,7 +70,7 @@ def branching_forest(branching: int, node: int, scale: float) -> PrefixForest:
     return forest_of(tree * count)
 
 
-# ---- output ------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def memory(row: Row, side: str) -> float:

@@ -66,7 +66,7 @@ class Models:
         return Models(self.student.float(), self.teacher.float())
 
 
-# ---- sides -------------------------------------------------------------------------------------
+# ---- sides ---------------------------------------------------------------------------------------
 
 
 def by_measure(side: str, models: Models, batch: Batch) -> Iterator[list[torch.Tensor]]:
@@ -115,7 +115,7 @@ def update(side: str, models: Models, batches: Sequence[Batch]) -> list[torch.Te
     return out
 
 
-# ---- checks ------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def results(side: str, models: Models, batch: Batch) -> dict[str, torch.Tensor]:
@@ -155,7 +155,7 @@ def check(options: argparse.Namespace) -> dict[str, Row]:
     return out
 
 
-# ---- the run -----------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def run_side(

@@ -45,7 +45,7 @@ SAME = 1e-3
 MISSING = "Not measured yet."
 
 
-# ---- the process that is timed -----------------------------------------------------------------
+# ---- the process that is timed -------------------------------------------------------------------
 
 
 def child(options: argparse.Namespace, began: float) -> int:
@@ -105,7 +105,7 @@ def child(options: argparse.Namespace, began: float) -> int:
     return 0
 
 
-# ---- cold and warm -----------------------------------------------------------------------------
+# ---- cold and warm -------------------------------------------------------------------------------
 
 
 def run_cold_and_warm(name: str, options: argparse.Namespace) -> list[Row]:

@@ -51,7 +51,7 @@ Row = dict[str, Any]
 Attend = Callable[..., torch.Tensor]
 
 
-# ---- variants ----------------------------------------------------------------------------------
+# ---- variants ------------------------------------------------------------------------------------
 
 
 def by_hand(mask: TreeMask) -> Attend:
@@ -93,7 +93,7 @@ def ours(mask: TreeMask) -> Attend:
     return lambda *inputs: tree_attention(*inputs, mask, backend="flash")
 
 
-# ---- one workload ------------------------------------------------------------------------------
+# ---- one workload --------------------------------------------------------------------------------
 
 
 def measure(
@@ -168,7 +168,7 @@ def tables(data: Row) -> Parts:
     )
 
 
-# ---- the run -----------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

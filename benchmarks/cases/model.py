@@ -113,7 +113,7 @@ DRIFT = 0.2
 FLOAT8_DRIFT = 0.5
 
 
-# ---- cases -------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
 def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list[Batch]]:
@@ -158,7 +158,7 @@ def work(side: str, batches: Sequence[Batch], shape: Any) -> Flops:
     return total
 
 
-# ---- an update ---------------------------------------------------------------------------------
+# ---- an update -----------------------------------------------------------------------------------
 
 
 def by_sequence(batches: Sequence[Batch], values: Sequence[list[torch.Tensor]]) -> dict[bytes, Any]:
@@ -282,7 +282,7 @@ def profile(update: Update, path: Path, title: str) -> dict[str, float]:
     return ms_by_kind(seen)
 
 
-# ---- the run -----------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[Batch]]]]:

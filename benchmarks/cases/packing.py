@@ -30,7 +30,7 @@ from prefixtree import PrefixForest, TreeMask, pack
 Row = dict[str, Any]
 
 
-# ---- inputs ------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 def per_turn(dtype: type = np.int64) -> list[np.ndarray]:
@@ -61,7 +61,7 @@ def short_random() -> list[np.ndarray]:
     return [row.copy() for row in rng.integers(0, 50, (100_000, 76))]
 
 
-# ---- memory ------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def _status(field: str) -> int:
@@ -91,7 +91,7 @@ def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-# ---- measurements ------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 
 
 def measure_forests() -> list[Row]:
@@ -188,7 +188,7 @@ def measure_tables(names: list[str], rollouts: Path | None) -> list[Row]:
     return rows
 
 
-# ---- output ------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def tables(data: Row) -> Parts:

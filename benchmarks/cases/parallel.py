@@ -207,7 +207,7 @@ class Work:
         return sum(packed.num_tokens for packed, _ in self.batches)
 
 
-# ---- the check ---------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------
 
 
 def gradients_of(model: Any, ranks: Ranks, averaged: bool) -> dict[str, torch.Tensor]:
@@ -242,7 +242,7 @@ def check(side: str, options: argparse.Namespace, ranks: Ranks) -> Row:
     return {"errors": dict(zip(errors, worst, strict=True)), "red": red}
 
 
-# ---- what is timed -----------------------------------------------------------------------------
+# ---- what is timed -------------------------------------------------------------------------------
 
 
 def run_side(

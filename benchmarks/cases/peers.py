@@ -115,7 +115,7 @@ def product(options: argparse.Namespace) -> Row:
     return {"red": [], "forward_ms": ms, "forward_tflops": 2.0 * n**3 / ms / 1e9}
 
 
-# ---- output ------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def tables(data: Row) -> Parts:

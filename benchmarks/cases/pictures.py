@@ -223,7 +223,7 @@ def model_of(config: Any, device: str, dtype: torch.dtype, attention: str = "pre
     return model.train()
 
 
-# ---- sides -------------------------------------------------------------------------------------
+# ---- sides ---------------------------------------------------------------------------------------
 
 
 def learn(side: str, model: Any, batch: Batch) -> list[torch.Tensor]:
@@ -317,7 +317,7 @@ def _one_encoder_per_sample(model: Any, batch: Batch) -> Iterator[None]:
         del encoder.forward
 
 
-# ---- checks ------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -416,7 +416,7 @@ def run_side(side: str, model: Any, batch: Batch, known: Row, checked: Row, opti
     return row
 
 
-# ---- output ------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def tables(*runs: Row) -> Parts:

@@ -44,7 +44,7 @@ FLEX_BYTES, TRIE_TOKENS = 2**30, 12_000_000
 Row = dict[str, Any]
 
 
-# ---- inputs ------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 def agents(total: int) -> list[np.ndarray]:
@@ -82,7 +82,7 @@ WORKLOADS: dict[str, Callable[[int], list[np.ndarray]]] = {
 }
 
 
-# ---- what else there is ------------------------------------------------------------------------
+# ---- what else there is --------------------------------------------------------------------------
 
 
 def dict_trie(sequences: list[np.ndarray]) -> dict[int, Any]:
@@ -119,7 +119,7 @@ def flex_mask(subtree_end: torch.Tensor) -> Any:
     return create_block_mask(visible, None, None, n, n, device="cpu")
 
 
-# ---- measurements ------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 
 
 def times(run: Callable[[], object], repeats: int) -> Row:
@@ -204,7 +204,7 @@ def quiet(below: float, seconds: float) -> float:
     return os.getloadavg()[0]
 
 
-# ---- output ------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def tables(data: Row) -> Parts:

@@ -153,7 +153,7 @@ def wrong_samples(side: Side, options: argparse.Namespace, ranks: Ranks) -> list
             return sampling.wrong(kind, copied) + ([] if same else ["a copy's parameters"])
 
 
-# ---- tables ------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def tables(*runs: Row) -> Parts:
@@ -269,7 +269,7 @@ def _error(of: str, line: Any) -> str:
     return f"{errors[which][of]:.2g}" if which in errors else ""
 
 
-# ---- the run -----------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

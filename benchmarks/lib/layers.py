@@ -170,7 +170,7 @@ def checkpointed(model: Any) -> Any:
     return model
 
 
-# ---- batches -----------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def faster_layers(model: Any, by: str) -> None:
         apply_liger_kernel_to_qwen3(model=model, **losses)
 
 
-# ---- FLOPs -------------------------------------------------------------------------------------
+# ---- FLOPs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def flops(cost: ModelCost, tokens: int, pairs: int, scored: int) -> Flops:
     )
 
 
-# ---- the check ---------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------
 
 
 # a side may err so many times as much as eager attention in the same dtype: the sums are others

@@ -75,7 +75,7 @@ def shape_of(options: argparse.Namespace) -> Any:
     return layers.config(options.layers or (2 if options.is_tiny else 8), options.is_tiny)
 
 
-# ---- ranks -------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -151,7 +151,7 @@ def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:
     return model
 
 
-# ---- samples -----------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 
 
 def turn_samples(
@@ -242,7 +242,7 @@ def token_losses(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) 
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
 
-# ---- an update ---------------------------------------------------------------------------------
+# ---- an update -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

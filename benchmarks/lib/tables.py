@@ -90,7 +90,7 @@ def show(parts: Parts, width: int = 160) -> None:
         console.print(out)
 
 
-# ---- cells -------------------------------------------------------------------------------------
+# ---- cells ---------------------------------------------------------------------------------------
 
 
 def number(row: Row, key: str, form: str) -> str:
@@ -124,7 +124,7 @@ def verdict_column(most: int = 60) -> Column:
     return Column("", lambda row: verdict(row)[:most], is_detail=True)
 
 
-# ---- where a table's numbers are from ----------------------------------------------------------
+# ---- where a table's numbers are from ------------------------------------------------------------
 
 
 def made(environment: Row) -> str:

@@ -149,7 +149,7 @@ def reward_of(model: Any) -> Any:
     return reward
 
 
-# ---- rollouts ----------------------------------------------------------------------------------
+# ---- rollouts ------------------------------------------------------------------------------------
 
 
 def generate_rollouts(prompts: list[Any], trainer: Any, *, reply: Reply) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def rollout_of(side: Side, work: Work) -> Any:
     return partial(generate_rollouts, reply=reply) if reply else None
 
 
-# ---- trainers ----------------------------------------------------------------------------------
+# ---- trainers ------------------------------------------------------------------------------------
 
 
 def model_of(side: Side, options: argparse.Namespace, dtype: str, ends: list[int] | None) -> Any:

@@ -66,7 +66,7 @@ def join(options: argparse.Namespace) -> Ranks:
     return Ranks(options.device, count, rank)
 
 
-# ---- the replicated attention of verl's engine -------------------------------------------------
+# ---- the replicated attention of verl's engine ---------------------------------------------------
 
 
 def varlen(kernel: str) -> str:
@@ -113,7 +113,7 @@ def varlen(kernel: str) -> str:
     return name
 
 
-# ---- samples -----------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def dealt(turns: Turns, engine: str, ranks: Ranks) -> list[list[int]]:
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 
-# ---- workers -----------------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Browser:
         return screen
 
 
-# ---- drawing -----------------------------------------------------------------------------------
+# ---- drawing -------------------------------------------------------------------------------------
 
 # 3 x 5 pixels a letter: an octal digit is a row
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789./"
@@ -245,7 +245,7 @@ def write_rollouts(folder: Path, seed: int = 7) -> Path:
     return path
 
 
-# ---- the agent ---------------------------------------------------------------------------------
+# ---- the agent -----------------------------------------------------------------------------------
 
 
 def _play(
@@ -304,7 +304,7 @@ def _reward(browser: Browser, wanted: list[str]) -> float:
     return 0.5 * sum(item in browser.basket for item in wanted) / len(wanted)
 
 
-# ---- the model's folder ------------------------------------------------------------------------
+# ---- the model's folder --------------------------------------------------------------------------
 
 
 def _write_model(folder: Path, talks: list[list[dict[str, Any]]]) -> None:

@@ -195,7 +195,7 @@ def train(
     }, first_trees
 
 
-# ---- rollouts ----------------------------------------------------------------------------------
+# ---- rollouts ------------------------------------------------------------------------------------
 
 
 def roll_out(model: Any, seed: int) -> list[list[Turn]]:
@@ -266,7 +266,7 @@ def _walk(turns: list[Turn]) -> list[Turn]:
     return [node for turn in turns for node in (turn, *_walk(turn.children))]
 
 
-# ---- what was learnt ---------------------------------------------------------------------------
+# ---- what was learnt -----------------------------------------------------------------------------
 
 
 def _go_on(
@@ -335,7 +335,7 @@ def _reply(turn: Turn, above: Turn | None) -> str:
     return reply.replace(depot.END, "").strip()
 
 
-# ---- one update, both ways ---------------------------------------------------------------------
+# ---- one update, both ways -----------------------------------------------------------------------
 
 
 def _update(replicated: Any, packed: Any, batch: Batch, forest: PackedForest) -> dict[str, Any]:

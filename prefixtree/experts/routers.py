@@ -44,7 +44,7 @@ from prefixtree.models.families import (
 from prefixtree.models.layers import layers_of
 from prefixtree.packing.layout import PackedForest
 
-# ---- router replay ------------------------------------------------------------------------------
+# ---- router replay -------------------------------------------------------------------------------
 
 # in older versions, routers of Qwen3-MoE return probabilities in the place of logits
 _OLDEST = "5.17"
@@ -248,7 +248,7 @@ def _check_runs_plainly(layer: nn.Module, router: nn.Module) -> None:
         )
 
 
-# ---- the load-balancing loss -------------------------------------------------------------------
+# ---- the load-balancing loss ---------------------------------------------------------------------
 
 _FUNCTION = "load_balancing_loss_func"
 

@@ -34,7 +34,7 @@ from prefixtree.models.changes import changing
 #: GiB of activations in a vision encoder of 24 layers of width 1024.
 RUN = 1 << 15
 
-# ---- attention: a call per size of image --------------------------------------------------------
+# ---- attention: a call per size of image ---------------------------------------------------------
 
 # the question that a forward asks before it hands borders on, and their keyword
 _ASKED, _BORDERS = "is_flash_attention_requested", "cu_seq_lens_q"
@@ -131,7 +131,7 @@ def image_attention(
     return torch.cat([outputs[n] for n in range(len(sizes))], 1), None
 
 
-# ---- runs of images ----------------------------------------------------------------------------
+# ---- runs of images ------------------------------------------------------------------------------
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]

@@ -328,7 +328,7 @@ def grid_keyword_of(config: Any) -> str:
     return ENCODERS.get(config.model_type, _ENCODER)[1]
 
 
-# ---- positions ---------------------------------------------------------------------------------
+# ---- positions -----------------------------------------------------------------------------------
 
 
 def _position_ids(

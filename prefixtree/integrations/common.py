@@ -17,7 +17,7 @@ from prefixtree.kernels.attention.api import explain
 from prefixtree.kernels.runtime import installed
 from prefixtree.packing.mask import TreeMask
 
-# ---- packages that are missing, or of another version ------------------------------------------
+# ---- packages that are missing, or of another version --------------------------------------------
 
 #: the transformers that models run on, as pyproject.toml has them: from the first, below the second
 TRANSFORMERS = "5.5", "6"
@@ -44,7 +44,7 @@ def require(adapter: str, package: str, install: str) -> None:
         raise missing(adapter, package, install)
 
 
-# ---- the line that trainers log once -----------------------------------------------------------
+# ---- the line that trainers log once -------------------------------------------------------------
 
 _log = logging.getLogger("prefixtree")
 # a prompt and four answers, as parents and lengths

@@ -79,7 +79,7 @@ def common_ancestors(parent, ptr, ends):
     return out
 
 
-# ---- pieces: units of one tree together, up to a capacity --------------------------------------
+# ---- pieces: units of one tree together, up to a capacity ----------------------------------------
 
 
 @njit(cache=True)
@@ -241,7 +241,7 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
     return label
 
 
-# ---- ranks: items dealt out, where a rank pays once for what its items share -------------------
+# ---- ranks: items dealt out, where a rank pays once for what its items share ---------------------
 
 
 @njit(cache=True)

@@ -81,7 +81,7 @@ def check_own_code(name: str, module: nn.Module, kind: str) -> None:
         )
 
 
-# ---- copies of forwards ------------------------------------------------------------------------
+# ---- copies of forwards --------------------------------------------------------------------------
 
 
 def with_globals(forward: Any, meanings: Mapping[str, Callable[[Any], Any]]) -> Any:

@@ -95,7 +95,7 @@ def changing(model: Any) -> Iterator[Changes]:
             changes.take_back()
 
 
-# ---- threads and processes ---------------------------------------------------------------------
+# ---- threads and processes -----------------------------------------------------------------------
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -130,7 +130,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# ---- the state of a model at one moment --------------------------------------------------------
+# ---- the state of a model at one moment ----------------------------------------------------------
 
 # wrappers whose plain attributes are their machinery
 _WRAPPERS = DistributedDataParallel, FullyShardedDataParallel
@@ -274,7 +274,7 @@ def _is_other(held: _Setting) -> bool:
     return now is not held.value and (not isinstance(now, _PLAIN) or now != held.value)
 
 
-# ---- tensors and settings to compare -----------------------------------------------------------
+# ---- tensors and settings to compare -------------------------------------------------------------
 
 
 def _tensors_of(modules: Sequence[nn.Module], with_attributes: bool) -> Iterator[_Tensor]:

@@ -285,7 +285,7 @@ def _attention_layers(transformer: Any) -> int:
     return max(len(modules), attending)
 
 
-# ---- code that works on logits -----------------------------------------------------------------
+# ---- code that works on logits -------------------------------------------------------------------
 
 
 def _check_treatment_of_logits(causal_lm: Any) -> None:
@@ -370,7 +370,7 @@ def check_positions(causal_lm: Any, longest: int, counted: str = "") -> None:
     )
 
 
-# ---- a classifier that is called over a packed forest by itself --------------------------------
+# ---- a classifier that is called over a packed forest by itself ----------------------------------
 
 
 def refuse_pooled(classifier: nn.Module) -> None:
@@ -396,7 +396,7 @@ def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any], output: An
     )
 
 
-# ---- warnings, once each, of gradients that would differ from the loss's -----------------------
+# ---- warnings, once each, of gradients that would differ from the loss's -------------------------
 
 # packages whose hooks may run in several backwards: they mask gradients (PEFT), average them over
 # ranks, where twice is as once (transformers' Trainer), or are the machinery of wrappers. Hooks of

@@ -99,7 +99,7 @@ def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device
     return [int(number) for number in most.tolist()]
 
 
-# ---- through which layers gradients pass -------------------------------------------------------
+# ---- through which layers gradients pass ---------------------------------------------------------
 
 
 class GradientPaths:

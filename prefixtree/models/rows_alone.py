@@ -158,7 +158,7 @@ def is_sharded(model: nn.Module) -> bool:
     ) or any(hasattr(p, "placements") or "ds_id" in vars(p) for p in model.parameters())
 
 
-# ---- words -------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
 
 class _Difference(NamedTuple):
@@ -198,7 +198,7 @@ def _warning(transformer: Any, foreign: list[str]) -> str:
     )
 
 
-# ---- the probe ---------------------------------------------------------------------------------
+# ---- the probe -----------------------------------------------------------------------------------
 
 
 def _difference(model: nn.Module, transformer: Any, device: torch.device) -> _Difference | None:

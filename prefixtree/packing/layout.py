@@ -399,7 +399,7 @@ class PackedForest:
     def __repr__(self) -> str:
         return f"PackedForest({self.forest!r}, {self.num_padding} padding, {self.device})"
 
-    # ---- what adapters build on -----------------------------------------------------------------
+    # ---- what adapters build on ------------------------------------------------------------------
 
     def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
         """Checks masks per sequence, as in `edges`, and joins them to uint8 [R], 1 if selected."""

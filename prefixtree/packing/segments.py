@@ -338,7 +338,7 @@ class SegmentTables:
         return move_all([torch.from_numpy(array) for array in arrays], self.device)
 
 
-# ---- of a mask ---------------------------------------------------------------------------------
+# ---- of a mask -----------------------------------------------------------------------------------
 
 
 def segments_of(mask: HostMask) -> Segments:

@@ -153,7 +153,7 @@ def digest(*values: Any) -> int:
     return int.from_bytes(found.digest(), "big", signed=True)
 
 
-# ---- an order of forwards and backwards --------------------------------------------------------
+# ---- an order of forwards and backwards ----------------------------------------------------------
 
 FORWARD, BACKWARD = "F", "B"
 # number that a rank that cannot run sends to the others

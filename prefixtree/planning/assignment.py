@@ -125,7 +125,7 @@ def make_sets(label: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return ptr, ends[is_new]
 
 
-# ---- ranks and micro-batches -------------------------------------------------------------------
+# ---- ranks and micro-batches ---------------------------------------------------------------------
 
 
 class Deal(NamedTuple):

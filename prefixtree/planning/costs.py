@@ -182,7 +182,7 @@ def _entries(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-# ---- imported tokens ---------------------------------------------------------------------------
+# ---- imported tokens -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

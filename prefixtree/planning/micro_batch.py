@@ -216,7 +216,7 @@ def _rebuild(
     return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest, num_planned)
 
 
-# ---- forests of micro-batches ------------------------------------------------------------------
+# ---- forests of micro-batches --------------------------------------------------------------------
 
 
 def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
@@ -248,7 +248,7 @@ def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
     )
 
 
-# ---- stats of a plan ---------------------------------------------------------------------------
+# ---- stats of a plan -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

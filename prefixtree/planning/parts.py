@@ -266,7 +266,7 @@ class Parts:
         return f"{type(self).__name__}({len(self)} parts of {self.packed.num_tokens} tokens)"
 
 
-# ---- shared by planners of parts ---------------------------------------------------------------
+# ---- shared by planners of parts -----------------------------------------------------------------
 
 
 def find_pieces(

@@ -43,7 +43,7 @@ class MeasuredPlan(RecomputePlan):
     first: bool = False
 
 
-# ---- facts -------------------------------------------------------------------------------------
+# ---- facts ---------------------------------------------------------------------------------------
 
 
 class _Line:
@@ -108,7 +108,7 @@ class Learnt:
         # a forward before its backward: bytes that were there, and bytes that it may come to
         self._watched: tuple[float, float, float] | None = None
 
-    # ---- measurements ---------------------------------------------------------------------------
+    # ---- measurements ----------------------------------------------------------------------------
 
     def add(self, run: Run, work: Work | PartWork | None = None) -> None:
         """Adds the measurements of a run.
@@ -210,7 +210,7 @@ class Learnt:
                     taken.add(places[-1])
         return tuple(modes)
 
-    # ---- the memory -----------------------------------------------------------------------------
+    # ---- the memory ------------------------------------------------------------------------------
 
     def memory(self) -> ModelMemory | None:
         """The memory model of the known layers; None if nothing is known of a kind of layers.
@@ -262,7 +262,7 @@ class Learnt:
         middle = LayerMemory(kept.held, whole.working)
         return {"all": whole, "all_but_attention": middle, "nothing": most, **known}
 
-    # ---- forwards that run ----------------------------------------------------------------------
+    # ---- forwards that run -----------------------------------------------------------------------
 
     @contextmanager
     def measuring(self, causal_lm: Any, meter: Meter, plan: MeasuredPlan) -> Iterator[None]:

@@ -272,7 +272,7 @@ def _message(
     return too_large(memory, works[worst], available, needed[worst], words)
 
 
-# ---- modes of parts ----------------------------------------------------------------------------
+# ---- modes of parts ------------------------------------------------------------------------------
 
 #: Values of `kept_trunks(recompute_trunks=)`.
 RecomputeTrunks = Recompute | Literal["again"]

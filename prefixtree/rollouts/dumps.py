@@ -73,7 +73,7 @@ def _without_prompt(chosen: str, rejected: str) -> dict[str, str]:
     return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
 
 
-# ---- pickles -----------------------------------------------------------------------------------
+# ---- pickles -------------------------------------------------------------------------------------
 
 
 def read_pickle(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -346,7 +346,7 @@ def image_numbers(tokens: np.ndarray) -> list[int]:
     return (tokens[begins] - FIRST_IMAGE).tolist()
 
 
-# ---- one part of a message ---------------------------------------------------------------------
+# ---- one part of a message -----------------------------------------------------------------------
 
 
 def _is_media(part: Any) -> bool:

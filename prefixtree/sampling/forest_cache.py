@@ -33,7 +33,7 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.segments import tables_of
 from prefixtree.packing.state_borders import StateBorders
 
-# ---- states, in slots ---------------------------------------------------------------------------
+# ---- states, in slots ----------------------------------------------------------------------------
 
 
 def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -178,7 +178,7 @@ class StatePools:
             rows = self._now
             rows.source.copy_(torch.where(rows.live, rows.target, rows.source))
 
-    # ---- memory ---------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> list[int]:
@@ -253,7 +253,7 @@ class StatePools:
         pool.index_copy_(0, self._now.slots, kept)
         kind.calls += 1
 
-    # ---- calls of layers ------------------------------------------------------------------------
+    # ---- calls of layers -------------------------------------------------------------------------
 
     # the pool of a call changes from layer to layer, so a compiled layer ends a graph here
     @torch.compiler.disable
@@ -324,7 +324,7 @@ class StatePools:
         return out
 
 
-# ---- keys and values ---------------------------------------------------------------------------
+# ---- keys and values -----------------------------------------------------------------------------
 
 # by sliding window
 Works = dict[int | None, DecodeWork]

@@ -43,7 +43,7 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
 from prefixtree.sparse.masks import not_kept
 
-# ---- CUDA graphs of decode steps ----------------------------------------------------------------
+# ---- CUDA graphs of decode steps -----------------------------------------------------------------
 
 # uncaptured steps before a capture: kernels are compiled in the first, and the
 # second is watched
@@ -122,7 +122,7 @@ class StepGraphs:
                 stacklevel=2,
             )
 
-    # ---- CUDA -----------------------------------------------------------------------------------
+    # ---- CUDA ------------------------------------------------------------------------------------
 
     def _beside(self, step: Callable[[], None]) -> None:
         """Runs a step on the stream of the captures, so that libraries have their memory for it."""
@@ -190,7 +190,7 @@ def _facts(value: Any) -> Hashable:
     return id(value)
 
 
-# ---- forwards over a growing forest ------------------------------------------------------------
+# ---- forwards over a growing forest --------------------------------------------------------------
 
 # compared numbers per parameter: an update in bfloat16 leaves most as they were
 _SEEN = 64
@@ -305,7 +305,7 @@ class CachedForward:
         self.cache.end()
         return logits
 
-    # ---- checks ---------------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def check_forest(self, forest: PrefixForest) -> None:
         """Refuses a forest that cannot be sampled from, before anything is computed.

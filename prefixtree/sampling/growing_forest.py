@@ -216,7 +216,7 @@ class GrowingForest:
             np.array(tails, np.int64).reshape(-1, 4),
         )
 
-    # ---- slots ----------------------------------------------------------------------------------
+    # ---- slots -----------------------------------------------------------------------------------
 
     def _free_slot(self) -> int:
         """Takes the lowest free slot."""
@@ -235,7 +235,7 @@ class GrowingForest:
             del self._readers[slot]
             heapq.heappush(self._free, slot)
 
-    # ---- the pool -------------------------------------------------------------------------------
+    # ---- the pool --------------------------------------------------------------------------------
 
     def _move_together(self) -> np.ndarray:
         """Moves all nodes to the beginning of the pool; returns an index as `reserve` does."""

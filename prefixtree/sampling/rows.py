@@ -21,7 +21,7 @@ from prefixtree.sampling.forward import CachedForward
 from prefixtree.sampling.growing_forest import GrowingForest
 from prefixtree.sampling.step import DecodeStep, Steps
 
-# ---- contents of rows ---------------------------------------------------------------------------
+# ---- contents of rows ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     )
 
 
-# ---- rows --------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 # steps between looks of the host whether rows stopped: on a GPU it waits at each look
 _LOOK_EVERY = {"cpu": 1}
@@ -192,7 +192,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # ---- changes of rows ------------------------------------------------------------------------
+    # ---- changes of rows -------------------------------------------------------------------------
 
     @lasting
     def branch(self, counts: int | Sequence[int] | Mapping[int, int]) -> None:
@@ -325,7 +325,7 @@ class Rows:
                 "nothing: look whether its weights are finite (isfinite)"
             )
 
-    # ---- reading rows ---------------------------------------------------------------------------
+    # ---- reading rows ----------------------------------------------------------------------------
 
     def stopped(self) -> list[int]:
         """Lists the rows whose last token is a stop token that they sampled."""
@@ -353,7 +353,7 @@ class Rows:
             raise ForestError("all rows were dropped, so there are no samples")
         return samples_of([self._rows[at] for at in self._order])
 
-    # ---- the model ------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------
 
     def _read(self, rows: Sequence[int], room: int = 0) -> None:
         """Has the model read pending tokens of rows, and gives rows room for tokens after them."""

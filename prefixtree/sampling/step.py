@@ -154,7 +154,7 @@ class DecodeStep:
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
 
-    # ---- draws ----------------------------------------------------------------------------------
+    # ---- draws -----------------------------------------------------------------------------------
 
     def _unload(self) -> None:
         """Moves draws from the device to the host."""

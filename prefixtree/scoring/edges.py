@@ -32,7 +32,7 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
 from prefixtree.packing.same_paths import described, find_paths
 
-# ---- edges in their forest, by which other calls find them --------------------------------------
+# ---- edges in their forest, by which other calls find them ---------------------------------------
 
 MEND = (
     "give the forest that is scored, or one that holds all its sequences (of a plan "
@@ -143,7 +143,7 @@ class ForestEdges:
 _found: WeakKeyDictionary[ForestEdges, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
-# ---- in compiled code --------------------------------------------------------------------------
+# ---- in compiled code ----------------------------------------------------------------------------
 
 # A compiled graph holds no look-up on the host: it calls an operator that gets objects as numbers
 _known: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -176,7 +176,7 @@ rows_in = register(
 )
 
 
-# ---- edges that are scored ---------------------------------------------------------------------
+# ---- edges that are scored -----------------------------------------------------------------------
 
 # logits up to 3e8 divided by it are finite in float32
 _LEAST_TEMPERATURE = 1e-30

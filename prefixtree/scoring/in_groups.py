@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPart", "num_ranks", "part_of_rank", "scores_of_rank", "values_of_rank"]
 
-# ---- the part of a rank -------------------------------------------------------------------------
+# ---- the part of a rank --------------------------------------------------------------------------
 
 _Local = TypeVar("_Local")
 
@@ -120,7 +120,7 @@ def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]
             yield name, axis, inputs[name]
 
 
-# ---- a part, in a group of ranks ---------------------------------------------------------------
+# ---- a part, in a group of ranks -----------------------------------------------------------------
 
 
 def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalPart:

@@ -196,7 +196,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         owned = np.bincount(self._steps.owner[tokens], minlength=len(self._steps))
         return np.flatnonzero(owned).tolist()
 
-    # ---- turns ----------------------------------------------------------------------------------
+    # ---- turns -----------------------------------------------------------------------------------
 
     def __next__(self) -> tuple[MicroBatch, _Result]:
         if self._is_over:

@@ -89,7 +89,7 @@ def _is_cut_by_rows(parameter: Any) -> bool:
     return tuple(parameter.placements) == (Shard(0),)
 
 
-# ---- scores in the place of logits -------------------------------------------------------------
+# ---- scores in the place of logits ---------------------------------------------------------------
 
 
 @dataclass

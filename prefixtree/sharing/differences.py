@@ -169,7 +169,7 @@ def _lacks_thinking(before: str, own: list[str], after: str) -> bool:
     return others[0] == others[1] and bool(thoughts[0]) != bool(thoughts[1])
 
 
-# ---- text from messages ------------------------------------------------------------------------
+# ---- text from messages --------------------------------------------------------------------------
 
 
 def _first_difference(
@@ -242,7 +242,7 @@ def _tail(text: str) -> str:
     return text if len(text) <= _CONTEXT_LETTERS else "…" + text[1 - _CONTEXT_LETTERS :]
 
 
-# ---- tokens ------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 def _pieces(

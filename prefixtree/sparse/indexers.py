@@ -146,7 +146,7 @@ def _check_indexer(name: str, indexer: Any) -> None:
     )
 
 
-# ---- forwards along the tree -------------------------------------------------------------------
+# ---- forwards along the tree ---------------------------------------------------------------------
 
 
 def _of_attention(original: Any) -> dict[str, Any]:

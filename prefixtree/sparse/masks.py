@@ -188,7 +188,7 @@ def _attend_to_entries(
     return (shares[0] * near + shares[1] * out).to(q.dtype)
 
 
-# ---- ordinary batches --------------------------------------------------------------------------
+# ---- ordinary batches ----------------------------------------------------------------------------
 
 
 def plain_mask(

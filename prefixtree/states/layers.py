@@ -52,7 +52,7 @@ def prepare_layers(transformer: Any, config: Any) -> None:
         _show_positions(transformer.get_decoder())
 
 
-# ---- functions along the tree ------------------------------------------------------------------
+# ---- functions along the tree --------------------------------------------------------------------
 
 
 class KeepsForest(Protocol):
@@ -200,7 +200,7 @@ _TREE_RULES: dict[str, Any] = {
 }
 
 
-# ---- layers ------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def _members(original: Any) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _with_shown_positions(
     return args, kwargs | {SHOWN_POSITIONS: kwargs.get("position_ids")}
 
 
-# ---- checks ------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def _check_mixer(name: str, mixer: nn.Module, config: Any, family: Family) -> None:

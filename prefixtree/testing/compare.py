@@ -261,7 +261,7 @@ def _finish(
     return Run(logprobs, entropy, gradients, loss, meter.seconds, meter.peak_bytes)
 
 
-# ---- differences -------------------------------------------------------------------------------
+# ---- differences ---------------------------------------------------------------------------------
 
 
 def worst_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -301,7 +301,7 @@ def _or_infinite(value: torch.Tensor) -> float:
     return number if math.isfinite(number) else math.inf
 
 
-# ---- time and memory ---------------------------------------------------------------------------
+# ---- time and memory -----------------------------------------------------------------------------
 
 
 class Meter:

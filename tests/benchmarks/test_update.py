@@ -38,7 +38,7 @@ def rows_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["side"]: row for row in data["rows"]}
 
 
-# ---- green -------------------------------------------------------------------------------------
+# ---- green ---------------------------------------------------------------------------------------
 
 
 def test_one_process(rollouts: Path, tmp_path: Path, capsys: Any) -> None:
@@ -123,7 +123,7 @@ def test_all_sides_have_all_samples_and_one_loss(rollouts: Path) -> None:
             assert side != "packed" or empty > 0
 
 
-# ---- red ---------------------------------------------------------------------------------------
+# ---- red -----------------------------------------------------------------------------------------
 
 
 def red_rows(rollouts: Path, tmp_path: Path, *more: str) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ def rollout_file(tmp_path):
     return write_rollouts(tmp_path / "rollouts.jsonl")
 
 
-# ---- the program -------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def test_help_teaches():
@@ -79,7 +79,7 @@ def test_python_m(rollout_file):
     assert result.stderr == ""
 
 
-# ---- report ------------------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------
 
 
 def test_measure_on_a_forest_counted_by_hand():
@@ -202,7 +202,7 @@ def test_report_on_real_rollouts(options, sequences, distinct, replicated):
     assert f"{distinct:,}" in run("report", AIRLINE, *options).stdout
 
 
-# ---- groups ------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 def write_rows(path, *rows):
@@ -267,7 +267,7 @@ def test_groups_are_printed(rollout_file):
     assert "what parts the rollouts of a group first: not sampled by the policy (2)" in text
 
 
-# ---- chats -------------------------------------------------------------------------------------
+# ---- chats ---------------------------------------------------------------------------------------
 
 
 def test_chats_through_a_tokenizer(tmp_path):
@@ -344,7 +344,7 @@ def test_a_template_that_rewrites_turns_is_said_so(tmp_path):
     assert miss["tokens_to_win"] == len("one" + answer) + 1
 
 
-# ---- output that cannot be written -------------------------------------------------------------
+# ---- output that cannot be written ---------------------------------------------------------------
 
 
 def run_program(*arguments, stdout):
@@ -396,7 +396,7 @@ def test_other_errors_of_the_system_name_their_file(monkeypatch, rollout_file):
     assert result.stderr == "prefixtree: somewhere: Permission denied\n"
 
 
-# ---- recorded routes ---------------------------------------------------------------------------
+# ---- recorded routes -----------------------------------------------------------------------------
 
 
 def _routes(*experts):

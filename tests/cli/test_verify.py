@@ -392,7 +392,7 @@ def test_verify_needs_something_scored(tmp_path, config_file):
     assert "loss_mask scores no token" in result.stderr
 
 
-# ---- the comparison itself ---------------------------------------------------------------------
+# ---- the comparison itself -----------------------------------------------------------------------
 
 
 def test_the_replicated_run_is_plain_autograd(monkeypatch, config_file):

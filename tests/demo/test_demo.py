@@ -78,7 +78,7 @@ def no_training(monkeypatch):
     monkeypatch.setattr(depot, "player", started)
 
 
-# ---- the depot ----------------------------------------------------------------------------------
+# ---- the depot -----------------------------------------------------------------------------------
 
 
 def test_the_depot_hands_out_the_parcel():
@@ -116,7 +116,7 @@ def test_every_word_of_the_depot_is_a_token():
             depot.encode(state.prompt)
 
 
-# ---- rollouts -----------------------------------------------------------------------------------
+# ---- rollouts ------------------------------------------------------------------------------------
 
 
 def test_rollouts_branch_and_are_scored_turn_by_turn():
@@ -185,7 +185,7 @@ def test_the_loss_is_grpos_clipped_one():
     assert float(batch.loss(0, now).detach()) == pytest.approx((1 * 2 + 2 * 2) / 2)
 
 
-# ---- the command --------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_demo(facts, folder):

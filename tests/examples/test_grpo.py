@@ -70,7 +70,7 @@ def _worst_weight(one: Any, other: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-# ---- the training ------------------------------------------------------------------------------
+# ---- the training --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_the_command(tmp_path):
         assert result.exit_code == 2 and "one to five numbers" in result.output
 
 
-# ---- rollouts ----------------------------------------------------------------------------------
+# ---- rollouts ------------------------------------------------------------------------------------
 
 
 def test_rollouts_are_what_the_model_says_and_the_depot_answers(monkeypatch):
@@ -211,7 +211,7 @@ def test_one_prompt_with_responses_is_dualkvs_case():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-# ---- the method --------------------------------------------------------------------------------
+# ---- the method ----------------------------------------------------------------------------------
 
 
 def test_token_losses():
@@ -245,7 +245,7 @@ def test_a_group_of_one_has_no_loss(dr_grpo):
     assert _worst_weight(model, grpo.make_model(grpo.Settings())) == 0
 
 
-# ---- the assertions can fail -------------------------------------------------------------------
+# ---- the assertions can fail ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicated", mostly([False, True], [False]))

@@ -58,7 +58,7 @@ def _run(values: list[torch.Tensor], loss: torch.Tensor, model: Any) -> Run:
     return Run(flat, flat, gradients(model))
 
 
-# ---- distillation ------------------------------------------------------------------------------
+# ---- distillation --------------------------------------------------------------------------------
 
 
 class LargestTensor(TorchDispatchMode):

@@ -219,7 +219,7 @@ def test_the_load_balancing_loss_beside_a_replay():
     torch.testing.assert_close(scores.aux_loss.detach(), wanted)
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

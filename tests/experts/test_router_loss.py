@@ -173,7 +173,7 @@ def _computes_loss(model: Any) -> bool:
     return "aux_loss = load_balancing_loss_func(" in forward
 
 
-# ---- which batch it is of ----------------------------------------------------------------------
+# ---- which batch it is of ------------------------------------------------------------------------
 
 
 def test_padding_counts_nothing():
@@ -227,7 +227,7 @@ def test_a_loss_of_your_own():
     assert _worst(gradients(model), gradients(eager)) <= tolerance("qwen3_moe")
 
 
-# ---- who asks ----------------------------------------------------------------------------------
+# ---- who asks ------------------------------------------------------------------------------------
 
 
 def test_the_configuration_asks_unless_the_caller_does():

@@ -56,7 +56,7 @@ def test_runs_of_images():
     assert shape.runs(200, 196) == ([], [(0, 5)])
 
 
-# ---- exact -------------------------------------------------------------------------------------
+# ---- exact ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
         model.zero_grad(set_to_none=True)
 
 
-# ---- patches by products -----------------------------------------------------------------------
+# ---- patches by products -------------------------------------------------------------------------
 
 
 class _Convolutions(TorchDispatchMode):
@@ -260,7 +260,7 @@ def test_only_our_calls_multiply(model_type):
     assert theirs.calls > 0
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_product_without_is_seen(left_out, monkeypatch):
     assert wrong.encoder > 1e-3 and (left_out == "the bias") == (wrong.logprob > 1e-3)
 
 
-# ---- memory ------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", mostly(["qwen3_vl", "qwen2_5_vl"], ["qwen3_vl"]))

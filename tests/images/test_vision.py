@@ -63,7 +63,7 @@ FIRST = [case.values[0] for case in FAMILIES[:4]]
 WITH_VIDEOS = [case for case in FAMILIES if case.values[0] not in NO_VIDEOS]
 
 
-# ---- exact -------------------------------------------------------------------------------------
+# ---- exact ---------------------------------------------------------------------------------------
 
 
 def _all_with(families, kind):
@@ -370,7 +370,7 @@ def test_a_placeholder_that_was_sampled_is_named():
             pt.sequence_logprobs(build("qwen3_vl"), packed)
 
 
-# ---- the comparison must turn red --------------------------------------------------------------
+# ---- the comparison must turn red ----------------------------------------------------------------
 
 
 def _wrong(model_type: str, run: Run) -> Any:

@@ -109,7 +109,7 @@ def test_the_forest_has_the_routes_of_rows() -> None:
     assert Batch.jagged(tokens, None, CPU).forest.num_tokens == 4
 
 
-# ---- trunks and metrics ------------------------------------------------------------------------
+# ---- trunks and metrics --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

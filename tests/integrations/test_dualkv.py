@@ -90,7 +90,7 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: f
         )
 
 
-# ---- equal to dense float64 --------------------------------------------------------------------
+# ---- equal to dense float64 ----------------------------------------------------------------------
 
 CASES = {
     "ragged": (37, [5, 1, 130, 64, 9]),
@@ -185,7 +185,7 @@ def test_backends_agree_and_the_keyword_reaches_them(monkeypatch: pytest.MonkeyP
         call(inputs, lengths, backend="none")
 
 
-# ---- masks -------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 
 def test_a_plan_reads_nothing_and_needs_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_compiled_code_without_a_plan_breaks_its_graph_and_is_right() -> None:
     torch._dynamo.reset()
 
 
-# ---- refusals ----------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -399,7 +399,7 @@ def test_refusals_of_masks(
         dualkv_mask(cu, context)
 
 
-# ---- on a GPU ----------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

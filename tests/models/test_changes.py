@@ -18,7 +18,7 @@ from prefixtree.models.changes import changing
 
 ROOT = Path(prefixtree.__file__).parent
 
-# ---- what is taken back -------------------------------------------------------------------------
+# ---- what is taken back --------------------------------------------------------------------------
 
 
 def test_attributes_and_hooks_are_as_before() -> None:
@@ -65,7 +65,7 @@ def test_an_interrupt_of_the_way_back() -> None:
     assert not hasattr(module, "one")
 
 
-# ---- threads and processes ---------------------------------------------------------------------
+# ---- threads and processes -----------------------------------------------------------------------
 
 
 def test_other_threads_wait() -> None:
@@ -124,7 +124,7 @@ def test_a_fork_while_another_thread_changes_a_model() -> None:
     assert not hasattr(theirs, "one")
 
 
-# ---- nobody changes a model elsewhere ----------------------------------------------------------
+# ---- nobody changes a model elsewhere ------------------------------------------------------------
 
 # where else a module or torch's state changes, and why that is not for one call
 ELSEWHERE = {

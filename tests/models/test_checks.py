@@ -43,7 +43,7 @@ from tests.support.models import (
     tolerance,
 )
 
-# ---- half the model another attention -----------------------------------------------------------
+# ---- half the model another attention ------------------------------------------------------------
 
 
 def _insert_copy(model: Any) -> Any:
@@ -162,7 +162,7 @@ def test_every_call_is_counted_once(use_reentrant, backend):
     assert_same(run, run_replicated(make("eager"), ragged_objective()))
 
 
-# ---- rows --------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def _double_heads() -> Any:
@@ -208,7 +208,7 @@ def test_a_forward_that_hands_every_row_to_the_head(make, how, monkeypatch):
         sequence_logprobs(model, ragged_packed())
 
 
-# ---- what is done to logits --------------------------------------------------------------------
+# ---- what is done to logits ----------------------------------------------------------------------
 
 
 class _Scaled(LlamaForCausalLM):
@@ -385,7 +385,7 @@ def test_a_head_that_looks_along_the_row(part, dtype):
         sequence_logprobs(model, ragged_packed())
 
 
-# ---- configurations ----------------------------------------------------------------------------
+# ---- configurations ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_a_divisor_of_zero(model_type, name):
         sequence_logprobs(build(model_type, **{name: 0.0}), ragged_packed())
 
 
-# ---- threads -----------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("unprobed")
@@ -523,7 +523,7 @@ def test_a_wrapper_with_a_thread_of_its_own():
         sequence_logprobs(_Threaded(), ragged_packed())
 
 
-# ---- arguments ---------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

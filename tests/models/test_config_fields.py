@@ -65,7 +65,7 @@ def test_factors_are_followed(name, key):
     assert outcome_of(trials) == recorded()[name][key], trials
 
 
-# ---- the sweep must turn red -------------------------------------------------------------------
+# ---- the sweep must turn red ---------------------------------------------------------------------
 
 
 def test_a_hidden_factor_of_logits_turns_it_red(monkeypatch):

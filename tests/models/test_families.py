@@ -312,7 +312,7 @@ def test_the_model_itself_returns_the_logits_of_every_sequence():
             torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
 
 
-# ---- the comparison must turn red --------------------------------------------------------------
+# ---- the comparison must turn red ----------------------------------------------------------------
 # Each feeds the very comparison above a mistake that a real project has made or could make.
 
 

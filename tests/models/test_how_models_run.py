@@ -38,7 +38,7 @@ from tests.support.models import (
 )
 from tests.support.pairs import pairwise
 
-# ---- memory and work ----------------------------------------------------------------------------
+# ---- memory and work -----------------------------------------------------------------------------
 
 
 class _LogitRows(TorchDispatchMode):
@@ -132,7 +132,7 @@ def test_no_graph_is_kept_alive():
     assert outputs[0]() is None
 
 
-# ---- the model is as it was --------------------------------------------------------------------
+# ---- the model is as it was ----------------------------------------------------------------------
 
 
 def _hooks(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -206,7 +206,7 @@ def test_save_and_load(tmp_path):
     assert plain.config._attn_implementation != "prefixtree"
 
 
-# ---- wrappers ----------------------------------------------------------------------------------
+# ---- wrappers ------------------------------------------------------------------------------------
 
 
 class Wrapper(nn.Module):
@@ -381,7 +381,7 @@ def test_a_sharded_unit_that_casts_its_output(unit):
         sequence_logprobs(model, ragged_packed())
 
 
-# ---- precision ---------------------------------------------------------------------------------
+# ---- precision -----------------------------------------------------------------------------------
 
 
 def _no_worse_than_eager(run: Run, eager: Run, reference: Run) -> None:

@@ -118,7 +118,7 @@ def test_a_layer_is_tried_once() -> None:
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
-# ---- what passes no gradient -------------------------------------------------------------------
+# ---- what passes no gradient ---------------------------------------------------------------------
 
 
 class _Stopped(_RoundedByRow):
@@ -200,7 +200,7 @@ def test_an_output_embedding_without_gradients() -> None:
         sequence_logprobs(model, ragged_packed())
 
 
-# ---- bitsandbytes ------------------------------------------------------------------------------
+# ---- bitsandbytes --------------------------------------------------------------------------------
 
 
 def _loaded(model_type: str, **settings: Any) -> Any:

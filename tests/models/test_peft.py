@@ -253,7 +253,7 @@ def test_it_generates_too():
     assert got.shape[1] == ids.shape[1] + 5
 
 
-# ---- several adapters --------------------------------------------------------------------------
+# ---- several adapters ----------------------------------------------------------------------------
 
 _ADAPTER_OF = ["red", "blue", "red"] + ["red", "blue", "blue"] * 2 + ["red"] * 3
 _NUMBERS = [int(name == "blue") for name in _ADAPTER_OF]
@@ -364,7 +364,7 @@ def test_adapters_routed_by_token_in_one_forest():
     assert_same(run, reference)
 
 
-# ---- refused -----------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 
 def test_active_dropout_of_an_adapter():

@@ -26,7 +26,7 @@ def packed() -> pt.PackedForest:
     return pt.pack(pt.PrefixForest.from_sequences(ragged_sequences()))
 
 
-# ---- calls of the model ------------------------------------------------------------------------
+# ---- calls of the model --------------------------------------------------------------------------
 # for every family, most of them with --full: each has its own forward, and some do not hand every
 # keyword on
 
@@ -170,7 +170,7 @@ def test_something_else_for_a_mask(packed):
         build("qwen3")(**{**packed.model_inputs(), "tree_mask": packed})
 
 
-# ---- images ------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
 _VISION = sorted(set(PARTS.values()))
 
@@ -202,7 +202,7 @@ def test_images(model_type, gradients, packed):
         model(**inputs, pixel_values=patches, image_grid_thw=torch.tensor([[1, 2, 2]]))
 
 
-# ---- arguments of sequence_logprobs ------------------------------------------------------------
+# ---- arguments of sequence_logprobs --------------------------------------------------------------
 
 
 def test_a_forest_without_tokens():

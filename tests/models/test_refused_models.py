@@ -49,7 +49,7 @@ def packed() -> pt.PackedForest:
     return pt.pack(pt.PrefixForest.from_sequences(ragged_sequences()))
 
 
-# ---- randomness --------------------------------------------------------------------------------
+# ---- randomness ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
@@ -175,7 +175,7 @@ def test_dropout_outside_the_transformers_model(kind, packed):
         sequence_logprobs(Wrapper(), packed)
 
 
-# ---- models ------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 # what makes each unlike a replicated batch: they drop the mask's keyword (nemotron, stablelm), keep
@@ -298,7 +298,7 @@ def test_something_that_is_no_transformers_model(packed):
         sequence_logprobs(nn.Linear(2, 2), packed)
 
 
-# ---- mixtures of experts: the load-balancing loss ----------------------------------------------
+# ---- mixtures of experts: the load-balancing loss ------------------------------------------------
 
 _MIXTURES = [
     name
@@ -334,7 +334,7 @@ def test_router_logits(model_type, given, packed):
             ready(build(model_type))(**packed.model_inputs(), output_router_logits=True)
 
 
-# ---- the opt-in --------------------------------------------------------------------------------
+# ---- the opt-in ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_the_opt_in_ended_with_its_test():
     assert supported_model_types() == sorted([*FAMILIES, *PARTS])
 
 
-# ---- every row of the tables -------------------------------------------------------------------
+# ---- every row of the tables ---------------------------------------------------------------------
 
 
 def _shows(

@@ -245,7 +245,7 @@ def test_families_give_the_same_bits(family, dtype):
         assert torch.equal(few, a[rows.which])
 
 
-# ---- how the probe runs ------------------------------------------------------------------------
+# ---- how the probe runs --------------------------------------------------------------------------
 
 
 def _kept(model: Any) -> None:

@@ -67,7 +67,7 @@ def _is_foreign(dotted: str) -> bool:
     return dotted.split(".")[0] in PACKAGES
 
 
-# ---- names of modules --------------------------------------------------------------------------
+# ---- names of modules ----------------------------------------------------------------------------
 
 
 def _imported(nodes: list[ast.AST]) -> tuple[dict[str, str], set[str]]:
@@ -95,7 +95,7 @@ def _chain(node: ast.expr) -> list[str]:
     return [node.id if isinstance(node, ast.Name) else ""]
 
 
-# ---- names of objects --------------------------------------------------------------------------
+# ---- names of objects ----------------------------------------------------------------------------
 
 
 def _of_file(nodes: list[ast.AST], ours: set[str]) -> Iterator[str]:

@@ -33,7 +33,7 @@ def two(first: Any, second: Any = None) -> list[Any]:
     return [first, first if second is None else second]
 
 
-# ---- one number --------------------------------------------------------------------------------
+# ---- one number ----------------------------------------------------------------------------------
 
 _NONE = ["4", b"4", [], {4: 4}, 1j, True, np.True_, torch.tensor(True), NAN, np.array([1, 1])]
 _NONE += [trained(1.0), hidden(1), hidden(1.0), torch.tensor([1, 1]), object]
@@ -51,7 +51,7 @@ SHARE = Kind(_SHARES, [*_NONE, -2, 1.5, INF])
 COSTS = Kind([0.5, 4, (0.5,)], [*_NONE, ("1",), (NAN,), (-1,), (0.5, 0.5), None])
 TENSOR = Kind([], [5, "a", [1.0], np.ones(2)])
 
-# ---- numbers per sequence and token -------------------------------------------------------------
+# ---- numbers per sequence and token --------------------------------------------------------------
 
 _NO_LIST = [5, 0.5, "11", b"11", {0: 1, 1: 1}, True]
 _MASK = [0, 1, 1]
@@ -129,7 +129,7 @@ PADDING = Kind(
     [*_TABLE, [[2] * 3] * 2],
 )
 
-# ---- integers in a row --------------------------------------------------------------------------
+# ---- integers in a row ---------------------------------------------------------------------------
 
 _ROW = ["0", {0: 0}, object, hidden([0]), trained([0.0]), torch.tensor([True]), [[0]], [0, True]]
 _ROW += [[x] for x in _OTHERS]
@@ -162,7 +162,7 @@ REPLIES = Kind(
     [5, "ab", [[3]], {0: 3}, {0: "ab"}, {0: [-1]}, {0.5: [3]}, *({0: [x]} for x in _OTHERS)],
 )
 
-# ---- tensors ------------------------------------------------------------------------------------
+# ---- tensors -------------------------------------------------------------------------------------
 
 CUMULATIVE = Kind(
     [torch.tensor([0, 4]), torch.tensor([0, 4], dtype=torch.int32)],

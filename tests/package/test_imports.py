@@ -183,7 +183,7 @@ def recurrence_backend_of(module: str) -> str | None:
     return next((name for name, parts in RECURRENCE_PARTS.items() if room in parts), room)
 
 
-# ---- cost of an import -------------------------------------------------------------------------
+# ---- cost of an import ---------------------------------------------------------------------------
 
 
 @cache
@@ -215,7 +215,7 @@ def test_import_takes_little_longer_than_torch() -> None:
     raise AssertionError("three imports in a row took 0.6 s and more")
 
 
-# ---- registration ------------------------------------------------------------------------------
+# ---- registration --------------------------------------------------------------------------------
 
 _CONFIG = """
 import json, sys
@@ -290,7 +290,7 @@ def test_unknown_names_of_the_package() -> None:
         prefixtree.nothing  # noqa: B018
 
 
-# ---- direction ---------------------------------------------------------------------------------
+# ---- direction -----------------------------------------------------------------------------------
 
 
 def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_public_things_say_what_they_are(name: str) -> None:
         assert inspect.getdoc(value), f"{name}.{member} has no docstring"
 
 
-# ---- words -------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
 
 def docstrings(text: str) -> Iterator[str]:

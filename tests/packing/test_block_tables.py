@@ -48,7 +48,7 @@ def assert_same_tables(a: BlockTables, b: BlockTables) -> None:
         assert torch.equal(ours, theirs), field.name
 
 
-# ---- the mask itself ---------------------------------------------------------------------------
+# ---- the mask itself -----------------------------------------------------------------------------
 
 
 @given(forests())
@@ -94,7 +94,7 @@ def test_paths_hold_every_query_with_its_ancestors(
     np.testing.assert_array_equal(seen, dense)
 
 
-# ---- tables against the mask -------------------------------------------------------------------
+# ---- tables against the mask ---------------------------------------------------------------------
 
 small_shapes = st.builds(
     TileShape,
@@ -222,7 +222,7 @@ def test_key_tiles_no_query_sees_have_an_empty_piece(cut: bool) -> None:
     assert not ((starts >= 8) & (starts < 16))[~empty].any()
 
 
-# ---- windows -----------------------------------------------------------------------------------
+# ---- windows -------------------------------------------------------------------------------------
 
 
 @given(forests(max_nodes=12), small_shapes)
@@ -262,7 +262,7 @@ def test_windows_measure_positions_and_not_packed_distance() -> None:
     assert_tables_exact(mask, TileShape(2, 2), 2)
 
 
-# ---- key-tile cuts -----------------------------------------------------------------------------
+# ---- key-tile cuts -------------------------------------------------------------------------------
 
 
 def query_run_total(mask: TreeMask, shape: TileShape) -> int:
@@ -330,7 +330,7 @@ def test_a_forest_of_long_documents_is_cut_where_they_end() -> None:
     assert len(starts) == 4
 
 
-# ---- pieces ------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 
 
 def test_a_long_query_run_is_cut_into_equal_pieces() -> None:
@@ -363,7 +363,7 @@ def test_no_piece_size_cuts_nothing() -> None:
     assert (tables.pieces[:, 3:] == -1).all()
 
 
-# ---- stats -------------------------------------------------------------------------------------
+# ---- stats ---------------------------------------------------------------------------------------
 
 
 @given(forests(max_nodes=12), small_shapes, st.sampled_from([None, 1, 4]), st.booleans(), st.data())
@@ -397,7 +397,7 @@ def test_a_full_square_is_all_useful() -> None:
     assert stats.useful_share == pytest.approx((64 * 64 + 64 * 65 / 2) / (2 * 64 * 64))
 
 
-# ---- caching -----------------------------------------------------------------------------------
+# ---- caching -------------------------------------------------------------------------------------
 
 
 def test_tables_are_built_once_a_shape_and_window() -> None:

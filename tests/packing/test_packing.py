@@ -35,7 +35,7 @@ from tests.support.strategies import (
     token_sequences,
 )
 
-# ---- layout -------------------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------
 
 
 def test_worked_example() -> None:
@@ -135,7 +135,7 @@ def test_bad_multiple_says_expected_and_got(multiple: int) -> None:
         example(pad_to_multiple_of=multiple)
 
 
-# ---- edges -------------------------------------------------------------------------------------
+# ---- edges ---------------------------------------------------------------------------------------
 
 
 @given(forests(), st.integers(1, 4))
@@ -228,7 +228,7 @@ def test_bad_loss_masks_say_expected_and_got(masks: Any, message: str) -> None:
         packed.unpack(packed.input_ids, loss_mask=masks)
 
 
-# ---- moving and copying ------------------------------------------------------------------------
+# ---- moving and copying --------------------------------------------------------------------------
 
 
 def assert_same_packed(a: PackedForest, b: PackedForest) -> None:
@@ -350,7 +350,7 @@ def test_masks_are_copied_whole(duplicate: Any, ranges: list[tuple[int, int]] | 
     assert torch.equal(ours.q_runs, theirs.q_runs)
 
 
-# ---- for_queries -------------------------------------------------------------------------------
+# ---- for_queries ---------------------------------------------------------------------------------
 
 
 @given(forests(), st.data())
@@ -409,7 +409,7 @@ def test_queries_of_queries_are_refused() -> None:
         example().mask.for_queries([(0, 4)]).for_queries([(0, 1)])
 
 
-# ---- TreeMask by itself ------------------------------------------------------------------------
+# ---- TreeMask by itself --------------------------------------------------------------------------
 
 
 def test_mask_and_packed_forest_tell_the_same() -> None:

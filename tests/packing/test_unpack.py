@@ -40,7 +40,7 @@ def random_packed(seed: int = 0, num_sequences: int = 40) -> PackedForest:
     return pack(PrefixForest.from_sequences([*sequences, sequences[0]]), pad_to_multiple_of=16)
 
 
-# ---- unpack ------------------------------------------------------------------------------------
+# ---- unpack --------------------------------------------------------------------------------------
 
 
 @given(token_sequences(), st.integers(1, 5))
@@ -147,7 +147,7 @@ def test_sequence_indices_are_integers(wanted: Any) -> None:
         packed.unpack(packed.input_ids, sequences=wanted)
 
 
-# ---- unpack_padded -----------------------------------------------------------------------------
+# ---- unpack_padded -------------------------------------------------------------------------------
 
 
 def test_padded_right_and_left() -> None:
@@ -215,7 +215,7 @@ def test_bad_padding_says_expected_and_got() -> None:
         packed.unpack_padded(packed.input_ids, length=5)
 
 
-# ---- gradients ---------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trailing", [(), (5,), (2, 3)])
@@ -353,7 +353,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda v: packed.unpack_padded(v, 3.0), values)
 
 
-# ---- pack_values -------------------------------------------------------------------------------
+# ---- pack_values ---------------------------------------------------------------------------------
 
 
 @given(forests(), st.integers(1, 4))
@@ -454,7 +454,7 @@ def test_bad_values_say_expected_and_got(values: Any, message: str) -> None:
         packed.pack_values(values)
 
 
-# ---- wrong lengths and devices -----------------------------------------------------------------
+# ---- wrong lengths and devices -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["unpack", "unpack_padded"])

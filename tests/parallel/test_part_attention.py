@@ -216,7 +216,7 @@ def test_wrong_arguments() -> None:
         part_attention(*own, parts[0], exchange, backend="dense")
 
 
-# ---- through a model ---------------------------------------------------------------------------
+# ---- through a model -----------------------------------------------------------------------------
 
 
 class Alone:

@@ -66,7 +66,7 @@ def test_exports_are_what_steps_import(forest: PrefixForest, size: int) -> None:
     )
 
 
-# ---- where rows wait ---------------------------------------------------------------------------
+# ---- where rows wait -----------------------------------------------------------------------------
 
 
 class Places:
@@ -301,7 +301,7 @@ def test_without_a_backward_only_the_path_is_kept(places: Places) -> None:
     assert ledger.held_bytes() == (0, 0) and not places.kept
 
 
-# ---- what goes wrong is seen -------------------------------------------------------------------
+# ---- what goes wrong is seen ---------------------------------------------------------------------
 
 
 def test_a_module_that_attends_twice_is_refused() -> None:

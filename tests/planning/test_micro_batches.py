@@ -23,7 +23,7 @@ from tests.support.models import make_objective as objective_of
 from tests.support.step_ranks import LIGHT
 from tests.support.strategies import batches_of, indices_of, many_trees
 
-# ---- empty steps and what moves between processes -----------------------------------------------
+# ---- empty steps and what moves between processes ------------------------------------------------
 
 
 def test_more_ranks_than_sequences():
@@ -195,7 +195,7 @@ def test_packed_is_made_once():
     assert batch.packed is batch.packed
 
 
-# ---- losses that do not depend on the plan -----------------------------------------------------
+# ---- losses that do not depend on the plan -------------------------------------------------------
 
 _SEQUENCES = ragged_sequences()
 _OBJECTIVE = objective_of(_SEQUENCES)
@@ -309,7 +309,7 @@ def test_denominators():
     assert plan.loss_weights().tolist() == [2 / 6] * 4
 
 
-# ---- the cost model ----------------------------------------------------------------------------
+# ---- the cost model ------------------------------------------------------------------------------
 
 
 def _weights_a_token_meets(model: Any) -> float:
@@ -416,7 +416,7 @@ def test_a_config_without_sizes():
         CostModel.from_config(Config())
 
 
-# ---- refusals ----------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_a_sequence_beyond_the_budget_is_named():

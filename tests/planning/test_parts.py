@@ -33,7 +33,7 @@ def visible_pairs(packed: PackedForest) -> np.ndarray:
     return visible
 
 
-# ---- what a part is ----------------------------------------------------------------------------
+# ---- what a part is ------------------------------------------------------------------------------
 
 
 @given(divisions())
@@ -106,7 +106,7 @@ def test_every_scored_edge_is_scored_once_by_the_owner_of_its_predictor(parts, d
     assert (count == 1).all()
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -209,7 +209,7 @@ def test_parts_are_a_sequence_and_survive_pickling() -> None:
     assert "2 own tokens, 1 imported" in repr(parts[1])
 
 
-# ---- bad input ---------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

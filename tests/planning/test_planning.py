@@ -72,7 +72,7 @@ def turns(chains: int, turns_each: int, turn: int, system: int = 3) -> list[np.n
     return sequences
 
 
-# ---- what holds of every plan ------------------------------------------------------------------
+# ---- what holds of every plan --------------------------------------------------------------------
 
 
 @given(arguments())
@@ -199,7 +199,7 @@ def test_forests_of_any_structure(forest, num_ranks, more):
     assert sum(len(batch.sequence_indices) for batch in batches_of(plan)) == len(expected)
 
 
-# ---- particular plans --------------------------------------------------------------------------
+# ---- particular plans ----------------------------------------------------------------------------
 
 
 def test_what_fits_is_one_micro_batch():
@@ -365,7 +365,7 @@ def test_reprs_name_the_sizes():
     assert repr(plan[0][0]) == "MicroBatch(1 sequences, 2 tokens)"
 
 
-# ---- larger ones: the loops' other branches ----------------------------------------------------
+# ---- larger ones: the loops' other branches ------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])

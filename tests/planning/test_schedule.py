@@ -156,7 +156,7 @@ def test_a_trunk_above_another() -> None:
     assert order_of(schedule.kept(spans, 3, True)) == "FFBFFBBBFB"
 
 
-# ---- when what parts export is read ------------------------------------------------------------
+# ---- when what parts export is read --------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)

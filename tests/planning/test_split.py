@@ -32,7 +32,7 @@ def split_by(monkeypatch, chunks: int, packed: PackedForest, num_parts: int) -> 
         return split_tokens(packed, num_parts)
 
 
-# ---- balance -----------------------------------------------------------------------------------
+# ---- balance -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiple", [3, 8])
@@ -100,7 +100,7 @@ def test_every_part_has_tokens_and_every_token_one_part(forest, data) -> None:
     assert same_runs(parts, Parts(packed, parts.owner, ranks))
 
 
-# ---- predictions -------------------------------------------------------------------------------
+# ---- predictions ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
@@ -196,7 +196,7 @@ def test_the_defaults_are_a_qwen3_8b_in_bfloat16_with_checkpointing() -> None:
         _ = import_cost_of(cost).weight
 
 
-# ---- bad input ---------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_bad_input() -> None:

@@ -58,7 +58,7 @@ def worst(got, expected) -> float:
     return max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
 
 
-# ---- the plan ----------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 @given(forests(), st.integers(1, 60), st.sampled_from([0.05, 0.3, 0.61, 1.0, 1.7]), st.booleans())
@@ -158,7 +158,7 @@ def test_trunk_reuse_against_cuts_of_the_planner() -> None:
     assert steps.stats.peak <= 32768
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -200,7 +200,7 @@ def test_the_check_turns_red_in_another_order() -> None:
     assert checked > 5
 
 
-# ---- bad input ---------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_bad_input() -> None:

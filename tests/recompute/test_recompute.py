@@ -71,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-# ---- the same bits -----------------------------------------------------------------------------
+# ---- the same bits -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", mostly_full(_CHECKPOINTED, {"qwen3_moe", "nemotron_h"}))
@@ -243,7 +243,7 @@ def test_a_family_that_is_not_checkpointed(name):
         pt.sequence_logprobs(build(name), ragged_packed(), recompute="auto")
 
 
-# ---- the plan ----------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 def memory_of(layers: list[list[tuple[int, int]]], per_pair: int, unit: int) -> ModelMemory:

@@ -11,7 +11,7 @@ from prefixtree.errors import InputError
 from prefixtree.rollouts import expand_turns, read_rollouts
 from tests.rollouts.conftest import as_lists
 
-# ---- what is accepted ---------------------------------------------------------------------------
+# ---- what is accepted ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.gz"])
@@ -154,7 +154,7 @@ def test_watch_sees_the_file_and_its_size(write):
     assert seen == [path.stat().st_size]
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 BROKEN = {
     "bad json": ('{"token_ids": [1, 2}', "not valid JSON: expecting ',' delimiter at column 20"),
@@ -270,7 +270,7 @@ def test_a_damaged_gzip(write):
         read_rollouts(path)
 
 
-# ---- per turn ----------------------------------------------------------------------------------
+# ---- per turn ------------------------------------------------------------------------------------
 
 
 def test_turns_by_turn_ends(write):
@@ -333,7 +333,7 @@ def test_no_turn_at_all(write):
         expand_turns(rollouts)
 
 
-# ---- choosing ----------------------------------------------------------------------------------
+# ---- choosing ------------------------------------------------------------------------------------
 
 
 def test_first_groups_keeps_whole_groups_in_file_order(write):

@@ -30,7 +30,7 @@ from tests.support.full import mostly
 from tests.support.hooks import limit, wrap
 from tests.support.models import build, quantised, with_random_lora
 
-# ---- tokens and log-probabilities ---------------------------------------------------------------
+# ---- tokens and log-probabilities ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", mostly(range(6), range(3)))
@@ -144,7 +144,7 @@ def test_every_token_is_read_once():
         assert read[7:] == [len(rows)]
 
 
-# ---- draws depend on the seed and the tree alone -----------------------------------------------
+# ---- draws depend on the seed and the tree alone -------------------------------------------------
 
 
 def test_other_batches_give_the_same_tokens(monkeypatch):
@@ -271,7 +271,7 @@ def test_compiled_layers_serve_every_sampler_and_number_of_rows():
     torch._dynamo.reset()
 
 
-# ---- refusals ----------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_more_rows_than_room():
@@ -444,7 +444,7 @@ def test_rows_that_stopped_go_on_after_a_reply():
     assert rows.samples().sequences[0].tolist() == before[0] + [8, 9] + expected
 
 
-# ---- it turns red ------------------------------------------------------------------------------
+# ---- it turns red --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mistake", ["a run is lost", "one position off", "rows swapped"])

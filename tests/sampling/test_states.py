@@ -145,7 +145,7 @@ def test_a_start_takes_the_pools_of_the_last_one() -> None:
     assert same_samples(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
-# ---- refusals and interruptions ----------------------------------------------------------------
+# ---- refusals and interruptions ------------------------------------------------------------------
 
 
 def test_no_memory_for_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def _shared_screen(count: int) -> Batch:
     return Batch(rows, {"pixel_values": shown, "image_grid_thw": grids}, weights)
 
 
-# ---- red ---------------------------------------------------------------------------------------
+# ---- red -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_features_without_gradients_are_seen(model_type, of_trunk, monkeypatch):
     assert wrong.logprob < tolerance(model_type) and wrong.encoder > (0.5 if of_trunk else 0.05)
 
 
-# ---- refused -----------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 
 def test_images_of_another_model():

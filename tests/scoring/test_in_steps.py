@@ -52,7 +52,7 @@ from tests.support.variant_configs import VARIANTS
 _OTHERS = {*HYBRIDS, *INDEXED}
 ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] not in _OTHERS]
 
-# ---- what is computed ---------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_same_bits_every_time() -> None:
     assert same_bits(run(model), run(model))
 
 
-# ---- the checks can fail -----------------------------------------------------------------------
+# ---- the checks can fail -------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
@@ -188,7 +188,7 @@ def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
         run(build("qwen3"))
 
 
-# ---- work and memory ---------------------------------------------------------------------------
+# ---- work and memory -----------------------------------------------------------------------------
 
 
 class Tokens:
@@ -254,7 +254,7 @@ def test_large_prompts_of_the_issue() -> None:
     assert stats.peak * cost.token_bytes <= 32768 * cost.token_bytes
 
 
-# ---- bad input ---------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "20"])

@@ -46,7 +46,7 @@ FEW = cases(["glm_moe_dsa", BLOCKS])
 TIES = {"index_n_heads": 2}, {"index_local_blocks": 4}
 
 
-# ---- what is computed --------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ties", mostly([False, True], [True]))
@@ -139,7 +139,7 @@ def test_triton_scores_the_queries_of_a_part(monkeypatch: pytest.MonkeyPatch) ->
     assert any(chunks)
 
 
-# ---- the checks can fail -----------------------------------------------------------------------
+# ---- the checks can fail -------------------------------------------------------------------------
 
 
 def _errors(family: str, monkeypatch: pytest.MonkeyPatch, *mistake: Any) -> Any:
@@ -186,7 +186,7 @@ def test_another_choice_turns_it_red(
         assert found.logprob > 1e-2
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_compressed_keys_are_refused() -> None:

@@ -129,7 +129,7 @@ def test_rows_of_trunks_stay_where_they_are(family: str, monkeypatch: pytest.Mon
     assert copies
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def chains(seed: int, count: int = 9) -> list[np.ndarray]:
     return found
 
 
-# ---- what is computed --------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", mostly(range(3), [2]))
@@ -283,7 +283,7 @@ def _given(objective: Objective) -> tuple[Any, Any]:
     return objective.temperatures, objective.loss_masks
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:

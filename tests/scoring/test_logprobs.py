@@ -41,7 +41,7 @@ from tests.support.models import (
 )
 from tests.support.pairs import pairwise
 
-# ---- what comes back ----------------------------------------------------------------------------
+# ---- what comes back -----------------------------------------------------------------------------
 
 
 def test_shapes_dtypes_and_zeros():
@@ -199,7 +199,7 @@ def test_under_no_grad():
         sequence_logprobs(model, ragged_packed())
 
 
-# ---- temperatures, masks, entropy --------------------------------------------------------------
+# ---- temperatures, masks, entropy ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def test_entropy_alone_has_the_right_gradient():
     assert all(g.any() for g in reference.gradients.values())
 
 
-# ---- same results however it is packed ---------------------------------------------------------
+# ---- same results however it is packed -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", mostly([1, 2, 50, 10**6, None], [1, 50, None]))
@@ -489,7 +489,7 @@ def test_gradients_accumulate_over_calls():
         assert (gradient - 2 * once[name]).norm() <= 2e-5 * once[name].norm(), name
 
 
-# ---- heads -------------------------------------------------------------------------------------
+# ---- heads ---------------------------------------------------------------------------------------
 
 
 class LinearWithAdapter(nn.Linear):

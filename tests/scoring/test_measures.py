@@ -131,7 +131,7 @@ def test_refused():
         sequence_logprobs(build("qwen3"), ragged_packed(), measure="kl")  # type: ignore[arg-type]
 
 
-# ---- kept trunks -------------------------------------------------------------------------------
+# ---- kept trunks ---------------------------------------------------------------------------------
 
 
 def test_the_numbers_of_edges_in_kept_trunks():
@@ -158,7 +158,7 @@ def test_the_numbers_of_edges_in_kept_trunks():
             (torch.cat(scores.measured).sum() + torch.cat(scores.logprobs).sum()).backward()
 
 
-# ---- edges of other calls ----------------------------------------------------------------------
+# ---- edges of other calls ------------------------------------------------------------------------
 
 
 def _ids(logits: torch.Tensor, edges: Any) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_half_precision_of_shared_groups(of_four: Results, family: str) -> None:
     _check_half(of_four, family)
 
 
-# ---- the checks can fail -----------------------------------------------------------------------
+# ---- the checks can fail -------------------------------------------------------------------------
 
 
 def _check_red(results: Results, mistake: str, family: str) -> None:

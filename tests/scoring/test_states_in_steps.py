@@ -60,7 +60,7 @@ from tests.support.step_ranks import LIGHT
 
 pytestmark = pytest.mark.skipif(not SERVED, reason="recurrent layers of newer transformers")
 
-# ---- what is computed ---------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", mostly_full(HYBRIDS, {"qwen3_5"}))
@@ -150,7 +150,7 @@ def test_a_plan_that_reuses_trunks(family: str) -> None:
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-5
 
 
-# ---- the checks can fail -----------------------------------------------------------------------
+# ---- the checks can fail -------------------------------------------------------------------------
 
 
 def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_what_was_exported_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ledgers[-1].kinds == {KEYS}
 
 
-# ---- memory and what is refused ----------------------------------------------------------------
+# ---- memory and what is refused ------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -87,7 +87,7 @@ def test_a_forest_that_fits_is_scored_at_once(two: Results) -> None:
     assert of(two, "fits") == ["scores", "scores"]
 
 
-# ---- how slots are divided ---------------------------------------------------------------------
+# ---- how slots are divided -----------------------------------------------------------------------
 
 
 @given(forests(max_nodes=12, max_length=40), st.integers(1, 4), st.integers(8, 60))

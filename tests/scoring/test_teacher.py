@@ -117,7 +117,7 @@ def test_betas_that_are_refused(beta):
         Teacher.divergence(object.__new__(Teacher), beta)
 
 
-# ---- whose rows are read -----------------------------------------------------------------------
+# ---- whose rows are read -------------------------------------------------------------------------
 
 
 def _by_hand(of_teacher: Teacher) -> Any:

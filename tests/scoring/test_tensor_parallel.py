@@ -102,7 +102,7 @@ def test_with_fsdp2_on_four_ranks(wide_results, name):
     _check(wide_results, name, WIDE_CASES[name])
 
 
-# ---- the lm_head -------------------------------------------------------------------------------
+# ---- the lm_head ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -178,7 +178,7 @@ def test_an_adapted_head_scores_gathered_logits(results):
         assert_same(Run(**result["adapted head"]["run"]), expected)
 
 
-# ---- torch's own plans -------------------------------------------------------------------------
+# ---- torch's own plans ---------------------------------------------------------------------------
 
 
 def test_torchs_plan_without_the_head(results):

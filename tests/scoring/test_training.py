@@ -39,7 +39,7 @@ from tests.support.models import (
     same_bits,
 )
 
-# ---- one model that generates and trains --------------------------------------------------------
+# ---- one model that generates and trains ---------------------------------------------------------
 
 _PROMPTS = torch.from_numpy(np.random.default_rng(1).integers(3, VOCABULARY, (2, 11)))
 _PADDING = torch.ones_like(_PROMPTS)
@@ -263,7 +263,7 @@ def test_generating_where_checkpointing_takes_the_cache_away():
     _same_generation(_generate(model.eval()), _generate(build("qwen3", "sdpa").eval()))
 
 
-# ---- steps of an optimizer ---------------------------------------------------------------------
+# ---- steps of an optimizer -----------------------------------------------------------------------
 
 
 def _batches(count: int, seed: int = 0) -> list[Objective]:
@@ -377,7 +377,7 @@ def _likelihood(objective: Objective) -> Objective:
     return Objective(objective.sequences, objective.temperatures, None, weights)
 
 
-# ---- what is saved -----------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------
 
 _LOAD = """
 import sys

@@ -236,7 +236,7 @@ def test_steps_give_the_same_bits_whatever_the_memory(memory: Memory) -> None:
         in_steps(model, recompute="auto")
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused_before_it_runs(memory: Memory) -> None:

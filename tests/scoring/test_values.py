@@ -212,7 +212,7 @@ def test_dtypes_and_no_gradients():
         assert sequence_values(model.double(), ragged_packed())[0].dtype == torch.float64
 
 
-# ---- in steps ----------------------------------------------------------------------------------
+# ---- in steps ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_steps_refuse() -> None:
         squares(values).backward()
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_language_model():

@@ -60,7 +60,7 @@ class Found:
     balance: float = 0.0
 
 
-# ---- inputs ------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 @cache
@@ -112,7 +112,7 @@ def inputs_of(layers: str, scored: str) -> Inputs:
     return Inputs(sequences, temperatures, masks, routes, drawn.weights)
 
 
-# ---- each sequence alone -----------------------------------------------------------------------
+# ---- each sequence alone -------------------------------------------------------------------------
 
 
 def alone(case: dict[str, str]) -> Found:
@@ -218,7 +218,7 @@ def _rows_alone(
     return rows
 
 
-# ---- the case ----------------------------------------------------------------------------------
+# ---- the case ------------------------------------------------------------------------------------
 
 
 # each image is a run of a vision encoder
@@ -445,7 +445,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g.double() for name, g in gradients(model).items()}
 
 
-# ---- comparison --------------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------
 
 
 def check(case: dict[str, str], found: Found) -> None:
@@ -519,7 +519,7 @@ def _check_shapes(found: Found, expected: Found) -> None:
         assert np.isfinite(each.balance)
 
 
-# ---- cases at random ---------------------------------------------------------------------------
+# ---- cases at random -----------------------------------------------------------------------------
 
 
 def drawn(count: int, seed: int) -> Iterator[dict[str, str]]:

@@ -60,7 +60,7 @@ def rollouts(tmp_path):
     return _rollouts
 
 
-# ---- shapes ------------------------------------------------------------------------------------
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 def test_the_shape_of_a_dense_model(tmp_path):
@@ -163,7 +163,7 @@ def test_layers_with_states(family, tmp_path, rollouts):
     assert "recurrences, PFLOP" in text and "activations" in text
 
 
-# ---- counts ------------------------------------------------------------------------------------
+# ---- counts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -222,7 +222,7 @@ def test_without_masks_every_token_but_the_first_is_scored(tmp_path, rollouts):
     assert (facts["replicated"]["scored"], facts["packed"]["scored"]) == (5, 4)
 
 
-# ---- against what was measured -----------------------------------------------------------------
+# ---- against what was measured -------------------------------------------------------------------
 
 
 @pytest.mark.full

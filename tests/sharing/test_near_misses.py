@@ -54,7 +54,7 @@ class Words:
         return " ".join(words.get(i, str(i)) for i in ids)
 
 
-# ---- tokens to win -----------------------------------------------------------------------------
+# ---- tokens to win -------------------------------------------------------------------------------
 
 
 def test_a_timestamp_hides_what_follows(find):
@@ -277,7 +277,7 @@ def test_kept_hashes_cover_every_window():
     assert hashes[: pointers[1]].tolist() == hashes[pointers[1] :].tolist()
 
 
-# ---- another question --------------------------------------------------------------------------
+# ---- another question ----------------------------------------------------------------------------
 
 
 def asked(*prompts, samples=2, answer=lambda: []):
@@ -378,7 +378,7 @@ def test_without_groups_the_first_user_messages_tell(find, questions, kinds):
     assert (found.win, found.move) == ((0, 50) if kinds == ["question"] else (50, 0))
 
 
-# ---- text --------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_gives_the_text(find):
@@ -563,7 +563,7 @@ def test_every_kind_says_what_to_do():
     assert "fixed seed" in remedy("given", "tool", 3)
 
 
-# ---- the command -------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_report_describes_near_misses(tmp_path):

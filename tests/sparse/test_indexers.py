@@ -117,7 +117,7 @@ def test_without_the_rule_of_ties_it_turns_red(family: str) -> None:
     assert _worst(found, expected)[0] > 1e-2, "scores that tie: torch takes others than the lowest"
 
 
-# ---- the comparison must turn red --------------------------------------------------------------
+# ---- the comparison must turn red ----------------------------------------------------------------
 
 
 @cache
@@ -220,7 +220,7 @@ def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
     assert (run.gradients[name] - expected[name]).norm() > 1e-2 * expected[name].norm()
 
 
-# ---- how it runs -------------------------------------------------------------------------------
+# ---- how it runs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", mostly_full(INDEXED, set(FEWER)))
@@ -457,7 +457,7 @@ def test_copies_and_pickles_are_prepared() -> None:
         other(**ragged_packed().model_inputs())
 
 
-# ---- refusals ----------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", cases(INDEXED))

@@ -85,7 +85,7 @@ def test_float64_is_exact(family: str, record_property: Any) -> None:
     assert largest < 1e-11 and worst < 1e-10
 
 
-# ---- the comparison must turn red --------------------------------------------------------------
+# ---- the comparison must turn red ----------------------------------------------------------------
 
 
 @cache
@@ -194,7 +194,7 @@ def test_layers_that_are_not_prepared_turn_it_red(
     assert _errors(build(family), family).logprob > 1e-2
 
 
-# ---- prepare -----------------------------------------------------------------------------------
+# ---- prepare -------------------------------------------------------------------------------------
 
 
 def _mixers(model: Any) -> list[Any]:
@@ -310,7 +310,7 @@ def test_adapters_of_recurrent_layers(family: str, first: str) -> None:
     assert any("lora" in name for name in run.gradients) and found.largest < 5e-5, found
 
 
-# ---- what it relies on -------------------------------------------------------------------------
+# ---- what it relies on ---------------------------------------------------------------------------
 
 
 @needs_states

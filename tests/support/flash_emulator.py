@@ -56,7 +56,7 @@ orders: list[str] = []
 KEYS = {"by lists": 64, "dense": 48}
 
 
-# ---- device functions --------------------------------------------------------------------------
+# ---- device functions ----------------------------------------------------------------------------
 
 
 def visible(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def softcap(cap: float) -> tuple[Any, Any]:
     )
 
 
-# ---- the two calls -----------------------------------------------------------------------------
+# ---- the two calls -------------------------------------------------------------------------------
 
 
 def _padded(x: torch.Tensor, tile: int) -> torch.Tensor:
@@ -279,7 +279,7 @@ def _backward_of_lists(
     return dq, dk, dv, -(share * delta).sum(1).float()
 
 
-# ---- sequences of variable lengths -------------------------------------------------------------
+# ---- sequences of variable lengths ---------------------------------------------------------------
 
 
 def _pieces(

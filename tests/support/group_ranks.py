@@ -158,7 +158,7 @@ def _check_wrapped(case: Case, model: nn.Module) -> None:
         assert sharded.to_local().shape[0] < sharded.shape[0]
 
 
-# ---- what goes wrong is seen -------------------------------------------------------------------
+# ---- what goes wrong is seen ---------------------------------------------------------------------
 
 
 def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ def _mistaken(mistake: tuple[Any, str, Any], group: Any, rank: int) -> dict[str,
         return run_case(Case(), group, rank)
 
 
-# ---- more on two ranks -------------------------------------------------------------------------
+# ---- more on two ranks ---------------------------------------------------------------------------
 
 
 def _statistics(rank: int, group: Any) -> Any:

@@ -179,7 +179,7 @@ def probe_each_kind_once() -> None:
     setattr(owner, name, once)
 
 
-# ---- gradients that are lost: what comparisons must notice -------------------------------------
+# ---- gradients that are lost: what comparisons must notice ---------------------------------------
 
 
 def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:

@@ -191,7 +191,7 @@ class Float64(TorchFunctionMode):
         return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
 
 
-# ---- the batch ---------------------------------------------------------------------------------
+# ---- the batch -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def images_for(model_type: str) -> pt.Images:
     return images_of(build(model_type), batch(model_type))
 
 
-# ---- runs --------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

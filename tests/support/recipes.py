@@ -100,7 +100,7 @@ def values_of(page: dict[str, Any], name: str) -> list[torch.Tensor]:
     return [torch.stack(of_one, -1) for of_one in zip(*columns, strict=True)]
 
 
-# ---- each sequence alone -----------------------------------------------------------------------
+# ---- each sequence alone -------------------------------------------------------------------------
 
 
 def _kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def loss_of(values: list[torch.Tensor], objective: Objective) -> torch.Tensor:
     return torch.stack([((v * scale).sum(1) * w[:, 0].to(v)).sum() for v, w in pairs]).sum()
 
 
-# ---- a way of running --------------------------------------------------------------------------
+# ---- a way of running ----------------------------------------------------------------------------
 
 Found = dict[str, tuple[float, float]]
 

@@ -219,7 +219,7 @@ def family_run(
     return {**found, "gradients": _averaged(model)}
 
 
-# ---- what goes wrong is seen -------------------------------------------------------------------
+# ---- what goes wrong is seen ---------------------------------------------------------------------
 
 
 def _not_of_rank_1(self: Any, parameter: Any, *turn: int) -> Any:

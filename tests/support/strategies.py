@@ -156,7 +156,7 @@ def indices_of(plan: MicroBatchPlan) -> list[list[list[int]]]:
     return [[batch.sequence_indices.tolist() for batch in rank] for rank in plan]
 
 
-# ---- definitions -------------------------------------------------------------------------------
+# ---- definitions ---------------------------------------------------------------------------------
 
 
 def packed_path(forest: PrefixForest, sequence: int) -> np.ndarray:

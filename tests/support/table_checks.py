@@ -54,7 +54,7 @@ def shape_id(shape: TileShape) -> str:
     return f"{shape.tile_q}x{shape.tile_k}{cut}-{shape.piece_tiles}"
 
 
-# ---- tiles -------------------------------------------------------------------------------------
+# ---- tiles ---------------------------------------------------------------------------------------
 
 
 def query_tokens(mask: TreeMask) -> np.ndarray:
@@ -93,7 +93,7 @@ def check_key_tiles(t: dict[str, np.ndarray], mask: TreeMask, shape: TileShape) 
         assert (length[:-1] == shape.tile_k).all(), "a tile is off the grid"
 
 
-# ---- coverage ----------------------------------------------------------------------------------
+# ---- coverage ------------------------------------------------------------------------------------
 
 
 def listed_forward(t: dict[str, np.ndarray]) -> np.ndarray:
@@ -232,7 +232,7 @@ def check_backward_full_parts(kinds: np.ndarray, t: dict[str, np.ndarray], mask:
     assert len(wrong) == 0, f"backward: tiles {wrong[0]} are full and not listed so, or the reverse"
 
 
-# ---- costs, order, pieces ----------------------------------------------------------------------
+# ---- costs, order, pieces ------------------------------------------------------------------------
 
 
 def check_query_costs(kinds: np.ndarray, t: dict[str, np.ndarray]) -> None:

@@ -231,7 +231,7 @@ def _tried(compute: Callable[..., Any], *args: Any) -> Any:
         return f"{type(problem).__name__}: {problem}"
 
 
-# ---- what goes wrong is seen -------------------------------------------------------------------
+# ---- what goes wrong is seen ---------------------------------------------------------------------
 
 
 def _one_slice_left_out(self: VocabularySlice, partial: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _mistaken(model: Any, mistake: Any) -> dict[str, Any]:
         return _run(model, ragged_objective(), ragged_packed())
 
 
-# ---- heads beyond the plan's -------------------------------------------------------------------
+# ---- heads beyond the plan's ---------------------------------------------------------------------
 
 
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -279,7 +279,7 @@ def _in_a_group(model: Any) -> Any:
     return sequence_logprobs(model, ragged_packed(), group=dist.group.WORLD)
 
 
-# ---- the operator ------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 # rows of the two slices
 CUTS = ((25, 24), (48, 1))

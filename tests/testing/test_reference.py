@@ -68,7 +68,7 @@ def verify(tmp_path, long_rollouts):
     return call
 
 
-# ---- sums --------------------------------------------------------------------------------------
+# ---- sums ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_convolutions_are_float32_while_runs_are_compared(monkeypatch, verify):
     assert seen == [False] and cudnn.allow_tf32
 
 
-# ---- eager attention ---------------------------------------------------------------------------
+# ---- eager attention -----------------------------------------------------------------------------
 
 
 def logits_and_gradients(model, tokens):

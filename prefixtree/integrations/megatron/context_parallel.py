@@ -236,7 +236,7 @@ class Alone:
         return 0
 
 
-# ---- a forest in the place of packed_seq_params ------------------------------------------------
+# ---- a forest in the place of packed_seq_params --------------------------------------------------
 
 # Megatron compares the format with "thd" alone, and everything else takes its unpacked code, which
 # is what a forest needs. TransformerEngine's attention raises for a format it does not know, so a

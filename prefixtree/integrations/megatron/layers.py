@@ -28,7 +28,7 @@ from prefixtree.integrations.megatron.context_parallel import ForestParams
 from prefixtree.integrations.megatron.routers import ForestRouter
 from prefixtree.integrations.megatron.states import SERVED
 
-# ---- latent attention ---------------------------------------------------------------------------
+# ---- latent attention ----------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention as _Attention
@@ -92,7 +92,7 @@ def is_served_latent(module: Any) -> bool:
     )
 
 
-# ---- specs, and attention of keys and values ---------------------------------------------------
+# ---- specs, and attention of keys and values -----------------------------------------------------
 
 
 class ForestSelfAttention:

@@ -37,7 +37,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.packing.layout import PackedForest
 
-# ---- losses and counts --------------------------------------------------------------------------
+# ---- losses and counts ---------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter as _Router
@@ -221,7 +221,7 @@ def routers_of(language_model: Any) -> dict[str, Any]:
     return {name: m.router for name, m in modules if isinstance(m, BaseMoELayer)}
 
 
-# ---- recorded routes ---------------------------------------------------------------------------
+# ---- recorded routes -----------------------------------------------------------------------------
 
 
 def check_routes(language_model: Any, packed: PackedForest) -> None:

@@ -211,7 +211,7 @@ def _device_of(language_model: Any) -> torch.device:
     return device
 
 
-# ---- the output layer --------------------------------------------------------------------------
+# ---- the output layer ----------------------------------------------------------------------------
 
 
 def check_head(language_model: Any) -> None:

@@ -27,7 +27,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
 from prefixtree.recompute.choose import Recompute
 
-# ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head ------------
+# ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
 
 _NO_LABEL = -100
 
@@ -142,7 +142,7 @@ def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
         )
 
 
-# ---- SFT ---------------------------------------------------------------------------------------
+# ---- SFT -----------------------------------------------------------------------------------------
 
 
 class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
@@ -185,7 +185,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
 
 
-# ---- DPO ---------------------------------------------------------------------------------------
+# ---- DPO -----------------------------------------------------------------------------------------
 
 
 class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):

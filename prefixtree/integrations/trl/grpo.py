@@ -161,7 +161,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             self._sharing.saw(batch.forest, batch.masks)
         return scores
 
-    # ---- trunks that micro-batches share --------------------------------------------------------
+    # ---- trunks that micro-batches share ---------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._trunks.micro_batch():

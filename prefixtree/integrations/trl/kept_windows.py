@@ -339,7 +339,7 @@ class KeptWindow:
         self.close(type(failure), failure, None)
 
 
-# ---- the plan of a window ----------------------------------------------------------------------
+# ---- the plan of a window ------------------------------------------------------------------------
 
 
 def _cost_of(model: nn.Module, recompute: Recompute, sees: bool) -> WindowCost | None:

@@ -100,7 +100,7 @@ def reunite(
     return [unsplit_pixel_values_by_grid(batch) for batch in reunited], blocks.tolist()
 
 
-# ---- warnings ----------------------------------------------------------------------------------
+# ---- warnings ------------------------------------------------------------------------------------
 
 
 def warn_of_micro_batches(args: Any, aux_loss: bool = False, together: int = 1) -> None:

@@ -157,7 +157,7 @@ def _require(holds: np.ndarray, rule: str) -> None:
         raise ForestError(f"segment {bad} of the tree keywords breaks the forest: {rule}")
 
 
-# ---- once a batch ------------------------------------------------------------------------------
+# ---- once a batch --------------------------------------------------------------------------------
 # Every layer, and every recomputation, gets the same tensors. The mask lives as long as they do:
 # neither a number that another object may get later nor an address is ever looked up.
 

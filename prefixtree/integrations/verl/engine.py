@@ -215,7 +215,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             check_images(self.engine_config)
         check_positions(data, rows, self.module)
 
-    # ---- trunks that micro-batches share --------------------------------------------------------
+    # ---- trunks that micro-batches share ---------------------------------------------------------
 
     def _plans_as_trained(self, data: TensorDict) -> bool:
         """Whether scoring plans as training does, because the limits are the same."""
@@ -259,7 +259,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """A context with the outputs of each micro-batch, as a function of its rows."""
         raise NotImplementedError
 
-    # ---- a micro-batch --------------------------------------------------------------------------
+    # ---- a micro-batch ---------------------------------------------------------------------------
 
     def _step(self, call: Call, batch: MicroBatch, outputs_of: _OutputsOf | None) -> Any:
         """Runs the model over a micro-batch, unless it is scored already, and then verl's loss."""

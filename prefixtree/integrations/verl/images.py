@@ -102,7 +102,7 @@ def fill_gradients_of_encoder(module: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-# ---- verl's patches ----------------------------------------------------------------------------
+# ---- verl's patches ------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             refuse(PROVIDER, provider)
             provider.transformer_layer_spec = tree_spec(provider.transformer_layer_spec)
 
-    # ---- a batch --------------------------------------------------------------------------------
+    # ---- a batch ---------------------------------------------------------------------------------
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -156,7 +156,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             results["model_output"]["routed_experts"] = recorded
         return results
 
-    # ---- a micro-batch --------------------------------------------------------------------------
+    # ---- a micro-batch ---------------------------------------------------------------------------
 
     def forward_step(
         self,

@@ -91,7 +91,7 @@ def _formula(counter: FlopsCounter) -> tuple[float, float, float] | None:
     return a, b, counter.estimate_flops([1], 1.0)[1]
 
 
-# ---- engines with metrics ----------------------------------------------------------------------
+# ---- engines with metrics ------------------------------------------------------------------------
 
 NAME = "prefixtree"
 

@@ -125,7 +125,7 @@ def backward(
     return dq.to(original.q.dtype), dk.to(dtype), dv.to(dtype), dsinks
 
 
-# ---- torch's flash kernel for the CPU ----------------------------------------------------------
+# ---- torch's flash kernel for the CPU ------------------------------------------------------------
 
 
 def _flash_serves(call: AttentionCall) -> bool:
@@ -222,7 +222,7 @@ def _flash_backward(
     return [grad[0].transpose(0, 1) for grad in grads]
 
 
-# ---- matrix products in chunks -----------------------------------------------------------------
+# ---- matrix products in chunks -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

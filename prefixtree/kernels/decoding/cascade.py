@@ -164,7 +164,7 @@ def _check(
         raise ValueError(f"sinks must be [{heads}], one per query head, got {list(sinks.shape)}")
 
 
-# ---- in plain torch, on any device; it waits for the device ------------------------------------
+# ---- in plain torch, on any device; it waits for the device --------------------------------------
 
 
 def _eager(call: DecodeCall) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _rule_step(call: StateStep) -> torch.Tensor:
     return rule_eager(call)
 
 
-# ---- torch's operations ------------------------------------------------------------------------
+# ---- torch's operations --------------------------------------------------------------------------
 
 
 def conv_eager(call: ConvStep) -> torch.Tensor:

@@ -61,7 +61,7 @@ def names(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-# ---- versions ----------------------------------------------------------------------------------
+# ---- versions ------------------------------------------------------------------------------------
 
 
 def test_this_version_is_tested() -> None:
@@ -94,7 +94,7 @@ def test_sources_on_the_path_have_a_version(monkeypatch: pytest.MonkeyPatch) -> 
     assert version.installed() == megatron.core.__version__
 
 
-# ---- models ------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [GPTModel, HybridModel])
@@ -138,7 +138,7 @@ def test_wrappers_have_a_module() -> None:
     assert names(DistributedDataParallel.forward)[1:] == ["inputs", "kwargs"]
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 def test_self_attention() -> None:
@@ -275,7 +275,7 @@ def test_transformer_engine_refuses_a_forest_that_it_was_not_made_for() -> None:
         tree_logprobs(model, packed)
 
 
-# ---- what stands around them -------------------------------------------------------------------
+# ---- what stands around them ---------------------------------------------------------------------
 
 
 def test_packed_parameters() -> None:

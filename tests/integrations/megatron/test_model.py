@@ -61,7 +61,7 @@ def scored(*args: Any, **kwargs: Any) -> SequenceScores:
     return scores
 
 
-# ---- what stays --------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,7 +152,7 @@ def test_a_spec_that_names_its_core_by_a_spec_or_by_a_place() -> None:
         assert issubclass(mapped.module, ForestCoreAttention)
 
 
-# ---- the arguments of tree_logprobs ------------------------------------------------------------
+# ---- the arguments of tree_logprobs --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -235,7 +235,7 @@ def test_a_model_in_bfloat16_gives_float32_scores() -> None:
     assert 0 < error < 1.5 * allowed
 
 
-# ---- what callers of a shared model send and get -----------------------------------------------
+# ---- what callers of a shared model send and get -------------------------------------------------
 
 
 def test_losses_of_a_shared_model() -> None:

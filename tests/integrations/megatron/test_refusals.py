@@ -82,7 +82,7 @@ def refused_everywhere(model: Any, message: str, shared: bool = True) -> None:
             run_shared(model)
 
 
-# ---- settings ----------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {
     "hybrid_context_parallel": True,
@@ -251,7 +251,7 @@ def test_a_window_without_a_limit_is_none() -> None:
     assert model.decoder.layers[0].self_attention.core_attention._forest_window is None
 
 
-# ---- layers ------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def test_a_model_without_the_spec() -> None:
@@ -416,7 +416,7 @@ def test_an_attention_bias(model: Any) -> None:
         score(model)
 
 
-# ---- models and wrappers -----------------------------------------------------------------------
+# ---- models and wrappers -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.Sequential, lambda model: model.decoder])
@@ -490,7 +490,7 @@ def test_an_output_layer_that_is_not_called(model: Any) -> None:
         run_shared(model)
 
 
-# ---- arguments ---------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def test_arguments_of_tree_logprobs(model: Any) -> None:

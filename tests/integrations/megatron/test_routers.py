@@ -118,7 +118,7 @@ def test_evaluation_counts_nothing() -> None:
     assert not counts_in(model).any()
 
 
-# ---- what may go wrong -------------------------------------------------------------------------
+# ---- what may go wrong ---------------------------------------------------------------------------
 
 
 def test_a_router_that_is_not_from_the_spec() -> None:

@@ -128,7 +128,7 @@ def by_step(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
     return ids
 
 
-# ---- what is asked of a case -------------------------------------------------------------------
+# ---- what is asked of a case ---------------------------------------------------------------------
 
 
 def compare(case: Case, folder: Path) -> dict[str, Any]:

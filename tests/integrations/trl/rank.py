@@ -128,7 +128,7 @@ def longer_on_rank_1(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
     return batch
 
 
-# ---- what is asked of a case -------------------------------------------------------------------
+# ---- what is asked of a case ---------------------------------------------------------------------
 
 
 def compare(case: Case, folder: Path) -> dict[str, Any]:

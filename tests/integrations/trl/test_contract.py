@@ -284,7 +284,7 @@ def test_attributes() -> None:
         )
 
 
-# ---- DPO and SFT -------------------------------------------------------------------------------
+# ---- DPO and SFT ---------------------------------------------------------------------------------
 
 _BY_PACKED_MODEL = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
@@ -399,7 +399,7 @@ def test_attributes_of_dpo_and_sft(trainer: type) -> None:
         assert name in SFTConfig.__dataclass_fields__, f"SFTConfig has no {name}"
 
 
-# ---- AsyncGRPO ---------------------------------------------------------------------------------
+# ---- AsyncGRPO -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_masked_tools_and_copies(folder: Path) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-# ---- refused -----------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 
 def test_what_the_trainers_refuse(folder: Path) -> None:

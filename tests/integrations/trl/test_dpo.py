@@ -202,7 +202,7 @@ def test_recurrent_layers(tmp_path: Path) -> None:
     assert min(ratios(ours)) > 1.8
 
 
-# ---- losses, without training ------------------------------------------------------------------
+# ---- losses, without training --------------------------------------------------------------------
 
 
 def loss_types() -> list[str]:

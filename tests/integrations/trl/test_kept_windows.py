@@ -265,7 +265,7 @@ def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
     assert worst_parameter(right, wrong)[0] > 1e-4
 
 
-# ---- where trunks are not kept -----------------------------------------------------------------
+# ---- where trunks are not kept -------------------------------------------------------------------
 
 
 def test_switched_off(folder: Path, windows: Any) -> None:

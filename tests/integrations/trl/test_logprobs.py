@@ -254,7 +254,7 @@ def test_a_mask_with_a_hole_is_refused(pair: tuple[GRPOTrainer, GRPOTrainer]) ->
         pair[0]._get_per_token_logps_and_entropies(pair[0].model, **data)
 
 
-# ---- the shuffle -------------------------------------------------------------------------------
+# ---- the shuffle ---------------------------------------------------------------------------------
 
 
 def shuffled(count: int, chunks: int, seed: int) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ def test_the_settings_are_named(folder: Path) -> None:
         make(PrefixTreeGRPOTrainer, folder, beta=0.0, model=model)
 
 
-# ---- groups ------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 def test_whole_groups_say_nothing(folder: Path) -> None:

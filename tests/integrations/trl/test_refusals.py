@@ -50,7 +50,7 @@ def model_of(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-# ---- every row of the tables -------------------------------------------------------------------
+# ---- every row of the tables ---------------------------------------------------------------------
 
 
 class Run:

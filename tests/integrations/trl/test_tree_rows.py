@@ -70,7 +70,7 @@ def paths_of(packed: dict[str, Any]) -> list[list[int]]:
     return seen
 
 
-# ---- TRL's packer as an oracle for ours --------------------------------------------------------
+# ---- TRL's packer as an oracle for ours ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -130,7 +130,7 @@ def test_budgets_count_the_same_tokens(seed: int) -> None:
     assert len(row.tokens) == sum(map(len, following.values()))
 
 
-# ---- keywords to masks -------------------------------------------------------------------------
+# ---- keywords to masks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -193,7 +193,7 @@ def test_keywords_that_are_no_forest(changes: dict[str, Any], message: str) -> N
         tree_row_mask(*(torch.tensor(v) for v in arrays.values()))
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 def layer(**config: Any) -> nn.Module:
@@ -294,7 +294,7 @@ def test_a_call_without_the_keywords_is_refused() -> None:
         tree_row_attention(layer(), x, x, x, None)
 
 
-# ---- once a batch ------------------------------------------------------------------------------
+# ---- once a batch --------------------------------------------------------------------------------
 
 
 @pytest.fixture

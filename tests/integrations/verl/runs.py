@@ -108,7 +108,7 @@ def _save_tokenizer(path: Path) -> Path:
     return path
 
 
-# ---- data --------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -167,7 +167,7 @@ def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
     return tu.get_tensordict(tensors, rest)
 
 
-# ---- workers -----------------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------
 
 
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -281,7 +281,7 @@ def parameters(worker: TrainingWorker) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- a training step ---------------------------------------------------------------------------
+# ---- a training step -----------------------------------------------------------------------------
 
 
 def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int = 1) -> Any:

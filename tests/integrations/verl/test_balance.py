@@ -165,7 +165,7 @@ def test_counts_that_do_not_divide_are_refused() -> None:
         balance(sequences, groups, 2, 1, workload)
 
 
-# ---- verl's trainer ----------------------------------------------------------------------------
+# ---- verl's trainer ------------------------------------------------------------------------------
 
 
 class Workers:

@@ -125,7 +125,7 @@ def test_virtual_stages_that_get_no_multiple() -> None:
         cut(dynamic, multiple=17)
 
 
-# ---- layout ------------------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------
 
 
 def test_the_layout_is_what_verl_reads_responses_from() -> None:

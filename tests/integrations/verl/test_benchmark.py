@@ -100,7 +100,7 @@ def test_two_ranks(rollouts: Path, turns: verl_worker.Turns, tmp_path: Path) -> 
     check_green(result(tmp_path / "out" / "verl_2gpu.json"), turns, 2)
 
 
-# ---- red ---------------------------------------------------------------------------------------
+# ---- red -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -148,7 +148,7 @@ def test_what_is_red() -> None:
         assert len(verl_check.judged(wrong)) == 1, (engine, name)
 
 
-# ---- what the benchmark gives verl -------------------------------------------------------------
+# ---- what the benchmark gives verl ---------------------------------------------------------------
 
 
 def test_samples_are_dealt_as_the_trainers_do(turns: verl_worker.Turns) -> None:

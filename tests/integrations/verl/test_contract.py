@@ -169,7 +169,7 @@ def test_comments_do_not_count_and_code_does() -> None:
     assert digest(make("return x + 2")) != plain
 
 
-# ---- signatures --------------------------------------------------------------------------------
+# ---- signatures ----------------------------------------------------------------------------------
 
 SIGNATURES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "FSDPEngine.__init__": (
@@ -224,7 +224,7 @@ def test_parameters(name: str) -> None:
     assert found == expected, f"verl {verl.__version__}: {name} takes {found}, not {expected}"
 
 
-# ---- settings ----------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 ENGINE_SETTINGS = {
     "_target_",
@@ -312,7 +312,7 @@ def test_every_setting_is_known(config: Any, known: set[str]) -> None:
     )
 
 
-# ---- behaviour ---------------------------------------------------------------------------------
+# ---- behaviour -----------------------------------------------------------------------------------
 
 
 def test_an_engine_with_a_vendor_precedes_verls_own(monkeypatch: pytest.MonkeyPatch) -> None:

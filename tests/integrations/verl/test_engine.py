@@ -57,7 +57,7 @@ def logprobs(worker: Any, rows: dict[str, list[Any]], **extra: Any) -> list[torc
     return [v[len(prompt) - 1 : -1] for v, prompt in pairs]
 
 
-# ---- the switch --------------------------------------------------------------------------------
+# ---- the switch ----------------------------------------------------------------------------------
 
 
 def test_without_the_flag_the_engine_is_verls_own_bit_for_bit(models: Path) -> None:
@@ -104,7 +104,7 @@ def test_verls_own_engine_does_not_train_with_the_attention(models: Path) -> Non
         logprobs(worker, rollouts(1, groups=1, size=2))
 
 
-# ---- other ways to run -------------------------------------------------------------------------
+# ---- other ways to run ---------------------------------------------------------------------------
 
 
 def test_bfloat16_is_as_near_to_float32_as_verls_own(models: Path) -> None:
@@ -408,7 +408,7 @@ def test_what_packs_nothing_says_so_once(models: Path) -> None:
         assert all("trainer_mode=prefixtree_sync" in text for text in messages)
 
 
-# ---- metrics -----------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 
 def work_of(*batches: list[list[int]], sampled: list[np.ndarray] | None = None) -> Work:

@@ -176,7 +176,7 @@ def test_auto_recomputes_what_does_not_fit(
     assert difference(kept, wrong) > 1e-3
 
 
-# ---- the plan ----------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 def test_trunks_are_kept_where_that_computes_less() -> None:

@@ -69,7 +69,7 @@ def test_the_variable_registers_the_trainer_where_ray_runs_it(cluster: None) -> 
         ray.get(without.remote("prefixtree_sync"))
 
 
-# ---- a whole step of verl's trainer ------------------------------------------------------------
+# ---- a whole step of verl's trainer --------------------------------------------------------------
 
 
 def samples(count: int) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:

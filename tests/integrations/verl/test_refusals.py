@@ -33,7 +33,7 @@ VISION = Settings(model="qwen3_vl", tokens=120)
 COMMON = {"temperature": 1.0, "global_token_num": None, "compute_loss": False}
 
 
-# ---- every row of the tables -------------------------------------------------------------------
+# ---- every row of the tables ---------------------------------------------------------------------
 
 
 def _set(config: Any, settings: dict[str, Any]) -> Any:
@@ -231,7 +231,7 @@ def test_images_for_a_model_of_text(models: Path) -> None:
     assert len(worker.infer_batch(text)["log_probs"].unbind()) == 2
 
 
-# ---- checkpoints with a vision encoder ---------------------------------------------------------
+# ---- checkpoints with a vision encoder -----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

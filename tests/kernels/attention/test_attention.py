@@ -42,7 +42,7 @@ def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str =
     assert worst <= tolerance, f"{what}: {worst:.2e} > {tolerance:.0e}"
 
 
-# ---- the oracle and the backends against it ----------------------------------------------------
+# ---- the oracle and the backends against it ------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -151,7 +151,7 @@ def test_matrix_products_serve_where_the_flash_kernel_does_not(
         assert_close(value, want[name], 1e-12, name)
 
 
-# ---- who sees whom -----------------------------------------------------------------------------
+# ---- who sees whom -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
@@ -186,7 +186,7 @@ def test_tokens_off_the_path_leave_no_trace(options: dict) -> None:
         assert not same[token]
 
 
-# ---- equivalences ------------------------------------------------------------------------------
+# ---- equivalences --------------------------------------------------------------------------------
 
 
 def test_order_of_siblings_changes_nothing_for_the_sequences() -> None:
@@ -265,7 +265,7 @@ def test_a_sink_takes_probability_and_leaves_lse_alone() -> None:
     assert got[:, 3].abs().max() < 1e-12
 
 
-# ---- shapes ------------------------------------------------------------------------------------
+# ---- shapes --------------------------------------------------------------------------------------
 
 SHAPES = {
     "one token": ([-1], [1]),
@@ -311,7 +311,7 @@ def test_no_unwritten_memory_is_read(poison: Poison, options: dict) -> None:
         assert torch.isfinite(value).all(), name
 
 
-# ---- inputs ------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 def test_strides_are_free() -> None:

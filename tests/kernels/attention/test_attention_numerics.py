@@ -13,7 +13,7 @@ from tests.support.full import each_once, mostly
 from tests.support.pairs import pairwise
 from tests.support.strategies import mask_of, random_forest
 
-# ---- numerics -----------------------------------------------------------------------------------
+# ---- numerics ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_numerics_of_large_logits_and_real_looking_activations() -> None:
     assert_numerics(CATERPILLAR, mask, case, ours(mask))
 
 
-# ---- the checker must be able to fail ----------------------------------------------------------
+# ---- the checker must be able to fail ------------------------------------------------------------
 
 
 def _causal(mask: TreeMask) -> TreeMask:

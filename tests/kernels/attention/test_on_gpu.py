@@ -50,7 +50,7 @@ from tests.support.strategies import random_forest
 pytestmark = pytest.mark.gpu
 
 
-# ---- numerics ----------------------------------------------------------------------------------
+# ---- numerics ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -137,7 +137,7 @@ def test_auto_is_triton_where_it_serves() -> None:
     assert choose("auto", wide).backend.name == "sdpa"
 
 
-# ---- races, offsets, lifetimes -----------------------------------------------------------------
+# ---- races, offsets, lifetimes -------------------------------------------------------------------
 
 
 def test_a_thousand_repeats() -> None:
@@ -214,7 +214,7 @@ def test_another_stream_and_lifetimes() -> None:
         assert torch.equal(got[name], want[name]), name
 
 
-# ---- contracts ---------------------------------------------------------------------------------
+# ---- contracts -----------------------------------------------------------------------------------
 
 
 def test_nothing_waits_for_the_gpu() -> None:
@@ -390,7 +390,7 @@ def test_a_head_holds_a_chunk_and_no_float32_copies() -> None:
     assert peak <= 1.02 * formula + (1 << 22), (peak, formula)
 
 
-# ---- compute-sanitizer -------------------------------------------------------------------------
+# ---- compute-sanitizer ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocabulary", [5003, 8192])

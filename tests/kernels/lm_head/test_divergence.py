@@ -217,7 +217,7 @@ def test_no_edges(kernels, monkeypatch):
     assert not any(g.any() for g in gradients(out, case.given))
 
 
-# ---- rows of logits ----------------------------------------------------------------------------
+# ---- rows of logits ------------------------------------------------------------------------------
 
 
 def of_rows(

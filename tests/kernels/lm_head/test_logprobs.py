@@ -267,7 +267,7 @@ def test_allocated_memory_is_written(poison, head):
     assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
 
 
-# ---- extremes ----------------------------------------------------------------------------------
+# ---- extremes ------------------------------------------------------------------------------------
 
 
 def exact_logits(logits: torch.Tensor, temperature: float) -> Case:
@@ -360,7 +360,7 @@ def test_one_logit_far_above_and_one_far_below(head, temperature):
     assert all(grad.isfinite().all() for grad in grads)
 
 
-# ---- half precision ----------------------------------------------------------------------------
+# ---- half precision ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -471,7 +471,7 @@ def test_autocast_makes_logits_in_its_dtype_and_gradients_in_the_weights():
         assert_close(got, want, 2e-2)
 
 
-# ---- the fused kernels -------------------------------------------------------------------------
+# ---- the fused kernels ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", [1, 2])

@@ -226,7 +226,7 @@ def test_without_gradients(head, teacher):
             assert torch.equal(scored(divergences(trained), LogitRule(), given, head), expected)
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 TRAINED = torch.ones(V, requires_grad=True)
 

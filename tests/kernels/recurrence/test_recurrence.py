@@ -46,7 +46,7 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "_SLAB_NUMBERS", 50)
 
 
-# ---- float64 -----------------------------------------------------------------------------------
+# ---- float64 -------------------------------------------------------------------------------------
 
 
 _BY_REFERENCE = [(op, "reference", name) for op, name in zip(OPERATORS, _SHAPES * 3, strict=False)]
@@ -138,7 +138,7 @@ def test_a_decay_of_nothing_forgets_everything(op: Operator) -> None:
         assert b.isfinite().all() and relative(a, b) < 1e-12
 
 
-# ---- the meters see what is wrong --------------------------------------------------------------
+# ---- the meters see what is wrong ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", mostly(RECURRENCES, ONE_OF_EACH), ids=lambda op: op.name)
@@ -173,7 +173,7 @@ def test_a_convolution_in_packed_order_shows() -> None:
     assert relative(packed, op.run(mask, leaves, "reference")) > 1e-2
 
 
-# ---- float32 and half precision ----------------------------------------------------------------
+# ---- float32 and half precision ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_gates_may_have_a_dtype_of_their_own() -> None:
     assert beta.grad is not None and beta.grad.dtype == torch.bfloat16
 
 
-# ---- against the families' own code ------------------------------------------------------------
+# ---- against the families' own code --------------------------------------------------------------
 
 
 class Float64(TorchFunctionMode):
@@ -309,7 +309,7 @@ def test_delta_rule_of_one_sequence_is_transformers(
         assert relative(a, b) < 1e-12
 
 
-# ---- memory and repeatability ------------------------------------------------------------------
+# ---- memory and repeatability --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", RECURRENCES, ids=lambda op: op.name)

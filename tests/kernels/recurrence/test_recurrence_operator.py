@@ -39,7 +39,7 @@ def _mask(seed: int) -> TreeMask:
     return mask_of(random_forest(np.random.default_rng(seed), 10, 20))
 
 
-# ---- torch's contracts -------------------------------------------------------------------------
+# ---- torch's contracts ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", mostly(["auto", "reference"], ["auto"]))
@@ -217,7 +217,7 @@ def test_what_a_backend_saves_reaches_its_backward(
         torch.library.opcheck(operator.TREE_DELTA_RULE.forward, arguments)
 
 
-# ---- refusals ----------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def _conv_inputs(mask: TreeMask) -> dict[str, Any]:

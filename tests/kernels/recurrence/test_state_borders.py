@@ -117,7 +117,7 @@ def test_a_convolution_reads_the_tokens_above() -> None:
                 assert relative(a, b) < 1e-13
 
 
-# ---- the meters see what is wrong --------------------------------------------------------------
+# ---- the meters see what is wrong ----------------------------------------------------------------
 
 
 def _lost_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_gradients_of_states_that_are_left_out_show(
     assert out < 1e-13 and grads > 1e-2
 
 
-# ---- float32 and half precision ----------------------------------------------------------------
+# ---- float32 and half precision ------------------------------------------------------------------
 
 
 @MOSTLY_BY_NAME
@@ -165,7 +165,7 @@ def test_states_stay_float32_between_parts(op: Operator, monkeypatch: pytest.Mon
     assert relative(of_parts(op, runs(packed, 5), leaves, "chunked"), want) > 1e-4
 
 
-# ---- torch's contracts and bad calls -----------------------------------------------------------
+# ---- torch's contracts and bad calls -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", mostly(["chunked", "reference"], ["chunked"]))

@@ -153,7 +153,7 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
     )
 
 
-# ---- runs of tiles, on the host ----------------------------------------------------------------
+# ---- runs of tiles, on the host ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +219,7 @@ def _backward_spans(tables: BlockTables, linear: bool) -> tuple[_Spans, _Spans]:
     return partial, (row, runs[:, 1], runs[:, 2])
 
 
-# ---- parts whose rows of q are in no grid: query tiles without a row of q ----------------------
+# ---- parts whose rows of q are in no grid: query tiles without a row of q ------------------------
 # No list may be empty: flash-attn-4 was checked with tiles that have at least one other.
 
 
@@ -261,7 +261,7 @@ def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:
     return rows[order], first[order], end[order]
 
 
-# ---- index arrays, on the device ---------------------------------------------------------------
+# ---- index arrays, on the device -----------------------------------------------------------------
 
 
 def _expanded(runs: _Runs, place: torch.Tensor, jump: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,7 @@ def _zeros_like(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else torch.zeros_like(x)
 
 
-# ---- queries of a part -------------------------------------------------------------------------
+# ---- queries of a part ---------------------------------------------------------------------------
 
 
 class Queries:
@@ -304,7 +304,7 @@ _query_rows: weakref.WeakKeyDictionary[HostMask, dict[torch.device, RowRuns]] = 
 )
 
 
-# ---- tiles of the backward and their order -----------------------------------------------------
+# ---- tiles of the backward and their order -------------------------------------------------------
 
 
 def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
@@ -341,7 +341,7 @@ def _backward_call(heads_first: bool, in_dense_tiles: bool, wide: bool) -> Any:
     return partial(backwards.in_float32, call) if wide else call
 
 
-# ---- sinks -------------------------------------------------------------------------------------
+# ---- sinks ---------------------------------------------------------------------------------------
 # flash-attn-4's lse is over the keys and the sink. Ours, which the operator returns and saves, is
 # over the keys alone. If a sink takes nearly everything, the sum of both has forgotten the keys:
 # lse would be off by units, its gradient would come back multiplied by exp(sink - lse), and dsinks
@@ -385,7 +385,7 @@ def sinks_gradient(
     return -(torch.sigmoid(sinks.unsqueeze(1) - lse) * delta.t()).sum(1)
 
 
-# ---- arguments ---------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

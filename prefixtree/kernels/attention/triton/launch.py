@@ -145,7 +145,7 @@ class Problem:
         # with chosen keys `outer` multiplies a masked score, which must stay far below the others
         return 0.0, max(scale * LOG2E, 2.0**-46 if self.call.chosen is not None else 0.0)
 
-    # ---- what a kernel receives for an array: a pointer, or a descriptor ------------------------
+    # ---- what a kernel receives for an array: a pointer, or a descriptor -------------------------
 
     def rows(self, x: torch.Tensor, config: Config, columns: int, shared: bool = False) -> Any:
         """Gives q or dout, in tiles of (tokens x heads of a block) and of so many columns."""
@@ -453,7 +453,7 @@ def _forward_tables(tables: BlockTables) -> tuple[torch.Tensor, ...]:
     )
 
 
-# ---- layouts -----------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:

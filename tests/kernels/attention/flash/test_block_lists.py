@@ -150,7 +150,7 @@ def test_mask_arrays_say_the_mask(forest: PrefixForest, window: int) -> None:
     assert not seen[:, tokens:].any()
 
 
-# ---- tiles of the backward at head dim 256 -----------------------------------------------------
+# ---- tiles of the backward at head dim 256 -------------------------------------------------------
 
 
 def call_of(forest: PrefixForest, d: int, window: int = 0) -> AttentionCall:
@@ -244,7 +244,7 @@ def test_the_experiment_takes_its_tiles(tiles: ModuleType, emulated: ModuleType)
     assert vars(launch) == before
 
 
-# ---- order of tiles in the backward ------------------------------------------------------------
+# ---- order of tiles in the backward --------------------------------------------------------------
 
 
 # (forest, tail with 132 processors and 32 query heads)
@@ -290,7 +290,7 @@ def test_lengths_are_of_the_lists(
     assert made.mean_list == queries * sum(visits) / max(1, len(visits))
 
 
-# ---- size, time, lifetime ----------------------------------------------------------------------
+# ---- size, time, lifetime ------------------------------------------------------------------------
 
 
 def storage(index: torch.Tensor) -> int:
@@ -360,7 +360,7 @@ def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         lists_of(mask.host, TILES, 0, CPU)
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 OPTIONS = [{}, {"window": 150}, {"softcap": 3.0}, {"scale": 0.7}, {"window": 1, "softcap": 9.0}]

@@ -31,7 +31,7 @@ OPTIONS = [{}, {"window": 60}, {"softcap": 3.0}, {"scale": 0.7}, {"window": 1, "
 EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}]
 
 
-# ---- which forests are chains ------------------------------------------------------------------
+# ---- which forests are chains --------------------------------------------------------------------
 
 
 @given(forests())
@@ -65,7 +65,7 @@ def test_as_many_sequences_as_there_are(emulated: ModuleType, count: int) -> Non
     assert len(choice._tile_costs(mask.host, 0)[0]) == count
 
 
-# ---- attention ---------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("extras", "options"), each_once(EXTRAS, OPTIONS))
@@ -158,7 +158,7 @@ def test_the_emulation_sees_wrong_sequences(emulated: ModuleType) -> None:
         assert_exact(mask, Case.random(mask, (1, 1), (8, 8), torch.float64))
 
 
-# ---- the choice --------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 128, 129, 300, 700])

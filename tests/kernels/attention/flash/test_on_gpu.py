@@ -46,7 +46,7 @@ def grown(seed: int) -> PrefixForest:
     return PrefixForest.from_parents([-1, 0, 0, 1, -1], [130 + 37 * seed, 60, 9 + seed, 200, 77])
 
 
-# ---- numerics ----------------------------------------------------------------------------------
+# ---- numerics ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -79,7 +79,7 @@ def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -
     assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
 
 
-# ---- of parts: some of the queries, gradients in float32 ---------------------------------------
+# ---- of parts: some of the queries, gradients in float32 -----------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,7 +113,7 @@ def test_gradients_in_float32(dtype: torch.dtype, dims: tuple[int, int], of_part
     assert_wide_gradients(mask, case)
 
 
-# ---- of forests without branches, by its variable-length kernels -------------------------------
+# ---- of forests without branches, by its variable-length kernels ---------------------------------
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -344,7 +344,7 @@ def test_like_triton_on_many_tokens() -> None:
     assert_like_triton((8, 2), (128, 128))
 
 
-# ---- contracts ---------------------------------------------------------------------------------
+# ---- contracts -----------------------------------------------------------------------------------
 
 
 def test_refused_on_this_machine_for_what_it_cannot_do() -> None:

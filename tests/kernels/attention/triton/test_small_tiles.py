@@ -70,7 +70,7 @@ def check(
             assert float((value - want[name]).abs().max()) <= limit, name
 
 
-# ---- numerics ----------------------------------------------------------------------------------
+# ---- numerics ------------------------------------------------------------------------------------
 
 FEATURES = {
     "plain": {},
@@ -256,7 +256,7 @@ def test_no_tokens_and_no_queries() -> None:
             assert not got[name].any()
 
 
-# ---- who sees whom -----------------------------------------------------------------------------
+# ---- who sees whom -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 1, 11])
@@ -319,7 +319,7 @@ def test_no_unwritten_memory_is_read(
     assert poison.tensors > 0
 
 
-# ---- inputs ------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 def test_strides_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,7 @@ def test_a_cpu_is_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatc
     assert choose("auto", call).backend.name == "sdpa"
 
 
-# ---- contracts ---------------------------------------------------------------------------------
+# ---- contracts -----------------------------------------------------------------------------------
 
 
 def test_deterministic_is_bitwise_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +489,7 @@ def test_compiles_whole_and_once_for_all_forests(monkeypatch: pytest.MonkeyPatch
     assert frames[-1] == frames[1] <= 2, frames
 
 
-# ---- the frozen table --------------------------------------------------------------------------
+# ---- the frozen table ----------------------------------------------------------------------------
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 

@@ -300,7 +300,7 @@ def test_the_plain_kernels_do_not_spill(
     assert not any(spilled)
 
 
-# ---- the two orders of the backward ------------------------------------------------------------
+# ---- the two orders of the backward --------------------------------------------------------------
 
 
 def emptied(patch: pytest.MonkeyPatch, call: Any) -> dict[Any, Any]:
@@ -429,7 +429,7 @@ def test_the_benchmark_takes_either_order(
         assert [len(cache) for cache in kept] == counts
 
 
-# ---- head dim 256 in dense tiles ---------------------------------------------------------------
+# ---- head dim 256 in dense tiles -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])

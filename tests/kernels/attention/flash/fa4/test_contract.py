@@ -232,7 +232,7 @@ def test_compiled_kernels_are_keyed_on_what_differs() -> None:
     assert mask_mods.softcap(3.0) is mask_mods.softcap(3.0)
 
 
-# ---- what `order` turns ------------------------------------------------------------------------
+# ---- what `order` turns --------------------------------------------------------------------------
 
 
 def test_the_backward_is_a_function_that_can_be_copied() -> None:
@@ -272,7 +272,7 @@ def test_a_kernel_knows_its_place_from_the_scheduler_that_it_is_given() -> None:
     )
 
 
-# ---- what `in_dense_tiles` changes -------------------------------------------------------------
+# ---- what `in_dense_tiles` changes ---------------------------------------------------------------
 
 
 def test_what_dense_tiles_rest_on() -> None:
