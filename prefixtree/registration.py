@@ -1,9 +1,9 @@
-"""Code that runs right behind the import of a module of others, as that which registers us with
+"""Code that runs right after the import of a module of others, such as our registration with
 transformers.
 
 It imports nothing that is not Python's: `import prefixtree` runs it, and waits for transformers
 without loading it. The adapter, which registers attn_implementation="prefixtree", is imported right
-behind `transformers.modeling_utils`, which every model needs, whichever import comes first.
+after `transformers.modeling_utils`, which every model needs, whichever import comes first.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def register_when_imported() -> None:
 
 
 def when_imported(name: str, use: Callable[[ModuleType], None]) -> None:
-    """Calls a function with a module: now if it is imported already, else behind its import."""
+    """Calls a function with a module: now if it is imported already, else after its import."""
     if name in sys.modules:
         use(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Behind(name, use))
+        sys.meta_path.insert(0, _AfterImport(name, use))
 
 
-class _Behind(MetaPathFinder):
-    """Finds one module as Python does, and calls a function behind its import."""
+class _AfterImport(MetaPathFinder):
+    """Finds one module as Python does, and calls a function after its import."""
 
     def __init__(self, name: str, use: Callable[[ModuleType], None]) -> None:
         self._name, self._use = name, use
@@ -45,10 +45,10 @@ class _Behind(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
-        # those behind may wait for the same module
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        # later ones may wait for the same module
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         # Python skips those that have no find_spec, too
-        found = (getattr(finder, "find_spec", None) for finder in behind)
+        found = (getattr(finder, "find_spec", None) for finder in later)
         specs = (find(fullname, path, target) for find in found if find is not None)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:

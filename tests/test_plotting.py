@@ -280,7 +280,7 @@ def test_the_check_of_overlaps_finds_one() -> None:
 # ---- the mask ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=4)
+@settings(max_examples=8)
 @given(st.data())
 def test_the_mask_shows_each_tile_as_the_tables_list_it(data: st.DataObject) -> None:
     forest = data.draw(forests())

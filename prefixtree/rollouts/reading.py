@@ -307,8 +307,7 @@ def _tokens(
     if "texts" in row and isinstance(row["texts"], dumps.Texts):
         if tokenizer is None:
             raise InputError("has text and no token ids; give a tokenizer folder by --tokenizer")
-        prompt, completion, *how = row["texts"]
-        chat = tokenizer.continued(prompt, completion, is_sampled=how[0], is_bare=how[1])
+        chat = tokenizer.continued(**row["texts"]._asdict())
         return chat.tokens, chat.loss_mask, chat.turn_ends, None, chat.messages
     prompt = [] if "messages" in row else row.get("prompt", [])
     messages = row["messages"] if "messages" in row else prompt + row.get("completion", [])

@@ -286,7 +286,7 @@ class ScoredEdges(ScoredUnits):
 
     @cached_property
     def source(self) -> ForestEdges:
-        """The same pairs, in a form that other forests can look up."""
+        """Gives the pairs in a form that other forests can look up."""
         return ForestEdges(self.forest, self.predictor, self.token, self.temperature)
 
 

@@ -73,8 +73,8 @@ def test_help_and_report_do_not_import_transformers(rollout_file):
 
 
 def test_python_m(rollout_file):
-    code = "import runpy; runpy.run_module('prefixtree', run_name='__main__', alter_sys=True)"
-    result = run_warm(code, "report", str(rollout_file), "--json")
+    command = [sys.executable, "-m", "prefixtree", "report", str(rollout_file), "--json"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
     assert json.loads(result.stdout)["sequences"] == 4
     assert result.stderr == ""
 
@@ -367,7 +367,7 @@ def test_a_full_disk_is_one_line_and_not_a_red_check(rollout_file):
 
 @needs_dev_full
 @pytest.mark.parametrize("ending", mostly([".png", ".pdf", ".svg"], [".png"]))
-def test_a_image_for_which_there_is_no_room(rollout_file, tmp_path, ending):
+def test_an_image_for_which_there_is_no_room(rollout_file, tmp_path, ending):
     image = tmp_path / f"full{ending}"
     image.symlink_to("/dev/full")
     result = run("report", rollout_file, "--plot", image)

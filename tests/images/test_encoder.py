@@ -20,11 +20,11 @@ from prefixtree.recompute.counted import LiveBytes
 from prefixtree.recompute.layers import checkpoint_of_encoder, keeping_in_encoder
 from prefixtree.recompute.plan import RecomputePlan
 from tests.images.test_vision import FAMILIES, made_of
+from tests.support.float64 import Float64
 from tests.support.full import in_turn, mostly
 from tests.support.hooks import wrap
 from tests.support.image_cases import (
     TREE,
-    Float64,
     batch,
     build,
     errors,

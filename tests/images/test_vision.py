@@ -22,6 +22,7 @@ from prefixtree.images.placements import place
 from prefixtree.testing import compare
 from prefixtree.testing.reference import EAGER_BY_ROWS
 from prefixtree.testing.verify import random_objective
+from tests.support.float64 import Float64
 from tests.support.full import in_turn, mostly
 from tests.support.hooks import put, wrap
 from tests.support.image_cases import (
@@ -32,7 +33,6 @@ from tests.support.image_cases import (
     TREE,
     VIDEO,
     Batch,
-    Float64,
     Run,
     batch,
     build,
@@ -140,7 +140,7 @@ def test_the_encoder_may_keep_its_own_attention(model_type, implementation):
 
 
 @pytest.mark.parametrize("model_type", TREE)
-def test_a_model_with_such_a_encoder_generates(model_type):
+def test_a_model_with_such_an_encoder_generates(model_type):
     kinds = {"": "prefixtree", "text_config": "prefixtree", "vision_config": "sdpa"}
     model, images = build(model_type, kinds).eval(), images_for(model_type)
     inputs = adapter.alone_inputs(images, images.sequences[3], images.of_sequences[3])

@@ -166,13 +166,13 @@ def test_images(model_type, recompute):
     # transformers 5.5 computes with borders, and torch compiles anew for a size of 1
     image_cases.run_packed(model, image_cases.screenshots(1), recompute=recompute)
     made_graphs = graphs()
-    for count in (2, 1):
+    for count in (2, 5, 1):
         image_cases.run_packed(model, image_cases.screenshots(count), recompute=recompute)
         assert graphs() == made_graphs, f"{count} images compiled anew"
 
 
 @pytest.mark.full
-def test_a_encoder_is_exact_in_float64():
+def test_an_encoder_is_exact_in_float64():
     """Windows of several sizes, and images of two."""
     model = image_cases.build("qwen2_5_vl", dtype=torch.float64)
     made = image_cases.batch("qwen2_5_vl")
@@ -263,7 +263,7 @@ def test_a_sharded_encoder():
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_a_encoder():
+def test_adapters_of_an_encoder():
     """The first block's input needs no gradient, those behind it do."""
     model, made = image_cases.build("qwen3_vl"), image_cases.batch("qwen3_vl")
     model = get_peft_model(model, LoraConfig(r=4, target_modules=r".*\.qkv|.*\.q_proj"))

@@ -31,7 +31,7 @@ def test_a_model_loaded_with_another_attention(model_type: str) -> None:
         assert vision._attn_implementation == "eager"
 
 
-def test_a_encoder_gets_one_that_generates() -> None:
+def test_an_encoder_gets_one_that_generates() -> None:
     model = pt.prepare(build("qwen3_vl"))
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert model.config.text_config._attn_implementation == "prefixtree"

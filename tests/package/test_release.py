@@ -12,6 +12,7 @@ import typer
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from typer.core import TyperGroup
 
 from prefixtree.cli import app
 from tools.ci import pins
@@ -75,7 +76,9 @@ def test_commands_that_are_asked_for_exist() -> None:
     texts = [file.read_text() for file in (*FORMS, ROOT / "SECURITY.md")]
     named = {name for text in texts for name in re.findall(r"`prefixtree (\w+)", text)}
     named |= set(re.findall(r'^CMD \["(\w+)"]$', (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    assert {"doctor", "report", "verify"} <= named <= typer.main.get_command(app).commands.keys()  # type: ignore[attr-defined]
+    program = typer.main.get_command(app)
+    assert isinstance(program, TyperGroup)
+    assert {"doctor", "report", "verify"} <= named <= program.commands.keys()
 
 
 def test_the_changelog_is_one_entry_of_few_words() -> None:

@@ -105,7 +105,7 @@ small_shapes = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(forests(max_nodes=12), small_shapes, st.sampled_from([None, 1, 2, 3, 7]), st.data())
 def test_tables_are_exact_on_small_forests(
     forest: PrefixForest, shape: TileShape, window: int | None, data: st.DataObject

@@ -163,7 +163,7 @@ def test_pairs_of_runs(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma4", "glm4v"])
-def test_the_cost_of_a_image_is_what_its_encoder_computes(model_type: str) -> None:
+def test_the_cost_of_an_image_is_what_its_encoder_computes(model_type: str) -> None:
     """But for attention; a placeholder stands for 2 x 2 patches."""
     model = image_cases.build(model_type, "sdpa")
     side = 2

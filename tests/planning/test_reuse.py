@@ -14,10 +14,9 @@ from benchmarks.lib.workloads import airline_sequences, forest_of, single
 from prefixtree import CostModel, ForestError, plan_micro_batches
 from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.steps import plan_steps
+from tests.support.step_ranks import LIGHT
 from tests.support.strategies import token_sequences
 
-# an imported token counts a twentieth of an own one
-LIGHT = ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 # beside the project, where it is developed
 ROLLOUTS = Path(__file__).parents[3] / "shared/data/airline_rollouts.jsonl.gz"
 

@@ -212,7 +212,7 @@ def test_the_plan_computes_least_again(sizes, share, unit, with_spare):
 
 
 @pytest.mark.parametrize("kept_trunks", [False, True])
-def test_a_encoder_that_keeps_images_leaves_what_is_to_spare(monkeypatch, kept_trunks):
+def test_an_encoder_that_keeps_images_leaves_what_is_to_spare(monkeypatch, kept_trunks):
     """Runs of the images that it computes again do not fill it."""
     limit(monkeypatch, "logits of plans", 0)
     gib = 1 << 30
@@ -236,7 +236,7 @@ def test_a_encoder_that_keeps_images_leaves_what_is_to_spare(monkeypatch, kept_t
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_what_a_encoder_keeps_is_what_was_probed(model_type):
+def test_what_an_encoder_keeps_is_what_was_probed(model_type):
     model = _with_gradients(build(model_type))
     images = images_of(model, screenshots(6))
     packed, held = _packed(images), []
@@ -255,7 +255,7 @@ def test_what_a_encoder_keeps_is_what_was_probed(model_type):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_encoder_that_does_not_train_has_nothing_to_keep():
+def test_an_encoder_that_does_not_train_has_nothing_to_keep():
     """As adapters leave it: its runs fit, and the memory is the text's."""
     model = adapted(build("qwen3_vl"), "q_proj")
     model.base_model.model.model.visual.requires_grad_(False)
@@ -295,7 +295,7 @@ def test_frames_of_a_video_attend_alone():
     assert none_kept.again == sum(of_each)
 
 
-def test_a_image_that_does_not_fit_is_named(monkeypatch):
+def test_an_image_that_does_not_fit_is_named(monkeypatch):
     model = build("qwen3_vl")
     images = images_of(model, batch("qwen3_vl"))
     packed = _packed(images)

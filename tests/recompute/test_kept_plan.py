@@ -221,7 +221,7 @@ def test_a_trunk_whose_backward_runs_beside_another():
     assert plan.of_part[0].peak_bytes > alone.of_part[0].peak_bytes
 
 
-def test_trunks_that_run_again_pay_for_a_encoder_that_keeps_nothing():
+def test_trunks_that_run_again_pay_for_an_encoder_that_keeps_nothing():
     """A frozen vision encoder, which their forward runs again; its backward runs nothing again."""
     memory = memory_of([[(1, 8), (3, 6), (9, 2)]] * 3, 3, 1 << 26)
     spans = [Span(0, 5, True), *(Span(at, at, False) for at in range(6))]

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefixtree.rollouts import ChatTokenizer
+from prefixtree.rollouts import ChatTokenizer, read_rollouts
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 
 TALK = [
@@ -54,6 +54,16 @@ def tokenizer_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chat_tokenizer(tokenizer_folder):
     return ChatTokenizer(tokenizer_folder)
+
+
+@pytest.fixture
+def read(write, chat_tokenizer):
+    """Writes rows and reads them with the tokenizer."""
+
+    def _read(*rows):
+        return read_rollouts(write(*rows), strict=True, tokenizer=chat_tokenizer)
+
+    return _read
 
 
 def as_lists(arrays):

@@ -21,14 +21,6 @@ def sharegpt(*messages):
     return [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in messages]
 
 
-@pytest.fixture
-def read(write, chat_tokenizer):
-    def _read(*rows):
-        return read_rollouts(write(*rows), strict=True, tokenizer=chat_tokenizer)
-
-    return _read
-
-
 def scored(rollouts, tokenizer):
     """The text that each rollout's loss mask selects."""
     pairs = zip(rollouts.sequences, rollouts.loss_masks, strict=True)

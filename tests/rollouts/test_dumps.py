@@ -18,14 +18,6 @@ from tests.rollouts.conftest import as_lists
 from tests.support.cli_runs import run_json
 
 
-@pytest.fixture
-def read(write, chat_tokenizer):
-    def _read(*rows):
-        return read_rollouts(write(*rows), strict=True, tokenizer=chat_tokenizer)
-
-    return _read
-
-
 def texts(rollouts, tokenizer):
     """The text of each rollout, up to what its loss mask selects and from there on."""
     pairs = zip(rollouts.sequences, rollouts.loss_masks, strict=True)

@@ -135,7 +135,7 @@ def test_images_are_one_where_their_pixels_are(write, screens, tokenizer):
     }
 
 
-def test_a_image_in_two_branches_is_placed_twice(write, screens, tokenizer):
+def test_an_image_in_two_branches_is_placed_twice(write, screens, tokenizer):
     talks = [[seen("a.png"), said(word), seen("b.png"), said("end")] for word in ("left", "right")]
     rollouts = read(write, tokenizer, *talks)
     facts = measure_images(PrefixForest.from_sequences(rollouts.sequences), rollouts)

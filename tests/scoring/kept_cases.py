@@ -18,8 +18,8 @@ from prefixtree import (
     sequence_logprobs,
 )
 from prefixtree.scoring import kept_trunks as module
+from tests.support.float64 import Float64
 from tests.support.hybrid_cases import (
-    Float64,
     checkpointed_in_float64,
     in_float64,
     logprobs_alone,

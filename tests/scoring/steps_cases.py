@@ -20,7 +20,8 @@ from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.hybrid_cases import Float64, logprobs_of
+from tests.support.float64 import Float64
+from tests.support.hybrid_cases import logprobs_of
 from tests.support.models import (
     Objective,
     Run,

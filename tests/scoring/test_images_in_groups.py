@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from prefixtree.images.exchange import holders_of
+from tests.support.float64 import Float64
 from tests.support.full import mostly
 from tests.support.image_cases import (
     Errors,
-    Float64,
     Run,
     build,
     errors,

@@ -21,14 +21,14 @@ from prefixtree.recompute.counted import LiveBytes
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import Forward64
 from tests.scoring.test_trunk_modes import Memory
+from tests.support.float64 import Float64
 from tests.support.full import each_once, mostly
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.image_cases import (
     ADAPTED,
-    FAMILIES,
+    IN_PARTS,
     NO_VIDEOS,
     Batch,
-    Float64,
     Run,
     batch,
     build,
@@ -48,11 +48,6 @@ from tests.support.step_ranks import LIGHT
 
 # two trunks with images, two micro-batches with others, and an image that a border cuts
 MAX_TOKENS = 40
-# each way to embed images, and a state
-QUICK = {
-    *(("qwen2_5_vl", "images"), ("gemma4", "images"), ("qwen3_5", "images")),
-    ("qwen3_vl", "videos"),
-}
 
 
 def _plan(images: pt.Images, max_tokens: int = MAX_TOKENS) -> pt.MicroBatchPlan:
@@ -90,15 +85,7 @@ def _run(model: nn.Module, made: Batch, max_tokens: int = MAX_TOKENS, **options:
     return Run([found[i].detach() for i in sorted(found)], gradients)
 
 
-@pytest.mark.parametrize(
-    "model_type, kind",
-    [
-        pytest.param(*case.values, kind, marks=[*case.marks, *more])
-        for case in FAMILIES
-        for kind in ("images", "videos")
-        for more in [[pytest.mark.full] * ((*case.values, kind) not in QUICK)]
-    ],
-)
+@pytest.mark.parametrize("model_type, kind", IN_PARTS)
 def test_equals_each_sequence_alone(model_type, kind):
     if kind == "videos" and model_type in NO_VIDEOS:
         pytest.skip("videos are refused")

@@ -21,7 +21,7 @@ from tests.support.full import each_once, mostly
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.image_cases import (
     ADAPTED,
-    FAMILIES,
+    IN_PARTS,
     NO_VIDEOS,
     batch,
     build,
@@ -35,15 +35,9 @@ from tests.support.image_cases import (
     videos,
 )
 from tests.support.models import TRANSFORMERS, adapted, counted
+from tests.support.step_ranks import LIGHT
 
-# so little that steps may be small
-LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 OPTIONS: dict[str, Any] = {"max_step_tokens": 30, "import_cost": LIGHT}
-# each way to embed images, and a state
-QUICK = {
-    *(("qwen2_5_vl", "images"), ("gemma4", "images"), ("qwen3_5", "images")),
-    ("qwen3_vl", "videos"),
-}
 
 
 def _encoder(model: Any) -> nn.Module:
@@ -66,15 +60,7 @@ def _borders(model: Any, made: Any) -> tuple[int, int]:
     return len(steps), sum(len(set(run.tolist())) > 1 for run in runs)
 
 
-@pytest.mark.parametrize(
-    "model_type, kind",
-    [
-        pytest.param(*case.values, kind, marks=[*case.marks, *more])
-        for case in FAMILIES
-        for kind in ("images", "videos")
-        for more in [[pytest.mark.full] * ((*case.values, kind) not in QUICK)]
-    ],
-)
+@pytest.mark.parametrize("model_type, kind", IN_PARTS)
 def test_equals_each_sequence_alone(model_type, kind):
     if kind == "videos" and model_type in NO_VIDEOS:
         pytest.skip("videos are refused")

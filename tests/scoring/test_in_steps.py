@@ -228,7 +228,7 @@ def test_work_is_that_of_checkpointing_in_one_forward() -> None:
     assert tokens.count > 3 * whole
 
 
-def test_the_weight_of_a_imported_token_is_read_from_the_model() -> None:
+def test_the_weight_of_an_imported_token_is_read_from_the_model() -> None:
     model = build("qwen3")
     device = torch.device("cpu")
     kept = step_cost_of(model, model, device, None)

@@ -20,10 +20,10 @@ from prefixtree.sparse import indexers, paths
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run
 from tests.support.family_configs import INDEXED
+from tests.support.float64 import Float64
 from tests.support.full import each_once, mostly
 from tests.support.hooks import limit
 from tests.support.hybrid_cases import (
-    Float64,
     checkpointed_in_float64,
     in_float64,
     logprobs_alone,

@@ -19,8 +19,8 @@ from prefixtree.recompute.counted import LiveBytes
 from tests.scoring.kept_cases import plan_of
 from tests.scoring.test_trunk_modes import Memory
 from tests.scoring.test_values import classifier
+from tests.support.float64 import Float64
 from tests.support.full import mostly
-from tests.support.image_cases import Float64
 from tests.support.models import (
     adapted,
     build,
@@ -179,7 +179,9 @@ def test_peaks_are_those_that_were_predicted(
                 del values
         return max(most, live.most)
 
-    memory.assert_predicted(counted, share)
+    # a line through few and many tokens that would begin below 0 begins at 0, as steep as before
+    # (`recompute.measured`): the few tokens of these micro-batches count as more
+    memory.assert_predicted(counted, share, above=0.12 if share else 0.07)
 
 
 def test_the_cost_of_a_classifier() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.float64 import Float64
 from tests.support.full import mostly
-from tests.support.hybrid_cases import SERVED, Float64, in_float64, logprobs_alone, long_sequences
+from tests.support.hybrid_cases import SERVED, in_float64, logprobs_alone, long_sequences
 from tests.support.models import (
     Run,
     assert_same,

@@ -31,11 +31,11 @@ from tests.scoring.steps_cases import (
     number_of_steps,
     run,
 )
+from tests.support.float64 import Float64
 from tests.support.full import mostly
 from tests.support.hooks import forget_all_but, round_exported
 from tests.support.hybrid_cases import (
     SERVED,
-    Float64,
     checkpointed_in_float64,
     in_float64,
     logprobs_alone,

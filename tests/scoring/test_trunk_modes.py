@@ -69,11 +69,13 @@ class Memory:
         # chunks of logits are as small as the models
         limit(monkeypatch, "logits of plans", 1 << 16)
 
-    def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
+    def assert_predicted(
+        self, counted: Callable[[], int], share: float, above: float = 0.07
+    ) -> None:
         """What a call counts in a share of the memory is what was planned for it.
 
-        A plan may be above: gradients of exported rows count beside every micro-batch, as if all
-        were there when its backward begins.
+        Args:
+            above: by how much of itself a plan may be above what was counted.
         """
         # layers are measured, and tables of the forest are made once
         counted()
@@ -85,7 +87,7 @@ class Memory:
         self.left = self.share(share)
         measured, plan = counted(), self.plans[-1]
         print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
-        assert 0.88 < measured / plan.peak_bytes < 1.02
+        assert 1 - above <= measured / plan.peak_bytes < 1.02
         assert plan.peak_bytes <= self.left
 
     def share(self, share: float) -> int:

@@ -21,9 +21,9 @@ from prefixtree.models.layers import layers_of
 from prefixtree.recompute import choose
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
+from tests.support.float64 import Float64
 from tests.support.full import mostly
 from tests.support.hooks import limit
-from tests.support.image_cases import Float64
 from tests.support.models import (
     Run,
     assert_same,

@@ -33,9 +33,8 @@ from tests.support.models import (
     ragged_sequences,
 )
 from tests.support.replay import drawn_routes, recorded_choice
+from tests.support.step_ranks import LIGHT
 
-# an imported token counts a twentieth of an own one, so that a step imports much
-LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 MAX_STEP_TOKENS = 20
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 BALANCE = 0.5

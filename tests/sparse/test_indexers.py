@@ -26,9 +26,10 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.sparse import compressed, indexers, masks, paths
 from tests.conftest import Poison
 from tests.support.family_configs import INDEXED
+from tests.support.float64 import Float64
 from tests.support.full import each_once, mostly
 from tests.support.hooks import inner, limit, wrap
-from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
+from tests.support.hybrid_cases import in_float64, logprobs_of
 from tests.support.models import (
     Run,
     adapted,

@@ -15,8 +15,9 @@ import prefixtree as pt
 from prefixtree.kernels.latents import definition, gathered
 from prefixtree.sparse import latents
 from tests.sparse.test_indexers import SHORT, _alone, _packed, _with_triton, _worst
+from tests.support.float64 import Float64
 from tests.support.full import mostly
-from tests.support.hybrid_cases import Float64, in_float64
+from tests.support.hybrid_cases import in_float64
 from tests.support.models import (
     assert_same,
     build,

@@ -24,11 +24,11 @@ from prefixtree.states import layers as hybrids
 from prefixtree.states import protocol
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
+from tests.support.float64 import Float64
 from tests.support.full import each_once, mostly
 from tests.support.hooks import put
 from tests.support.hybrid_cases import (
     FEW,
-    Float64,
     in_float64,
     logprobs_of,
     long_packed,

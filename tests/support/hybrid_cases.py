@@ -13,12 +13,12 @@ import pytest
 import torch
 from packaging import version
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import prefixtree as pt
 from prefixtree.models import families
+from tests.support.float64 import Float64
 from tests.support.hybrid_configs import OLDEST_WITH_STATES
 from tests.support.models import TRANSFORMERS, build, ragged_packed
 
@@ -95,19 +95,6 @@ def packed_inputs(model: Any) -> dict[str, Any]:
         if rows > 1
         else inputs
     )
-
-
-class Float64(TorchFunctionMode):
-    """A cast to float32 in a float64 run stays float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-
-        def swap(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
 
 
 def in_float64(family: str, implementation: str = "prefixtree", **changes: Any) -> Any:

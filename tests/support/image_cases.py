@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from packaging import version
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
@@ -178,17 +177,18 @@ def build(
     return model
 
 
-class Float64(TorchFunctionMode):
-    """A cast to float32 in a float64 run stays float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-
-        def swap(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
+# each way to embed images, and a state
+_QUICK = {
+    *(("qwen2_5_vl", "images"), ("gemma4", "images"), ("qwen3_5", "images")),
+    ("qwen3_vl", "videos"),
+}
+# of forests that run in parts: model type, and images or videos
+IN_PARTS = [
+    pytest.param(*case.values, kind, marks=[*case.marks, *more])
+    for case in FAMILIES
+    for kind in ("images", "videos")
+    for more in [[pytest.mark.full] * ((*case.values, kind) not in _QUICK)]
+]
 
 
 # ---- the batch -----------------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from prefixtree.scoring import in_groups
 from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.forward import AskedWings
 from tests.support.distributed_ranks import whole
+from tests.support.float64 import Float64
 from tests.support.full import asked_for
 from tests.support.hooks import inner, place
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
-from tests.support.image_cases import Batch, Float64, batch, build, images_of, videos
+from tests.support.image_cases import Batch, batch, build, images_of, videos
 from tests.support.models import TRANSFORMERS
 from tests.support.part_exchange import scattered
 

@@ -15,6 +15,7 @@ from prefixtree.recompute import image_work
 from tests.support.group_bad_calls import message_of
 from tests.support.image_cases import batch, build, images_of, videos
 from tests.support.models import counted
+from tests.support.step_ranks import LIGHT
 
 RUNS = [
     ("ddp", "qwen3_vl", "images"),
@@ -49,8 +50,6 @@ KEPT = {"kept": {}, "kept, again": {"recompute_trunks": "again"}}
 OF_RANKS = {kind: [[*range(8)], [8]] for kind in KEPT}
 KEPT |= {"kept, uneven": {"recompute": "all"}, "kept, auto": {"recompute": "auto"}}
 OF_RANKS["kept, uneven"] = OF_RANKS["kept, auto"] = [[2, 3], [0, 1, 4, 5, 6, 7, 8]]
-# so little that steps may be small
-LIGHT = pt.ImportCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:

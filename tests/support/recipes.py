@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 import prefixtree as pt
 from prefixtree.kernels.lm_head import kernels
 from prefixtree.scoring import lm_head
+from tests.support.float64 import Float64
 from tests.support.full import asked_for
 from tests.support.hooks import lose_copies, place
-from tests.support.hybrid_cases import Float64
 from tests.support.models import (
     VOCABULARY,
     Objective,

@@ -28,10 +28,10 @@ from prefixtree.planning.part_states import KEYS
 from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups
 from tests.support.family_configs import INDEXED
+from tests.support.float64 import Float64
 from tests.support.full import asked_for, quick_ones_run
 from tests.support.hooks import inner, own_gradients_alone, place
 from tests.support.hybrid_cases import (
-    Float64,
     in_float64,
     logprobs_of,
     long_packed,

@@ -72,7 +72,7 @@ def test_estimators(models: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl, text, decay", "qwen3_vl, images"])
-def test_checkpoints_with_a_encoder(sees: Path, name: str) -> None:
+def test_checkpoints_with_an_encoder(sees: Path, name: str) -> None:
     check(sees, Distillation(VISION_CASES[name], TOP_K))
 
 

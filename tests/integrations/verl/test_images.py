@@ -220,7 +220,7 @@ def test_placements_in_another_order_are_seen(
     assert min(scores, text, encoder) > 1e-3
 
 
-def test_a_image_of_another_sequence_is_seen(
+def test_an_image_of_another_sequence_is_seen(
     stock: Any, sees: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of the third group, alike but for pixels, get their neighbours'."""

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.overrides import TorchFunctionMode
 
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.recurrence import chunked, tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.packing.segments import segments_of
+from tests.support.float64 import Float64
 from tests.support.full import in_turn, mostly
 from tests.support.recurrence_cases import (
     FORESTS,
@@ -233,19 +233,6 @@ def test_gates_may_have_a_dtype_of_their_own() -> None:
 
 
 # ---- against the families' own code --------------------------------------------------------------
-
-
-class Float64(TorchFunctionMode):
-    """Whatever transformers casts to float32 stays float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-
-        def wide(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 150])
