@@ -226,6 +226,8 @@ def attending(attend: Attention | None) -> Iterator[None]:
             # which finds that no layer follows the tree
             nothing = patch.object(scoring, "every_layer_attends", lambda *_: nullcontext())
             patches.enter_context(nothing)
+            # whose probe has other tokens than the attention was made for
+            patches.enter_context(patch.object(scoring, "check_layers", lambda *_: None))
             if isinstance(attend, WithFla):
                 patches.enter_context(patch.object(protocol, "tree_conv", attend.conv))
                 patches.enter_context(patch.object(protocol, "tree_delta_rule", attend.delta_rule))

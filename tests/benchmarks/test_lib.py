@@ -21,7 +21,7 @@ from benchmarks.lib import (
     layers,
     replicated,
 )
-from prefixtree import PrefixForest, TreeMask, pack, prepare, tree_attention
+from prefixtree import PrefixForest, TreeMask, pack, prepare, sequence_logprobs, tree_attention
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule
 from prefixtree.packing.visible import visible_pairs
 from prefixtree.planning.model_cost import model_cost
@@ -139,6 +139,22 @@ def test_attention_is_given_back() -> None:
             model(**packed.model_inputs())
         assert torch.equal(model(**packed.model_inputs()).logits, first)
     assert not torch.allclose(first, other)
+
+
+def test_attention_of_a_peer_gets_its_own_batch_alone() -> None:
+    """FA2 reads past the end where another number of tokens comes, as in a probe of layers."""
+    # no other test's kind, of which hooks.probe_each_kind_once would know the result
+    model = layers.model_of(layers.config(1, True, vocabulary=511), "cpu", "float32")
+    packed = layers.prompt_batch(9, [3, 4], 511).packed("packed", "cpu")
+    given: list[int] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        given.append(len(q))
+        return q * 0
+
+    with torch.no_grad(), replicated.attending(attend):
+        sequence_logprobs(model, packed)
+    assert given == [packed.num_tokens]
 
 
 def test_recurrences_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
