@@ -77,6 +77,11 @@ FORESTS = {
         np.random.default_rng(0).integers(20, 900, 5000),
     ),
 }
+# labels, bars and lines of each size
+QUICK = (
+    *("five nodes", "one token", "a leaf too low for its label", "many equal sequences"),
+    *("1,000 leaves on 3 tokens", "100 nodes"),
+)
 
 
 # ---- reading a figure ----------------------------------------------------------------------------
@@ -159,7 +164,7 @@ def drawn(name: str) -> tuple[PrefixForest, Figure]:
 # ---- the forest ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize("name", mostly(FORESTS, QUICK))
 def test_every_forest_can_be_read(name: str) -> None:
     forest, figure = drawn(name)
     assert_readable(figure)
@@ -180,7 +185,7 @@ def test_every_forest_can_be_read(name: str) -> None:
     assert (rectangles[:, 3] - rectangles[:, 1] >= least[1]).all()
 
 
-@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize("name", mostly(FORESTS, QUICK))
 def test_sequences_end_where_the_red_lines_are(name: str) -> None:
     forest, figure = drawn(name)
     lines = np.array(figure.axes[0].collections[1].get_segments())

@@ -243,7 +243,7 @@ _ORDER = "import prefixtree, transformers"
 
 
 @cache
-def _plain_call(order: str = _ORDER) -> dict[str, object]:
+def _plain_call(order: str) -> dict[str, object]:
     """What a forward and a backward of a plain model leave behind."""
     return run_python(order + _CONFIG + _BUILD)
 
@@ -403,7 +403,7 @@ def test_the_core_names_wings_where_their_docstring_says() -> None:
 
 
 def test_a_plain_model_loads_no_wing() -> None:
-    found = _plain_call()["loaded"]
+    found = _plain_call(_ORDER)["loaded"]
     assert isinstance(found, list)
     wings = sorted(name for name in found if wing_of(name) is not None)
     lines = sum(len(MODULES[name].read_text().splitlines()) for name in found)

@@ -60,8 +60,9 @@ def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -
     assert_numerics(forest, mask, case, ours(mask))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sink_level", [0.0, 8.0])
+@pytest.mark.parametrize(
+    ("sink_level", "dtype"), each_once([0.0, 8.0], [torch.float32, torch.bfloat16])
+)
 @pytest.mark.parametrize("seed", mostly(range(2), [0]))
 def test_sinks_of_one_head(seed: int, sink_level: float, dtype: torch.dtype) -> None:
     """One number for all rows, whose terms may cancel."""
