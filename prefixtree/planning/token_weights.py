@@ -36,9 +36,8 @@ def rollout_numbers(rollouts: Sequence[Hashable], count: int) -> np.ndarray:
         is_label = isinstance(label, (int, str, tuple)) and not isinstance(label, bool)
         if not is_label or (isinstance(label, int) and label < 0):
             raise ForestError(
-                f"rollouts[{i}] is {label!r}; expected an integer >= 0, text or a tuple, which only "
-                "the sequences of one rollout have in common: number the rollouts from 0, those of "
-                "a single sequence too"
+                f"rollouts[{i}] is {label!r}; expected an integer >= 0, text or a tuple, unlike "
+                "those of other rollouts: number the rollouts from 0, those of one sequence too"
             )
     return numbers
 
@@ -142,8 +141,8 @@ def _turn_numbers(
     turn = np.concatenate(arrays)[copies]
     for bad in np.flatnonzero(turn < 0)[:1]:
         raise ForestError(
-            f"turns[{sequence[bad]}][{place[bad]}] is {turn[bad]}, no turn, and the token is scored: "
-            "give it a number >= 0, or 0 in loss_mask"
+            f"turns[{sequence[bad]}][{place[bad]}] is {turn[bad]}, no turn, and the token is "
+            "scored: give it a number >= 0, or 0 in loss_mask"
         )
     _, number = np.unique(turn, return_inverse=True)
     # a turn draws one token at a place

@@ -285,12 +285,15 @@ def _shard(model: Any) -> None:
 
 @contextmanager
 def _in(way: str) -> Iterator[None]:
-    """The sums of scores in float64, as Megatron's models in float64 have them."""
-    if way != "float64":
+    with in_float64() if way == "float64" else nullcontext():
         yield
-        return
-    in_float64 = partial(lm_head.linear_logprobs, accumulate=torch.float64)
-    with Float64(), patch.object(lm_head, "linear_logprobs", in_float64):
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """The sums of scores in float64, as Megatron's models in float64 have them."""
+    scored = partial(lm_head.linear_logprobs, accumulate=torch.float64)
+    with Float64(), patch.object(lm_head, "linear_logprobs", scored):
         yield
 
 
