@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,18 +17,23 @@ from hypothesis import strategies as st
 
 import prefixtree as pt
 from prefixtree.rollouts import expand_turns, read_rollouts
+from tests.support.forks import (
+    CONSTANT,
+    MASKS,
+    ROLLOUTS,
+    SEQUENCES,
+    loss_by_hand,
+    loss_of,
+    options_of,
+)
 from tests.support.full import mostly
 from tests.support.models import build
 from tests.support.recipes import in_float64
+from tests.support.spawn import run_ranks
 from tests.support.step_ranks import LIGHT
 
 NAMES = ("token-mean", "rollout-mean", "session-mean", "sequence-mean", "constant")
-CONSTANT = 8.0
 Draw = Callable[[int, int], Hashable]
-
-
-def options_of(name: str) -> dict[str, Any]:
-    return {"normalization": name} | ({"constant": CONSTANT} if name == "constant" else {})
 
 
 # ---- by hand -------------------------------------------------------------------------------------
@@ -122,58 +127,20 @@ def test_a_rollout_per_sequence_is_what_loss_weights_counts():
 
 # ---- gradients -----------------------------------------------------------------------------------
 
-P = [1, 2, 3, 4]
-# A sampled 5 6 and forked; B drew 5 by chance too; C became two sequences, as after a compaction
-SEQUENCES = [[*P, 5, 6, 20, 21], [*P, 5, 6, 30], [*P, 5, 9], [*P, 40, 41, 42], [1, 2, 50, 51]]
-ROLLOUTS = ["A", "A", "B", "C", "C"]
-MASKS = [[0] * 4 + [1] * 4, [0] * 4 + [1] * 3, [0] * 4 + [1] * 2, [0] * 4 + [1] * 3, [0, 0, 1, 1]]
-ADVANTAGES = [1.0, -0.5, 0.7, 0.3, 0.3]
-# sequences, as A's first turn was one of its own in the first
-OF_SEGMENTS = [[0.0] * 3 + [2.0, 2.0, 1.0, -1.0], [0.0] * 3 + [2.0, 2.0, 0.5]]
+# of each its plan, and options of its calls
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one step": ({"max_tokens": 100}, {}),
+    "three micro-batches": ({"max_tokens": 9}, {}),
+    "two ranks": ({"max_tokens": 9, "num_ranks": 2}, {}),
+    "steps": ({"max_tokens": 100}, {"max_step_tokens": 8, "import_cost": LIGHT}),
+}
 
 
-def eager_loss(model: Any, name: str, advantages: list[torch.Tensor]) -> torch.Tensor:
-    """Every drawn token alone, each once, with the mean advantage of the sequences that hold it."""
-    log_p: dict[tuple[str, tuple[int, ...]], list[tuple[int, Any, Any]]] = defaultdict(list)
-    for i, (tokens, mask, rollout) in enumerate(zip(SEQUENCES, MASKS, ROLLOUTS, strict=True)):
-        ids = torch.tensor([tokens])
-        rows = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-        for t in np.flatnonzero(mask):
-            value = rows[t - 1, tokens[t]]
-            log_p[rollout, tuple(tokens[: t + 1])].append((i, advantages[i][t - 1], value))
-    draws = [
-        (rollout, -sum(a for _, a, _ in copies) / len(copies) * copies[0][2])
-        for (rollout, _), copies in log_p.items()
-    ]
-    if name == "token-mean":
-        return sum(loss for _, loss in draws) / len(draws)
-    if name == "rollout-mean":
-        means = [torch.stack([loss for r, loss in draws if r == of]).mean() for of in "ABC"]
-        return torch.stack(means).mean()
-    of_sequence: dict[int, list[tuple[float, Any]]] = defaultdict(list)
-    for copies in log_p.values():
-        for i, a, value in copies:
-            of_sequence[i].append((1 / len(copies), -a * value))
-    sums = {i: sum(share * loss for share, loss in rows) for i, rows in of_sequence.items()}
-    if name == "constant":
-        return sum(sums.values()) / CONSTANT / len(SEQUENCES)
-    means = {i: sums[i] / sum(share for share, _ in rows) for i, rows in of_sequence.items()}
-    if name == "sequence-mean":
-        return sum(means.values()) / len(SEQUENCES)
-    parts = [[means[i] for i, r in enumerate(ROLLOUTS) if r == of] for of in "ABC"]
-    return torch.stack([torch.stack(part).mean() for part in parts]).mean()
-
-
-def packed_backward(
-    model: Any, plan: Any, weights: list[torch.Tensor], advantages: list[torch.Tensor], **how: Any
-) -> None:
+def packed_backward(model: Any, plan: Any, weights: list[torch.Tensor], **how: Any) -> None:
     """All ranks and steps in turn; reduced by the mean over ranks."""
     for rank in plan:
         for batch in rank:
-            scores = pt.sequence_logprobs(model, batch, loss_mask=MASKS, **how)
-            own = batch.take(weights), batch.take(advantages), scores.logprobs
-            terms = [-(w[1:] * a * p).sum() for w, a, p in zip(*own, strict=True)]
-            (sum(terms) / len(plan)).backward()
+            (loss_of(model, batch, weights, **how) / len(plan)).backward()
 
 
 def apart(one: Any, other: Any) -> float:
@@ -181,58 +148,62 @@ def apart(one: Any, other: Any) -> float:
     return max(float((a.grad - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs)
 
 
-PLANS = {
-    "one step": {"max_tokens": 100},
-    "three micro-batches": {"max_tokens": 9},
-    "two ranks": {"max_tokens": 9, "num_ranks": 2},
-}
-# parts exchange gradients in float32
-IN_STEPS = {"max_step_tokens": 8, "import_cost": LIGHT}
-
-
 @pytest.mark.parametrize(
     ("dtype", "name"),
     mostly(
-        [(d, n) for d in (torch.float64, torch.float32) for n in NAMES],
+        [(dtype, name) for dtype in (torch.float64, torch.float32) for name in NAMES],
         [(torch.float64, "rollout-mean"), (torch.float32, "session-mean")],
     ),
 )
 def test_gradients_of_every_drawn_token_by_hand(name, dtype):
-    reference = build("qwen3", "eager").to(dtype)
-    model = build("qwen3").to(dtype)
-    advantages = [
-        torch.tensor(OF_SEGMENTS[i]) if i < 2 else torch.full((len(s) - 1,), ADVANTAGES[i])
-        for i, s in enumerate(SEQUENCES)
-    ]
-    ways = [(PLANS["one step"], IN_STEPS)] if dtype == torch.float32 else []
+    reference, model = build("qwen3", "eager").to(dtype), build("qwen3").to(dtype)
     with in_float64() if dtype == torch.float64 else nullcontext():
-        eager_loss(reference, name, advantages).backward()
-        for planned, how in [*((plan, {}) for plan in PLANS.values()), *ways]:
+        loss_by_hand(reference, name).backward()
+        for way, (planned, how) in WAYS.items():
+            if how and dtype == torch.float64:
+                # steps hand gradients on in float32
+                continue
             plan = pt.plan_micro_batches(SEQUENCES, **planned)
             weights = plan.token_weights(loss_mask=MASKS, rollouts=ROLLOUTS, **options_of(name))
             model.zero_grad()
-            packed_backward(model, plan, weights, advantages, **how)
+            packed_backward(model, plan, weights, **how)
             found = apart(model, reference)
-            print(plan, *how, f"{found:.1e}")
+            print(way, plan, f"{found:.1e}")
             assert found < (1e-12 if dtype == torch.float64 else 5e-6)
 
 
+@pytest.mark.full
+def test_updates_of_two_ranks(tmp_path):
+    reference, start = build("qwen3", "eager"), build("qwen3")
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(2):
+        loss_by_hand(reference, "rollout-mean").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks("tests.support.forks", tmp_path):
+        pairs = [(found[name], p.detach()) for name, p in reference.named_parameters()]
+        away = max(float((a - b).abs().max()) for a, b in pairs)
+        moved = zip(reference.parameters(), start.parameters(), strict=True)
+        far = max(float((a - b).detach().abs().max()) for a, b in moved)
+        print(f"{away:.1e} of {far:.1e}")
+        assert away < 2e-6 and far > 5e-3
+
+
 def test_multiplicity_alone_would_be_wrong():
-    """5 is in three sequences and was drawn twice: without labels it is trained on once."""
+    """5 is in three sequences and was drawn twice: 1 / 3 in each makes it one draw."""
     plan = pt.plan_micro_batches(SEQUENCES, 9)
     right = plan.token_weights(loss_mask=MASKS, rollouts=ROLLOUTS)
-    # A's 5 6, 20 21 and 30, B's 5 9, C's five
+    # the draws are A's 5 6 20 21 30, B's 5 9, and five of C
     assert [float(w[4] * 12) for w in right[:3]] == pytest.approx([1 / 2, 1 / 2, 1])
     packed = pt.pack(plan.forest)
-    multiplicity = packed.unpack(packed.multiplicity)
-    plain = [torch.tensor(m) / k for m, k in zip(MASKS, multiplicity, strict=True)]
-    plain = [w / sum(v.sum() for v in plain) for w in plain]
-    advantages = [torch.full((len(s) - 1,), a) for s, a in zip(SEQUENCES, ADVANTAGES, strict=True)]
+    counts = packed.unpack(packed.multiplicity)
+    plain = [torch.tensor(mask) / count for mask, count in zip(MASKS, counts, strict=True)]
+    plain = [w / sum(float(v.sum()) for v in plain) for w in plain]
     reference = build("qwen3", "eager")
-    eager_loss(reference, "token-mean", advantages).backward()
+    loss_by_hand(reference, "token-mean").backward()
     for weights, least, most in ((right, 0, 5e-6), (plain, 0.02, 1)):
         model = build("qwen3")
-        packed_backward(model, plan, weights, advantages)
+        packed_backward(model, plan, weights)
         assert least <= apart(model, reference) < most
 
 
