@@ -44,7 +44,8 @@ from tests.support.step_ranks import LIGHT, MAX_STEP_TOKENS
 
 # ways of two ranks, and that which runs every time
 ON_RANKS, QUICK = ("group", "sharded"), ("group",)
-PAGE = ROOT / "docs" / "losses.md"
+# the recipes, and what follows them
+PAGE, _, OF_FORKS = (ROOT / "docs/losses.md").read_text().partition("## Rollouts that fork")
 K = 64
 Alone = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -82,9 +83,14 @@ def names_of_page(
         "weights": [w[:, 0] for w in objective.weights],
         "candidates": candidates(objective),
     }
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(code, PAGE.name, "exec"), names)
+    for code in code_of(PAGE):
+        exec(compile(code, "losses.md", "exec"), names)
     return names
+
+
+def code_of(text: str) -> list[str]:
+    """The blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def values_of(page: dict[str, Any], name: str) -> list[torch.Tensor]:
