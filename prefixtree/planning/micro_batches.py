@@ -246,7 +246,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         return list(torch.from_numpy(flat).split(lengths.tolist()))
 
     def _scale(self, rank_reduction: str) -> int:
-        """What undoes the mean over ranks."""
+        """The factor that undoes a mean over ranks."""
         if rank_reduction not in ("mean", "sum"):
             raise ValueError(f"rank_reduction must be 'mean' or 'sum', got {rank_reduction!r}")
         return self.num_ranks if rank_reduction == "mean" else 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree._forest_inputs import label_numbers
-from prefixtree._numbers import integers
+from prefixtree._numbers import entries, integers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.layout import pack
@@ -29,8 +29,9 @@ def rollout_numbers(rollouts: Sequence[Hashable], count: int) -> np.ndarray:
     Raises:
         ForestError: another number of labels, or one that is negative, None or of another type.
     """
-    numbers = label_numbers(rollouts, "rollouts", count)
-    for i, label in enumerate(rollouts):
+    listed = entries("rollouts", rollouts, "a list that names one rollout per sequence")
+    numbers = label_numbers(listed, "rollouts", count)
+    for i, label in enumerate(listed):
         label = label.tolist() if hasattr(label, "tolist") else label
         # None and -1 mean "none" elsewhere: all that have none would be one rollout
         is_label = isinstance(label, (int, str, tuple)) and not isinstance(label, bool)
@@ -45,7 +46,7 @@ def rollout_numbers(rollouts: Sequence[Hashable], count: int) -> np.ndarray:
 def divisors(
     normalization: str, drawn: np.ndarray, constant: float | None, rollout: np.ndarray | None
 ) -> np.ndarray:
-    """What the weights of each sequence are divided by, float64 [S].
+    """Computes what the weights of each sequence are divided by, float64 [S].
 
     Args:
         normalization: as in `MicroBatchPlan.token_weights`.
@@ -105,11 +106,14 @@ def shares_of_draws(
     """
     lengths = forest.sequence_lengths
     every = np.arange(len(lengths))
+    starts = np.cumsum(lengths) - lengths
     which, _ = pack(forest).copy_index(every)
-    if forest.routes is not None and forest.tokens is not None:
-        # the tree parts where an engine recorded other routes for a copy; the draw is one
-        ids = np.split(forest.tokens[which], np.cumsum(lengths)[:-1])
-        which, _ = pack(PrefixForest.from_sequences(ids)).copy_index(every)
+    if forest.tokens is not None:
+        # by tokens: siblings that were given may begin alike, and the tree parts where an engine
+        # recorded other routes for a copy. Without routes, roots tell namespaces apart
+        ids = np.split(forest.tokens[which], starts[1:])
+        roots = which[starts] if forest.routes is None else None
+        which, _ = pack(PrefixForest.from_sequences(ids, roots)).copy_index(every)
     copies = np.flatnonzero(scored)
     which = which[copies]
     sequence = np.repeat(every, lengths)[copies]
@@ -117,7 +121,7 @@ def shares_of_draws(
         assert rollout is not None
         label = rollout[sequence]
     else:
-        place = copies - (np.cumsum(lengths) - lengths)[sequence]
+        place = copies - starts[sequence]
         label = _turn_numbers(turns, lengths, copies, which, sequence, place)
     draws = label * (int(which.max(initial=0)) + 1) + which
     _, draw, count = np.unique(draws, return_inverse=True, return_counts=True)

@@ -229,15 +229,30 @@ def test_a_sample_per_turn_is_read_with_its_labels(tmp_path: Path):
     assert drawn == pytest.approx({(r, t): 1 / 6 for r in (0, 1) for t in (1, 2, 4)})
 
 
-def test_routes_that_an_engine_recorded_anew_make_no_second_draw():
-    sequences = [[1, 2, 3], [1, 2, 4]]
-    routes = [np.array([[[0, 1]]] * 3), np.array([[[0, 1]], [[1, 2]], [[0, 1]]])]
-    forest = pt.PrefixForest.from_sequences(sequences, routes=routes)
-    assert forest.num_tokens == 5
+SHARED = [[1, 2, 3], [1, 2, 4]]
+ROUTES = [np.array([[[0, 1]]] * 3), np.array([[[0, 1]], [[1, 2]], [[0, 1]]])]
+
+
+@pytest.mark.parametrize(
+    ("forest", "shares"),
+    [
+        # an engine recorded other routes for the second copy of 2
+        (pt.PrefixForest.from_sequences(SHARED, routes=ROUTES), [0, 0.5, 1] * 2),
+        (pt.PrefixForest.from_groups([[1]], [[[2, 3], [2, 4]]]), [0, 0.5, 1] * 2),
+        (pt.PrefixForest.from_sequences(SHARED, namespaces=["a", "b"]), [0, 1, 1] * 2),
+    ],
+    ids=["routes", "structure that was given", "namespaces"],
+)
+def test_what_stands_apart_in_the_forest_may_be_one_draw(forest, shares):
     plan = pt.plan_micro_batches(forest, 9)
-    for labels in ({"rollouts": [0, 0]}, {"turns": [[-1, 0, 1], [-1, 0, 2]]}):
-        weights = plan.token_weights(**labels)
-        assert torch.cat(weights).mul(3).tolist() == pytest.approx([0, 0.5, 1] * 2)
+    # from a generator, as labels may come
+    weights = plan.token_weights(rollouts=(0 for _ in SHARED))
+    torch.testing.assert_close(torch.cat(weights) * sum(shares), torch.tensor(shares).double())
+    if 0.5 in shares:
+        of_turns = plan.token_weights(turns=[[-1, 0, 1], [-1, 0, 2]])
+        assert all(map(torch.equal, of_turns, weights))
+    with pytest.raises(ValueError, match=r"rollouts\[0\] is -1"):
+        plan.token_weights(rollouts=(-1 for _ in SHARED))
 
 
 # ---- what cannot be ------------------------------------------------------------------------------
