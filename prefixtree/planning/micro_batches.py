@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from prefixtree import loops
 from prefixtree._forest_inputs import label_numbers
@@ -31,6 +32,7 @@ from prefixtree.planning.micro_batch import (
     micro_batch_of,
 )
 from prefixtree.planning.steps import plan_any_steps
+from prefixtree.planning.token_weights import divisors, rollout_numbers, shares_of_draws
 from prefixtree.planning.trunks import Trunks, joined, plan_trunks
 
 
@@ -169,35 +171,101 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
             ForestError: masks as in `num_loss_tokens`.
             ValueError: unknown names, a constant missing or not above 0, nothing scored at all.
         """
+        scale = self._scale(rank_reduction)
+        if normalization == "constant":
+            # divided by no number of tokens
+            drawn = np.ones(self.num_sequences)
+        else:
+            drawn = self._of_sequences(self._scored(loss_mask))
+        constant = None if constant is None else number("constant", constant, above=0)
+        divisor = divisors(normalization, drawn, constant, None)
+        return np.divide(scale, divisor, out=np.zeros(len(divisor)), where=divisor > 0)
+
+    @with_hints
+    def token_weights(
+        self,
+        normalization: str = "token-mean",
+        loss_mask: Sequence[Any] | None = None,
+        *,
+        rollouts: Sequence[Hashable] | None = None,
+        turns: Sequence[Any] | None = None,
+        constant: float | None = None,
+        rank_reduction: str = "mean",
+    ) -> list[torch.Tensor]:
+        """Computes weights per token by which each drawn token counts once, where rollouts fork.
+
+        Where k sequences of one rollout hold a token, and it is scored in each, it was drawn once:
+        its share in each is 1 / k. Two rollouts that drew the same token by chance drew it twice.
+        Every step's loss is the sum over its sequences of (weights[i][1:] * l).sum(), with l as in
+        `loss_weights`. So a draw learns from the mean of the advantages that its copies have. With
+        means by shares:
+
+            token-mean      mean over the drawn tokens of the batch
+            rollout-mean    mean over the rollouts of the mean over each one's drawn tokens: how a
+                            rollout is cut into sequences does not matter
+            session-mean    mean over the rollouts of the mean over each one's sequences of the mean
+                            over each one's tokens
+            sequence-mean   mean over the sequences of the mean over each one's tokens
+            constant        mean over the sequences of (sum over each one's tokens / constant)
+
+        A sequence or rollout in which nothing is scored counts as 0, as in `loss_weights`.
+
+        Args:
+            normalization: one of these. Default: "token-mean".
+            loss_mask: as in `num_loss_tokens`.
+            rollouts: S labels (integers >= 0, text or tuples), equal for the sequences of one
+                rollout. Needed for rollout-mean and session-mean, and where `turns` are not given.
+            turns: integers [n] per sequence, as `Samples.turns`: the number, in the batch, of the
+                turn that drew each token, below 0 where none did. For rollouts of which two
+                sequences may draw the same token by chance. Default: a token that sequences of a
+                rollout share was drawn once.
+            constant: as in `loss_weights`.
+            rank_reduction: as in `loss_weights`.
+
+        Returns:
+            float64 [n] per sequence, on the CPU, in input order; 0 where nothing is scored.
+
+        Raises:
+            ForestError: masks as in `num_loss_tokens`; labels of another number, length or type, or
+                negative; a scored token without a turn, or a turn on two paths.
+            ValueError: as `loss_weights`; neither rollouts nor turns.
+        """
+        scale = self._scale(rank_reduction)
+        if rollouts is None and turns is None:
+            raise ValueError(
+                "token_weights needs rollouts= or turns=, which tell what was drawn once; "
+                "loss_weights counts every copy"
+            )
+        rollout = None if rollouts is None else rollout_numbers(rollouts, self.num_sequences)
+        shares = shares_of_draws(self.forest, self._scored(loss_mask), rollout, turns)
+        constant = None if constant is None else number("constant", constant, above=0)
+        divisor = divisors(normalization, self._of_sequences(shares), constant, rollout)
+        lengths = self.forest.sequence_lengths
+        of_token = np.repeat(divisor, lengths)
+        flat = np.divide(scale * shares, of_token, out=np.zeros(len(shares)), where=shares > 0)
+        return list(torch.from_numpy(flat).split(lengths.tolist()))
+
+    def _scale(self, rank_reduction: str) -> int:
+        """The factor that undoes a mean over ranks."""
         if rank_reduction not in ("mean", "sum"):
             raise ValueError(f"rank_reduction must be 'mean' or 'sum', got {rank_reduction!r}")
-        scale = self.num_ranks if rank_reduction == "mean" else 1
-        count = self.num_sequences
-        if (normalization == "constant") != (constant is not None):
-            raise ValueError("constant= goes with normalization='constant', and only with it")
-        if constant is not None:
-            constant = number("constant", constant, above=0)
-            return np.full(count, scale / (constant * count))
-        scored = self._scored(loss_mask)
-        if scored.sum() == 0:
-            raise ValueError("no token is scored: there is nothing to take a mean of")
-        if normalization == "token-mean":
-            return np.full(count, scale / scored.sum())
-        if normalization == "sequence-mean":
-            return np.where(scored > 0, scale / (np.maximum(scored, 1) * count), 0.0)
-        raise ValueError(
-            "normalization must be 'token-mean', 'sequence-mean' or 'constant', got "
-            f"{normalization!r}"
-        )
+        return self.num_ranks if rank_reduction == "mean" else 1
 
     def _scored(self, loss_mask: Sequence[Any] | None) -> np.ndarray:
-        """Counts the scored tokens of each sequence, int64 [S]."""
+        """1 for the scored tokens, 0 for the others, [R]."""
         lengths = self.forest.sequence_lengths
         if loss_mask is None:
-            return lengths - 1
-        flat = flat_selection(loss_mask, lengths)
-        starts = np.cumsum(lengths) - lengths
-        return np.add.reduceat(flat, starts, dtype=np.int64) - flat[starts]
+            flat = np.ones(int(lengths.sum()), np.uint8)
+        else:
+            flat = flat_selection(loss_mask, lengths)
+        # they have no predictor
+        flat[np.cumsum(lengths) - lengths] = 0
+        return flat
+
+    def _of_sequences(self, values: np.ndarray) -> np.ndarray:
+        """The sum of each sequence's values [R], float64 [S]."""
+        lengths = self.forest.sequence_lengths
+        return np.add.reduceat(values, np.cumsum(lengths) - lengths, dtype=np.float64)
 
     def __repr__(self) -> str:
         return (

@@ -32,7 +32,8 @@ class Rollouts:
             one.
         ids: one name per sequence; "line 7" for a rollout without a name.
         lines: the line (entry of an array, row) each sequence came from, counted from 1.
-        origins: the rollout each sequence came from, counted from 0. A line may hold a pair.
+        origins: the rollout each sequence came from, counted from 0. A line may hold a pair. They
+            are the `rollouts` of `MicroBatchPlan.token_weights`.
         turn_ends: per sequence, int64, the number of tokens up to the end of each assistant turn.
             They come from the field `turn_ends` or from the runs of ones in `loss_mask`; None where
             the line has neither.

@@ -32,6 +32,9 @@ class Samples:
         forest: their PrefixForest, for `pack`; its sequences are in this order.
         sequences: int64 token ids, [n] each: the history, sampled tokens and replies.
         loss_masks: bool [n] each, true where the token was sampled.
+        turns: int64 [n] each, the number of the turn that sampled the token, -1 where none did. A
+            turn is what one call of `generate` sampled for one row; rows that branch later hold it
+            together. `MicroBatchPlan.token_weights` takes them.
         logprobs: float32 [n - 1] per sequence on the CPU, of tokens 1 .. n - 1 as in
             `sequence_logprobs`. They are over the full vocabulary at the temperature of the draw,
             before truncation; 0 where the token was not sampled.
@@ -48,6 +51,7 @@ class Samples:
     forest: PrefixForest
     sequences: list[np.ndarray]
     loss_masks: list[np.ndarray]
+    turns: list[np.ndarray]
     logprobs: list[torch.Tensor]
     log_kept_mass: list[torch.Tensor]
     source: np.ndarray
@@ -96,9 +100,14 @@ class Row:
         tokens = tuple(piece.tokens.tolist())
         if not tokens:
             return self
+        pieces = self.pieces
+        if self.new:
+            # of the same call of `generate`: one turn is one piece
+            piece = Piece(*map(np.concatenate, zip(pieces[-1], piece, strict=True)))
+            pieces = pieces[:-1]
         return replace(
             self,
-            pieces=(*self.pieces, piece),
+            pieces=(*pieces, piece),
             pending=tokens[-1:],
             logits=None,
             stopped=tokens[-1] in stop,
@@ -118,6 +127,9 @@ class Row:
 
 def samples_of(rows: Sequence[Row]) -> Samples:
     """Gathers the contents of rows."""
+    # rows that branched after a turn hold the same piece
+    sampled = (piece for row in rows for piece in row.pieces if piece.sampled.any())
+    turn = {at: number for number, at in enumerate(dict.fromkeys(map(id, sampled)))}
     columns = [[np.concatenate(parts) for parts in zip(*row.pieces, strict=True)] for row in rows]
     sequences = [tokens for tokens, *_ in columns]
     branchings: dict[tuple[int, ...], int] = {}
@@ -129,6 +141,10 @@ def samples_of(rows: Sequence[Row]) -> Samples:
         forest=PrefixForest.from_sequences(sequences),
         sequences=sequences,
         loss_masks=[sampled for _, sampled, *_ in columns],
+        turns=[
+            np.concatenate([np.full(len(p.tokens), turn.get(id(p), -1)) for p in row.pieces])
+            for row in rows
+        ],
         logprobs=[torch.from_numpy(logprobs[1:]) for _, _, logprobs, _ in columns],
         log_kept_mass=[torch.from_numpy(kept[1:]) for *_, kept in columns],
         source=np.array([row.path[0] for row in rows]),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import prefixtree as pt
+from tests.support import forks
 from tests.support.full import in_turn
 from tests.support.models import (
     VOCABULARY,
@@ -19,7 +20,9 @@ from tests.support.models import (
 )
 from tests.support.recipes import (
     ALONE,
+    OF_FORKS,
     alone,
+    code_of,
     eager_copy,
     log_p_alone,
     loss_of,
@@ -90,3 +93,44 @@ def test_red_where_the_teacher_is_another_edges(page, objective, monkeypatch):
     run = _run(values_of(page, "forward_kl"), page["model"], objective)
     with pytest.raises(AssertionError):
         assert_same(run, _alone(page, objective, "forward_kl"), 1e-2)
+
+
+def test_rollouts_that_fork():
+    """The page's loop, and a trainer's clipped mean over padded rows, beside every draw alone."""
+    length = max(map(len, forks.SEQUENCES))
+    rows = {name: torch.zeros(5, length) for name in ("ids", "attention", "mask", "advantages")}
+    of_rows = forks.SEQUENCES, forks.MASKS, forks.ADVANTAGES
+    for i, (tokens, mask, advantage) in enumerate(zip(*of_rows, strict=True)):
+        n = len(tokens)
+        rows["ids"][i, -n:], rows["attention"][i, -n:] = torch.tensor(tokens).float(), 1
+        rows["mask"][i, -n:], rows["advantages"][i, 1 - n :] = torch.tensor(mask), advantage
+    model, reference = build("qwen3"), build("qwen3", "eager")
+    names: dict[str, Any] = {
+        "pt": pt,
+        "torch": torch,
+        "model": model,
+        "plan": pt.plan_micro_batches(forks.SEQUENCES, 9),
+        "rank": 0,
+        "masks": forks.MASKS,
+        "rollouts": forks.ROLLOUTS,
+        "advantages": forks.ADVANTAGES,
+        "attention_mask": rows["attention"],
+        "loss_mask": rows["mask"],
+        "advantages_of_rows": rows["advantages"],
+    }
+    loop, through_advantages = code_of(OF_FORKS)
+    forks.loss_by_hand(reference, "rollout-mean").backward()
+    exec(loop, names)
+    found = [gradients(model)]
+    exec(through_advantages, names)
+    model.zero_grad()
+    scores = pt.batch_logprobs(model, rows["ids"].long(), rows["attention"])
+    ratio = (scores.logprobs - scores.logprobs.detach()).exp()
+    surrogate = torch.minimum(
+        ratio * names["advantages"], ratio.clamp(0.8, 1.2) * names["advantages"]
+    )
+    (-(surrogate * rows["mask"]).sum() / rows["mask"].sum()).backward()
+    found.append(gradients(model))
+    for got in found:
+        for name, expected in gradients(reference).items():
+            assert float((got[name] - expected).norm() / expected.norm()) < 5e-6, name

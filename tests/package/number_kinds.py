@@ -112,6 +112,18 @@ LABELS = Kind(
     [["a", "b"], [0, 0], np.array([0, 0]), torch.tensor([0, 0]), two(torch.tensor(0)), two((1, 2))],
     [5, "ab", {0, 1}, {0: 1, 1: 2}, [0], [0, 1, 2], two([1]), [NAN, 0], hidden([0, 1]), object],
 )
+ROLLOUTS = Kind(LABELS.right, [*LABELS.wrong, [0, -1], [0, 0.5], [None, 0], [True, 0], np.ones(2)])
+_TURN = [-1, 0, 1]
+_TURNS = two(_TURN, [-1, 0, 2])
+TURNS = Kind(
+    [_TURNS, tuple(_TURNS), np.array(_TURNS), torch.tensor(_TURNS), two(*map(np.array, _TURNS))],
+    [
+        # one turn, two tokens in its place
+        two(_TURN),
+        *(*_NO_LIST, [0], two(_TURN[1:]), two(0), two([_TURN]), two([0.0] * 3), two([NAN] * 3)),
+        *(two([True] * 3), two("001"), two([-1] * 3), two(hidden(_TURN)), two(trained([0.0] * 3))),
+    ],
+)
 _ROUTE = [[[0, 1]]] * 3
 ROUTES = Kind(
     [two(np.array(_ROUTE)), two(torch.tensor(_ROUTE))],

@@ -220,6 +220,18 @@ add(
 add("MicroBatchPlan.num_loss_tokens", PLAN.num_loss_tokens, loss_mask=K.MASKS)
 add("MicroBatchPlan.loss_weights", PLAN.loss_weights, loss_mask=K.MASKS)
 add("MicroBatchPlan.loss_weights", partial(PLAN.loss_weights, "constant"), constant=K.POSITIVE)
+add(
+    "MicroBatchPlan.token_weights",
+    partial(PLAN.token_weights, rollouts=[0, 1]),
+    loss_mask=K.MASKS,
+    rollouts=K.ROLLOUTS,
+    turns=K.TURNS,
+)
+add(
+    "MicroBatchPlan.token_weights",
+    partial(PLAN.token_weights, "constant", rollouts=[0, 1]),
+    constant=K.POSITIVE,
+)
 add("MicroBatchPlan[...]", lambda rank: PLAN[rank], 1, rank=K.INDEX)
 add("MicroBatch.take", PLAN[0][0].take, values=K.TAKEN)
 add("CostModel", pt.CostModel, linear=K.AT_LEAST_0, attention=K.AT_LEAST_0)

@@ -26,6 +26,7 @@ from tests.sampling.cases import (
     turns,
     words,
 )
+from tests.support.family_configs import VOCABULARY
 from tests.support.full import mostly
 from tests.support.hooks import limit, wrap
 from tests.support.models import build, quantised, with_random_lora
@@ -115,6 +116,40 @@ def test_what_samples_say_of_the_tree():
     shared = [s[:5].tolist() for s in samples.sequences[1:4]]
     assert shared[0] == shared[1] == shared[2] != samples.sequences[4][:5].tolist()
     assert not samples.finished.any()
+
+
+def test_turns_tell_draws_apart_that_chance_made_equal():
+    """Greedy rows that branched before a draw all draw the same."""
+    ours, _ = models()
+    sampler = TreeSampler(ours, 500)
+    rows = sampler.start(pt.PrefixForest.from_sequences([[9, 8, 7], [9, 8, 7]]))
+    rows.branch([2, 1])
+    rows.generate(2, GREEDY)
+    rows.append({row: [5] for row in range(3)})
+    rows.branch([2, 1, 0])
+    rows.generate(2, GREEDY)
+    samples = rows.samples()
+    assert len({tuple(s.tolist()) for s in samples.sequences}) == 1
+    said, reply = [-1] * 3, [-1]
+    expected = [
+        [*said, 0, 0, *reply, 1, 1],
+        [*said, 0, 0, *reply, 2, 2],
+        [*said, 3, 3, *reply, 4, 4],
+    ]
+    assert [t.tolist() for t in samples.turns] == expected
+    plan = pt.plan_micro_batches(samples.sequences, 99)
+    weights = plan.token_weights("token-mean", samples.loss_masks, turns=samples.turns)
+    # ten draws
+    shares = [[0, 0, 0, 1 / 2, 1 / 2, 0, 1, 1]] * 2 + [[0, 0, 0, 1, 1, 0, 1, 1]]
+    torch.testing.assert_close(torch.stack(weights).mul(10), torch.tensor(shares).double())
+    # rows that leave a batch of rows that stopped are in the same turn
+    stop = list(range(3, VOCABULARY, 6))
+    rows = sampler.start(pt.PrefixForest.from_sequences(histories(1)))
+    rows.generate(10, GREEDY, stop)
+    many = rows.samples()
+    sampled = [set(t[m].tolist()) for t, m in zip(many.turns, many.loss_masks, strict=True)]
+    assert len({int(m.sum()) for m in many.loss_masks}) > 2
+    assert sampled == [{number} for number in range(len(rows))]
 
 
 @pytest.mark.usefixtures("unprobed")

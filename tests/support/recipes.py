@@ -44,7 +44,8 @@ from tests.support.step_ranks import LIGHT, MAX_STEP_TOKENS
 
 # ways of two ranks, and that which runs every time
 ON_RANKS, QUICK = ("group", "sharded"), ("group",)
-PAGE = ROOT / "docs" / "losses.md"
+# the recipes, and what follows them
+PAGE, _, OF_FORKS = (ROOT / "docs/losses.md").read_text().partition("## Rollouts that fork")
 K = 64
 Alone = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -82,9 +83,14 @@ def names_of_page(
         "weights": [w[:, 0] for w in objective.weights],
         "candidates": candidates(objective),
     }
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(code, PAGE.name, "exec"), names)
+    for code in code_of(PAGE):
+        exec(compile(code, "losses.md", "exec"), names)
     return names
+
+
+def code_of(text: str) -> list[str]:
+    """The blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def values_of(page: dict[str, Any], name: str) -> list[torch.Tensor]:
@@ -285,12 +291,15 @@ def _shard(model: Any) -> None:
 
 @contextmanager
 def _in(way: str) -> Iterator[None]:
-    """The sums of scores in float64, as Megatron's models in float64 have them."""
-    if way != "float64":
+    with in_float64() if way == "float64" else nullcontext():
         yield
-        return
-    in_float64 = partial(lm_head.linear_logprobs, accumulate=torch.float64)
-    with Float64(), patch.object(lm_head, "linear_logprobs", in_float64):
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """The sums of scores in float64, as Megatron's models in float64 have them."""
+    scored = partial(lm_head.linear_logprobs, accumulate=torch.float64)
+    with Float64(), patch.object(lm_head, "linear_logprobs", scored):
         yield
 
 

@@ -18,6 +18,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree.integrations.batch_trainers import _OURS, use_ms_swift, use_openrlhf, use_skyrl
+from tests.support import forks
 from tests.support.models import build, gradients, ragged_sequences
 
 ACTOR = "openrlhf.models.actor"
@@ -101,6 +102,53 @@ def test_openrlhf(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ours(**rows, pixel_values=torch.zeros(1))
     with pytest.raises(pt.UnsupportedError, match="ring attention"):
         ours(**rows, ring_attn_group=object())
+
+
+def test_draws_count_once_in_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own clipped loss, of two micro-batches, with weights within the advantages."""
+    actor = importlib.import_module(ACTOR).Actor
+    monkeypatch.setattr(actor, "forward", actor.forward)
+    monkeypatch.setattr(actor, "__init__", actor.__init__)
+    use_openrlhf()
+    policy = actor(build("qwen3"), temperature=1.0)
+    policy.packing_samples = False
+    length = max(map(len, forks.SEQUENCES))
+    ids, real, mask = torch.zeros(3, 5, length, dtype=torch.long)
+    advantages = torch.zeros(5, length)
+    # how far the policy has moved, so that some tokens are clipped
+    moved = torch.linspace(-0.5, 0.5, length).repeat(5, 1)
+    for i, tokens in enumerate(forks.SEQUENCES):
+        ids[i, -len(tokens) :], real[i, -len(tokens) :] = torch.tensor(tokens), 1
+        mask[i, -len(tokens) :] = torch.tensor(forks.MASKS[i])
+        advantages[i, 1 - len(tokens) :] = forks.ADVANTAGES[i]
+    plan = pt.plan_micro_batches(forks.SEQUENCES, 99)
+    weights = torch.zeros(real.shape)
+    weights[real.bool()] = torch.cat(
+        plan.token_weights("rollout-mean", forks.MASKS, rollouts=forks.ROLLOUTS)
+    ).float()
+    loss = importlib.import_module("openrlhf.models.loss").PolicyLoss(dual_clip=3.0)
+    given = (weights * advantages * mask.sum())[:, 1:]
+    for rows in (slice(0, 3), slice(3, 5)):
+        logprobs = policy(ids[rows], mask[rows, 1:], real[rows], return_output=False)
+        old = logprobs.detach() - moved[rows, 1:]
+        total = {"batch_num_tokens": mask.sum()}
+        loss(logprobs, old, given[rows], mask[rows, 1:], **total)[0].backward()
+    reference = build("qwen3", "eager")
+    clipped = 0
+    for i, tokens in enumerate(forks.SEQUENCES):
+        row = torch.tensor(tokens)
+        log_p = reference(row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        new = log_p.gather(1, row[1:, None])[:, 0]
+        ratio = (new - new.detach() + moved[i, 1 - len(tokens) :]).exp()
+        a = forks.ADVANTAGES[i]
+        least = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+        least = torch.where(a < 0, least.maximum(3.0 * a), least)
+        clipped += int((least != ratio * a).sum())
+        (-weights[i, 1 - len(tokens) :] * least).sum().backward()
+    assert clipped > 3
+    for name, expected in gradients(reference).items():
+        found = gradients(policy.model)[name]
+        assert float((found - expected).norm() / expected.norm()) < 5e-6, name
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_5"])
