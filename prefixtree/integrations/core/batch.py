@@ -77,6 +77,19 @@ class Batch:
         return cls(layout, tokens, masks, device, **more)
 
     @classmethod
+    def joined(
+        cls, ids: np.ndarray, positions: np.ndarray, scored: np.ndarray, device: torch.device
+    ) -> Batch:
+        """Makes a batch of rows [B, L] of several sequences, each of which restarts at position 0.
+
+        Raises:
+            ForestError: positions that jump.
+        """
+        layout = BatchLayout.of(ids.shape, position_ids=positions)
+        tokens, masks = layout.sequences("input_ids", ids), layout.sequences("loss_mask", scored)
+        return cls(layout, tokens, masks, device)
+
+    @classmethod
     def jagged(
         cls, tokens: list[np.ndarray], masks: list[np.ndarray] | None, device: torch.device
     ) -> Batch:
