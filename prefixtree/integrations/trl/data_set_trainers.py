@@ -17,7 +17,7 @@ from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.core.batch import Batch, Pixels, on_host
 from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
@@ -147,6 +147,12 @@ def _entries(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _check_rows(input_ids: np.ndarray, labels: np.ndarray, **place: np.ndarray) -> None:
     """Refuses rows whose scores would not be where TRL looks for them, or of other tokens."""
+    for name, values in {"labels": labels, **place}.items():
+        if values.shape != input_ids.shape:
+            raise ForestError(
+                f"{name} must be [B, L] as input_ids, {list(input_ids.shape)}, got "
+                f"{list(values.shape)}"
+            )
     # 0 at padding of attention_mask, at the beginnings of samples of position_ids
     ((name, places),) = place.items()
     for bad in np.flatnonzero(places[:, 0] == 0)[: name == "attention_mask"]:
