@@ -134,8 +134,8 @@ def _entries(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     needed = ("input_ids", place, "labels")
     if missing := [name for name in needed if name not in entries]:
         raise UnsupportedError(
-            f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], labels, "
-            "and attention_mask (or position_ids of padding_free), as TRL's collators make them"
+            f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], labels "
+            "and attention_mask (position_ids with padding_free), as TRL's collators make them"
         )
     if others := sorted(entries.keys() - set(needed)):
         raise UnsupportedError(

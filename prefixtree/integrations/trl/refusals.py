@@ -324,8 +324,8 @@ SFT = (
     Refusal(
         "padding_free with images",
         lambda trainer: trainer.padding_free and trainer._is_vlm,
-        "{name} (packing_strategy 'bfd' sets it too) is not verified; set it to False, or for a "
-        "text-only run pass the tokenizer as processing_class",
+        "{name} (packing_strategy 'bfd' sets it too) is not verified under TRL; set it to False, "
+        "or for a text-only run pass the tokenizer as processing_class",
     ),
     Refusal(
         "padding_free with compute_metrics",
