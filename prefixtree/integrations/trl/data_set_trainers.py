@@ -31,6 +31,7 @@ from prefixtree.integrations.trl.sharing_report import (
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
 from prefixtree.models.families import PACKING_KEYWORDS
+from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.recompute.choose import Recompute
 
 # ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
@@ -86,13 +87,10 @@ class PackedModel:
         rows = dict(zip(entries, on_host(entries.values()), strict=True))
         _check_rows(**rows)
         scored = rows["labels"] != _NO_LABEL
-        if "position_ids" in rows:
-            batch = Batch.joined(rows["input_ids"], rows["position_ids"], scored, labels.device)
-        else:
-            config = transformer_of(self._model).config if self._images else None
-            more = {"pixels": pixels, "config": config}
-            padding = rows["attention_mask"]
-            batch = Batch.padded(rows["input_ids"], padding, scored, labels.device, **more)
+        ids, config = rows["input_ids"], transformer_of(self._model).config
+        layout = BatchLayout.of(ids.shape, rows.get("attention_mask"), rows.get("position_ids"))
+        more = {"pixels": pixels, "config": config if self._images else None}
+        batch = Batch.of(layout, ids, scored, labels.device, **more)
         scores = batch.score(
             self._model,
             return_entropy=self._with_entropy,
