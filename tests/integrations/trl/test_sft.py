@@ -96,7 +96,7 @@ JOINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("optimizer", mostly(["sgd", "adamw_torch"], ["sgd"]))
-@pytest.mark.parametrize("name", mostly(JOINED, ["padded to a multiple", "bfd"]))
+@pytest.mark.parametrize("name", mostly(JOINED, ["padded to a multiple"]))
 @pytest.mark.filterwarnings("ignore:the first optimiser step shared nothing")
 @pytest.mark.filterwarnings("ignore:packing=True")
 @pytest.mark.usefixtures("unprobed")

@@ -97,14 +97,13 @@ def test_precomputed_references_with_a_switch(
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's hooks move tensors from the CPU to the CPU, without streams, small ones too."""
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu")
-    )
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
     init = OffloadActivations.__init__
 
     def plain(self: OffloadActivations, **_: Any) -> None:
-        init(self, use_pin_memory=False, use_streams=False, min_offload_size=16)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+            init(self, use_pin_memory=False, use_streams=False, min_offload_size=16)
 
     monkeypatch.setattr(OffloadActivations, "__init__", plain)
 
