@@ -57,6 +57,19 @@ class Batch:
     routes: Sequence[np.ndarray] | None = None
 
     @classmethod
+    def of(
+        cls,
+        layout: BatchLayout,
+        ids: np.ndarray,
+        scored: np.ndarray,
+        device: torch.device,
+        **more: Any,
+    ) -> Batch:
+        """Makes a batch of ids [B, L] in a layout; scores stand at their own tokens."""
+        tokens, masks = layout.sequences("input_ids", ids), layout.sequences("loss_mask", scored)
+        return cls(layout, tokens, masks, device, **more)
+
+    @classmethod
     def padded(
         cls,
         ids: np.ndarray,
@@ -65,7 +78,7 @@ class Batch:
         device: torch.device,
         **more: Any,
     ) -> Batch:
-        """Makes a batch of rows [B, L], padded on either side; scores stand at their own tokens.
+        """Makes a batch of rows [B, L], padded on either side, as `of` does.
 
         Raises:
             ForestError: a row without tokens, or with a hole.
@@ -73,8 +86,7 @@ class Batch:
         layout = BatchLayout.of(ids.shape, mask)
         for bad in np.flatnonzero(~mask.any(1))[:1]:
             raise ForestError(f"row {bad} of attention_mask has no token; drop the row")
-        tokens, masks = layout.sequences("input_ids", ids), layout.sequences("loss_mask", scored)
-        return cls(layout, tokens, masks, device, **more)
+        return cls.of(layout, ids, scored, device, **more)
 
     @classmethod
     def jagged(

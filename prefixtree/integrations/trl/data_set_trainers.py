@@ -17,19 +17,28 @@ from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.core.batch import Batch, Pixels, on_host
 from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
 from prefixtree.integrations.trl.sharding import PackedTrainer
-from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
+from prefixtree.integrations.trl.sharing_report import (
+    DATA_SET_ADVICE,
+    PACKING_ADVICE,
+    SharingReport,
+    warn_of_packing,
+)
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
+from prefixtree.models.families import PACKING_KEYWORDS
+from prefixtree.packing.batch_layout import BatchLayout
 from prefixtree.recompute.choose import Recompute
 
 # ---- the stand-in that TRL's trainers call in place of a model with TRL's fused head -------------
 
 _NO_LABEL = -100
+# what TRL's collator computes from the positions of joined rows
+_OF_POSITIONS = (*PACKING_KEYWORDS, "seq_idx")
 
 
 class PackedModel:
@@ -60,7 +69,8 @@ class PackedModel:
 
         Args:
             inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
-                or -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
+                or -100; position_ids in the place of attention_mask for rows of several samples;
+                output_router_logits, for aux_loss; use_cache, ignored; with images their
                 pixel_values, image_grid_thw and mm_token_type_ids; nothing else.
 
         Returns:
@@ -72,13 +82,15 @@ class PackedModel:
         check_attention(self._model)
         with_aux_loss = bool(inputs.pop("output_router_logits", False))
         pixels = _pixels_of(inputs) if self._images else (None, None)
-        given = _entries(inputs)
-        labels = given[2]
-        ids, mask, targets = on_host(given)
-        _check_rows(ids, mask, targets)
-        config = transformer_of(self._model).config if self._images else None
-        more = {"pixels": pixels, "config": config}
-        batch = Batch.padded(ids, mask, targets != _NO_LABEL, labels.device, **more)
+        entries = _entries(inputs)
+        labels = entries["labels"]
+        rows = dict(zip(entries, on_host(entries.values()), strict=True))
+        _check_rows(**rows)
+        scored = rows["labels"] != _NO_LABEL
+        ids, config = rows["input_ids"], transformer_of(self._model).config
+        layout = BatchLayout.of(ids.shape, rows.get("attention_mask"), rows.get("position_ids"))
+        more = {"pixels": pixels, "config": config if self._images else None}
+        batch = Batch.of(layout, ids, scored, labels.device, **more)
         scores = batch.score(
             self._model,
             return_entropy=self._with_entropy,
@@ -91,13 +103,13 @@ class PackedModel:
         outputs = {"log_probs": scores.logprobs, **scores.statistics}
         if scores.entropy is not None:
             outputs["entropy"] = scores.entropy
-        entries = {name: batch.spread(values)[:, 1:] for name, values in outputs.items()}
-        if "is_top1" in entries:
-            entries["is_top1"] = entries["is_top1"].bool()
+        spread = {name: batch.spread(values)[:, 1:] for name, values in outputs.items()}
+        if "is_top1" in spread:
+            spread["is_top1"] = spread["is_top1"].bool()
         return FusedCausalLMOutput(
             label_mask=labels[:, 1:] != _NO_LABEL,
             aux_loss=scores.aux_loss,
-            **entries,
+            **spread,
         )
 
 
@@ -108,39 +120,55 @@ def _pixels_of(inputs: dict[str, Any]) -> Pixels:
     return inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
 
 
-def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Takes input_ids, attention_mask and labels from a batch that has nothing else."""
+def _entries(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Takes input_ids, labels, and attention_mask or position_ids from a batch of nothing else."""
     entries = {name: value for name, value in inputs.items() if value is not None}
     entries.pop("use_cache", None)
-    needed = ("input_ids", "attention_mask", "labels")
+    place = "attention_mask"
+    if place not in entries and "position_ids" in entries:
+        place = "position_ids"
+        for name in _OF_POSITIONS:
+            entries.pop(name, None)
+    needed = ("input_ids", place, "labels")
     if missing := [name for name in needed if name not in entries]:
         raise UnsupportedError(
-            f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], their "
-            "attention_mask and labels, as TRL's collators make them without padding_free"
+            f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], labels "
+            "and attention_mask (position_ids with padding_free), as TRL's collators make them"
         )
     if others := sorted(entries.keys() - set(needed)):
         raise UnsupportedError(
             f"the batch has {', '.join(others)}, which is not packed yet; train on text alone, "
             "with the entries input_ids, attention_mask and labels (or completion_mask)"
         )
-    return entries["input_ids"], entries["attention_mask"], entries["labels"]
+    return entries
 
 
-def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
+def _check_rows(input_ids: np.ndarray, labels: np.ndarray, **place: np.ndarray) -> None:
     """Refuses rows whose scores would not be where TRL looks for them, or of other tokens."""
-    for bad in np.flatnonzero(mask[:, 0] == 0)[:1]:
+    for name, values in {"labels": labels, **place}.items():
+        if values.shape != input_ids.shape:
+            raise ForestError(
+                f"{name} must be [B, L] as input_ids, {list(input_ids.shape)}, got "
+                f"{list(values.shape)}"
+            )
+    # 0 at padding of attention_mask, at the beginnings of samples of position_ids
+    ((name, places),) = place.items()
+    for bad in np.flatnonzero(places[:, 0] == 0)[: name == "attention_mask"]:
         raise UnsupportedError(
             f"row {bad} begins with padding: rows must be padded on the right, as TRL's collators "
             "for DPO and SFT pad them"
         )
-    wrong = (labels != _NO_LABEL) & ((labels != ids) | (mask == 0))
+    wrong = (labels != _NO_LABEL) & ((labels != input_ids) | (places == 0))
     for row, column in np.argwhere(wrong)[:1]:
         raise UnsupportedError(
             f"labels[{row}, {column}] is {labels[row, column]} where input_ids has "
-            f"{ids[row, column]} and attention_mask {mask[row, column]}: a label must be -100 or "
-            "the row's token"
+            f"{input_ids[row, column]} and {name} {places[row, column]}: a label must be -100 or "
+            f"the row's token, and -100 where {name} is 0"
         )
 
+
+#: Settings of the table `ALONE` that are verified with these trainers.
+_VERIFIED = ("use_liger_kernel", "torch_compile", "activation_offloading")
 
 # ---- SFT -----------------------------------------------------------------------------------------
 
@@ -169,8 +197,11 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(SFTTrainer)
         super().__init__(*args, **kwargs)
-        self._start(recompute, SFT)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+        self._start(recompute, SFT, verified=_VERIFIED)
+        advice = PACKING_ADVICE if self.args.packing else DATA_SET_ADVICE
+        self._sharing = SharingReport(self, advice, recompute=self._recompute)
+        if self.args.packing and self.accelerator.is_main_process:
+            warn_of_packing(self.args.packing_strategy)
 
     def compute_loss(
         self,
@@ -179,7 +210,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Computes TRL's loss of input_ids, attention_mask and labels, int64 [B, L], and images."""
+        """Computes TRL's loss of a batch of `PackedModel`."""
         outputs = "entropy", "is_top1"
         packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
@@ -214,12 +245,12 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(DPOTrainer)
         super().__init__(*args, **kwargs)
-        self._start(recompute)
+        self._start(recompute, verified=_VERIFIED)
         self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         # TRL's constructor calls it
-        prepare_trainer(self)
+        prepare_trainer(self, _VERIFIED)
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(
@@ -235,7 +266,9 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
             outputs.append("log_sum_sq_probs")
         packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         if not self.precompute_ref_logps:
-            reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            # not by truth value: a compiled model has none
+            model_of_reference = self.model if self.ref_model is None else self.ref_model
+            reference = self.compute_ref_log_probs(model_of_reference, inputs)
             names = ("ref_chosen_logps", "ref_rejected_logps")
             inputs = {**inputs, **dict(zip(names, reference, strict=True))}
         # the batch has them, so TRL calls no model but `packed`

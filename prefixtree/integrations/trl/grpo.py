@@ -77,8 +77,11 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
     ) -> None:
         check_trainer(GRPOTrainer)
         super().__init__(*args, **kwargs)
-        verified = "use_liger_kernel", "torch_compile", "fp16"
+        verified = "use_liger_kernel", "torch_compile", "fp16", "cast_lm_head_to_fp32"
         self._start(recompute, verified=verified, deepspeed=True)
+        if self.args.cast_lm_head_to_fp32:
+            for each in (self.model, self.ref_model):
+                _take_head_out_of_autocast(each)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         limits: dict[str, Any] = {"recompute": self._recompute, "max_tokens": self._max_tokens}
         self._trunks = StepTrunks(self, keep_trunks, **limits, sees=self._is_vlm)
@@ -189,6 +192,21 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             batches += self._batches(ids, mask, inputs["prompt_ids"].shape[1], None, images)
         each, blocks = self._trunks.together, np.argsort(self._blocks).tolist()
         return [batch for i in blocks for batch in batches[i * each : (i + 1) * each]]
+
+
+def _take_head_out_of_autocast(model: nn.Module | None) -> None:
+    """Keeps the lm_head's forward, which TRL set, in float32 where autocast would cast it."""
+    if model is None:
+        return
+    lm_head = transformer_of(model).get_output_embeddings()
+    forward = lm_head.forward
+
+    def in_float32(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits: torch.Tensor = forward(hidden)
+        return logits
+
+    lm_head.forward = in_float32
 
 
 def _completions(batch: Batch, scores: SequenceScores, prompt: int) -> _Scores:

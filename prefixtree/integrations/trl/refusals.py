@@ -42,17 +42,6 @@ ARGUMENTS = (
         '{name}={value!r}: only the dynamic cache is verified with attn_implementation="prefixtree"'
         ": leave it None",
     ),
-    Refusal(
-        "cast_lm_head_to_fp32",
-        is_set("cast_lm_head_to_fp32", False, None),
-        "{name}={value!r}: under autocast the lm_head would still compute in its dtype; everything "
-        "after the logits is computed in float32 anyway: set it to False",
-    ),
-    Refusal(
-        "activation_offloading",
-        is_set("activation_offloading", False, None),
-        "{name}={value!r} is not verified on packed batches; set it to False",
-    ),
 )
 #: Arguments that are verified with some trainers, alone: not where another library splits the model
 #: or wraps its layers, and not with images.
@@ -71,6 +60,16 @@ ALONE = (
         "fp16",
         is_set("fp16", False, None),
         "{name}={value!r} is not verified {place}; use bf16, or float32",
+    ),
+    Refusal(
+        "cast_lm_head_to_fp32",
+        is_set("cast_lm_head_to_fp32", False, None),
+        "{name}={value!r} is not verified {place}; set it to False",
+    ),
+    Refusal(
+        "activation_offloading",
+        is_set("activation_offloading", False, None),
+        "{name}={value!r} is not verified {place}; set it to False",
     ),
 )
 
@@ -300,6 +299,15 @@ RECOMPUTED = (
         f"plan: {_INSTEAD}; or leave torch_compile out and call prefixtree.compile_layers(model)",
     ),
 )
+#: Refusals of trainers that get recompute="auto".
+MEASURED = (
+    Refusal(
+        "recompute='auto' with activation_offloading",
+        lambda trainer: getattr(trainer.args, "activation_offloading", False),
+        "{name}: plans are made from bytes that stay on the device, and offloading moves them: "
+        "leave recompute None, and set gradient_checkpointing",
+    ),
+)
 #: Refusals of rows that join several samples.
 JOINED = Refusal(
     "packing",
@@ -313,7 +321,18 @@ _LOGITS = (
 )
 #: Refusals of `PrefixTreeSFTTrainer`.
 SFT = (
-    JOINED,
+    Refusal(
+        "padding_free with images",
+        lambda trainer: trainer.padding_free and trainer._is_vlm,
+        "{name} (packing_strategy 'bfd' sets it too) is not verified under TRL; set it to False, "
+        "or for a text-only run pass the tokenizer as processing_class",
+    ),
+    Refusal(
+        "padding_free with compute_metrics",
+        lambda trainer: trainer.padding_free and trainer.compute_metrics is not None,
+        "{name} (packing_strategy 'bfd' sets it too): TRL computes the logits from joined rows, "
+        "outside of the packed forward: set padding_free=False and packing=False",
+    ),
     Refusal("compute_loss_func", lambda trainer: trainer.compute_loss_func is not None, _LOGITS),
     Refusal(
         "label_smoothing_factor",
@@ -469,6 +488,8 @@ def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
     """Returns `recompute` if it is verified with the trainer's settings."""
     if recompute is not None:
         refuse(RECOMPUTED, trainer, recompute=recompute)
+    if recompute == "auto":
+        refuse(MEASURED, trainer)
     return recompute
 
 

@@ -23,6 +23,10 @@ DATA_SET_ADVICE = (
     "train_sampling_strategy='sequential', and make per_device_train_batch_size at least their "
     "number; or use TRL's trainer"
 )
+PACKING_ADVICE = (
+    "set packing=False, or padding_free=True alone, which both keep the order of the data set, and "
+    f"{DATA_SET_ADVICE}"
+)
 
 
 class SharingReport(TrainerCallback):
@@ -93,3 +97,17 @@ class SharingReport(TrainerCallback):
                 f"{work.ratio:.2f}), so this trainer saves nothing; {self._advice}",
                 stacklevel=2,
             )
+
+
+def warn_of_packing(strategy: str) -> None:
+    """Warns that TRL's `packing` scatters samples that begin alike."""
+    how = (
+        "cuts samples wherever a row ends, and rows begin anywhere"
+        if strategy == "wrapped"
+        else "puts samples together by their lengths"
+    )
+    warnings.warn(
+        f"packing=True ({strategy}) {how}, so samples that begin alike may stand in different "
+        f"batches, which share nothing (see prefixtree/replication_ratio); {PACKING_ADVICE}",
+        stacklevel=3,
+    )

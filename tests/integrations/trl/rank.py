@@ -40,7 +40,7 @@ from tests.integrations.trl.runs import (
     worst_metric,
     worst_parameter,
 )
-from tests.integrations.trl.sample_runs import compare_on_ranks
+from tests.integrations.trl.sample_runs import SFT, compare_on_ranks
 
 CONFIGS = {
     "tied": lambda: tiny_config(tie_word_embeddings=True),
@@ -220,6 +220,11 @@ def samples(case: Case, folder: Path) -> dict[str, Any]:
     return compare_on_ranks(folder, **_sharded(case))
 
 
+def joined(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainer for SFT on rows of several samples against TRL's."""
+    return compare_on_ranks(folder, {"sft": SFT}, **_sharded(case))
+
+
 def distilled(case: Case, folder: Path) -> dict[str, Any]:
     """The trainers for distillation against TRL's."""
     return compare_on_ranks(folder, {"on policy": DISTILLATION, "gkd": GKD}, **_sharded(case))
@@ -331,6 +336,8 @@ CASES: dict[str, tuple[Ask, Case]] = {
     ),
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),
+    "joined rows": (joined, Case({"padding_free": True, "max_length": None})),
+    "joined rows, sharded": (joined, Case({"packing": True, "max_length": 400}, {})),
     "distillation": (distilled, Case({"per_device_train_batch_size": 3})),
     "distillation, sharded": (
         distilled,

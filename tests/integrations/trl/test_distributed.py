@@ -16,6 +16,7 @@ from tests.integrations.trl.rank import (
     compare,
     distilled,
     in_bfloat16,
+    joined,
     resume,
     sampled,
     samples,
@@ -103,7 +104,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 @pytest.mark.parametrize("name", mostly(TWO, EVERY_TIME))
 def test_two_ranks(two_ranks: dict[str, dict[str, Any]], name: str) -> None:
     ask, result = CASES[name][0], two_ranks[name]
-    if ask in (samples, distilled):
+    if ask in (samples, joined, distilled):
         check_samples(name, result)
         return
     check_run(name, result, 2)

@@ -90,6 +90,7 @@ def test_without_the_head_it_is_the_model(models: tuple[Any, Any]) -> None:
     ("changes", "message"),
     [
         ({"attention_mask": None}, "the batch has no attention_mask: rows are packed from"),
+        ({"seq_idx": torch.ones(1)}, "the batch has seq_idx, which is not packed yet"),
         ({"labels": None}, "the batch has no labels"),
         ({"pixel_values": torch.ones(1)}, "the batch has pixel_values, which is not packed yet"),
         ({"position_ids": torch.ones(1)}, "the batch has position_ids, which is not packed"),
@@ -125,3 +126,34 @@ def test_rows(models: tuple[Any, Any]) -> None:
     mask[0, 1] = 0
     with pytest.raises(ForestError, match="a hole"):
         call(attention_mask=mask)
+
+
+def test_joined_rows(models: tuple[Any, Any]) -> None:
+    """As TRL's collator makes them of samples, of which the second ends a row of its own."""
+    samples = make_batch()
+    lengths = samples["attention_mask"].sum(1).tolist()
+    ids, labels = (
+        torch.cat([row[:n] for row, n in zip(samples[name], lengths, strict=True)])[None]
+        for name in ("input_ids", "labels")
+    )
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+
+    def call(**changes: Any) -> Any:
+        batch = {"input_ids": ids, "labels": labels, "position_ids": positions, **changes}
+        return PackedModel(models[0], OUTPUTS)(**batch, fused_lm_head=True)
+
+    alone = PackedModel(models[0], OUTPUTS)(**samples, fused_lm_head=True)
+    borders = {"cu_seq_lens_q": positions, "max_length_k": 12, "seq_idx": positions}
+    joined = call(**borders)
+    for name, value in alone.items():
+        assert torch.equal(joined[name][joined.label_mask], value[alone.label_mask]), name
+    with pytest.raises(UnsupportedError, match=r"labels\[0, 12\] .* and position_ids 0: a label"):
+        call(labels=labels.where(positions > 0, ids).index_fill(1, torch.tensor([0]), -100))
+    with pytest.raises(UnsupportedError, match=r"labels\[0, 5\] is 7 where input_ids has"):
+        call(labels=labels.index_fill(1, torch.tensor([5]), 7))
+    with pytest.raises(ForestError, match="position_ids of row 0 jump to 9 at column 5"):
+        call(position_ids=positions.index_fill(1, torch.tensor([5]), 9))
+    with pytest.raises(ForestError, match=r"position_ids must be .* as input_ids, \[1, 42\], got"):
+        call(position_ids=positions[:, :-1])
+    with pytest.raises(ForestError, match=r"labels must be .* as input_ids, \[1, 42\], got"):
+        call(labels=labels[:, :-1])

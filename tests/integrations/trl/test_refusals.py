@@ -119,6 +119,10 @@ def sft(**arguments: Any) -> Case:
     return lambda run: make_sft(PrefixTreeSFTTrainer, run.folder, **arguments)
 
 
+def gkd(**arguments: Any) -> Case:
+    return lambda run: make_gkd(PrefixTreeGKDTrainer, run.folder, max_length=None, **arguments)
+
+
 def sampling(**changes: Any) -> Case:
     return lambda run: tree_rollouts([], run.set_arguments(**changes))
 
@@ -129,8 +133,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         with_argument(use_transformers_continuous_batching=True),
     ),
     "ARGUMENTS: cache_implementation": (with_argument(cache_implementation="static"),),
-    "ARGUMENTS: cast_lm_head_to_fp32": (with_argument(cast_lm_head_to_fp32=True),),
-    "ARGUMENTS: activation_offloading": (
+    "ALONE: activation_offloading": (
         lambda run: refusals.check_arguments(SimpleNamespace(activation_offloading=True)),
     ),
     **{
@@ -143,7 +146,7 @@ CASES: dict[str, tuple[Case, ...]] = {
                 run.set_arguments(**{name: True}) and run.with_fsdp()
             ),
         )
-        for name in ("use_liger_kernel", "torch_compile", "fp16")
+        for name in ("use_liger_kernel", "torch_compile", "fp16", "cast_lm_head_to_fp32")
     },
     "DISTRIBUTIONS: parallelism_config": (
         lambda run: refusals.check_distribution(
@@ -201,11 +204,19 @@ CASES: dict[str, tuple[Case, ...]] = {
     "RECOMPUTED: recompute with torch_compile": (
         lambda run: refusals.check_recompute(run.set_arguments(torch_compile=True), "all"),
     ),
-    "JOINED: packing": (
-        sft(packing=True, gradient_checkpointing=False),
-        sft(packing=True, packing_strategy="wrapped"),
-        sft(eval_packing=True),
-        sft(padding_free=True, max_length=None),
+    # test_switches.py has the trainers
+    "MEASURED: recompute='auto' with activation_offloading": (
+        lambda run: refusals.check_recompute(
+            SimpleNamespace(args=SimpleNamespace(activation_offloading=True)), "auto"
+        ),
+    ),
+    "JOINED: packing": (gkd(packing=True, packing_strategy="wrapped"), gkd(eval_packing=True)),
+    "SFT: padding_free with images": (
+        lambda run: refuse(refusals.SFT, SimpleNamespace(padding_free=True, _is_vlm=True)),
+    ),
+    "SFT: padding_free with compute_metrics": (
+        sft(packing=True, options={"compute_metrics": lambda prediction: {}}),
+        sft(padding_free=True, max_length=None, options={"compute_metrics": lambda p: {}}),
     ),
     "SFT: compute_loss_func": (
         sft(options={"compute_loss_func": lambda *args, **kwargs: torch.zeros(())}),

@@ -11,7 +11,14 @@ from transformers import AutoTokenizer
 from trl import SFTTrainer
 
 from prefixtree.integrations.trl import PrefixTreeSFTTrainer
-from tests.integrations.trl.runs import assert_equal_runs, moved, parameters, worst_parameter
+from tests.integrations.trl.runs import (
+    assert_equal_runs,
+    moved,
+    parameters,
+    save_model,
+    tiny_mixture,
+    worst_parameter,
+)
 from tests.integrations.trl.sample_runs import (
     SFT,
     make_sft,
@@ -20,6 +27,7 @@ from tests.integrations.trl.sample_runs import (
     turns,
 )
 from tests.support.chat_tokenizer import CHATML
+from tests.support.full import mostly
 
 # marks what an assistant says, with the end of its turn
 _MARKED = CHATML.replace(
@@ -71,6 +79,49 @@ def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
     ours, theirs = SFT.trained(folder, **arguments)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
+
+
+JOINED: dict[str, dict[str, Any]] = {
+    "padding_free": {"padding_free": True, "max_length": None},
+    "padded to a multiple": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
+    "bfd": {"packing": True},
+    "bfd_split": {"packing": True, "packing_strategy": "bfd_split", "max_length": 90},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 200},
+    "wrapped, padding_free": {
+        **{"packing": True, "packing_strategy": "wrapped", "max_length": 200},
+        "padding_free": True,
+    },
+    "experts": {"padding_free": True, "max_length": None, "router_aux_loss_coef": 3.0},
+}
+
+
+@pytest.mark.parametrize("optimizer", mostly(["sgd", "adamw_torch"], ["sgd"]))
+@pytest.mark.parametrize("name", mostly(JOINED, ["padded to a multiple"]))
+@pytest.mark.filterwarnings("ignore:the first optimiser step shared nothing")
+@pytest.mark.filterwarnings("ignore:packing=True")
+@pytest.mark.usefixtures("unprobed")
+def test_joined_rows(tmp_path: Path, name: str, optimizer: str) -> None:
+    """Rows of several samples, which still share what begins alike; evaluation has its own."""
+    folder = save_model(tmp_path, tiny_mixture() if name == "experts" else None)
+    arguments = {
+        "per_device_train_batch_size": 3 if "packing" in JOINED[name] else 6,
+        "max_length": 400,
+        "optim": optimizer,
+        "learning_rate": 0.3 if optimizer == "sgd" else 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "options": {"eval_dataset": turns(3)},
+        **JOINED[name],
+    }
+    ours, theirs = SFT.both(folder, **arguments)
+    rows = rows_of_calls(ours.model)
+    ours.train()
+    theirs.train()
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+    assert set(rows) == {1}
+    # rows of `wrapped` begin anywhere
+    assert min(ratios(ours)) > (1.2 if "wrapped" not in name else 0.99)
 
 
 def test_whole_conversations_and_the_assistants_mask(folder: Path) -> None:

@@ -17,14 +17,18 @@ from trl import GRPOTrainer
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.core.batch import Batch
-from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl import (
+    PrefixTreeDPOTrainer,
+    PrefixTreeGRPOTrainer,
+    PrefixTreeSFTTrainer,
+)
 from prefixtree.integrations.trl.distillation import PrefixTreeDistillationTrainer
 from prefixtree.integrations.trl.kept_windows import KeptWindow
 from prefixtree.integrations.trl.micro_batches import sharing_advice
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from tests.integrations.trl.distillation_runs import make_distillation
 from tests.integrations.trl.runs import SameOrder, make, rollouts, sharing_report, train
-from tests.integrations.trl.sample_runs import make_dpo
+from tests.integrations.trl.sample_runs import make_dpo, make_sft
 
 FIRST = "the first optimiser step"
 
@@ -56,6 +60,35 @@ def test_completions_that_are_alone(folder: Path) -> None:
 
 def test_groups_that_share_their_prompt(folder: Path) -> None:
     assert warned(PrefixTreeGRPOTrainer, folder) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"packing": True}, "(bfd) puts samples together by their lengths"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "(wrapped) cuts samples wherever a row"),
+        ({"padding_free": True, "max_length": None}, None),
+    ],
+)
+def test_packing_scatters_samples(
+    folder: Path, arguments: dict[str, Any], words: str | None
+) -> None:
+    """Said when the trainer is made, and once more where nothing is left to share."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_sft(PrefixTreeSFTTrainer, folder, max_steps=1, **arguments).train()
+    messages = {
+        text: Path(each.filename).name
+        for each in caught
+        if "samples" in (text := str(each.message))
+    }
+    found = [text for text in messages if text.startswith("packing=True")]
+    assert len(found) == (words is not None)
+    assert all(words in text and "set packing=False" in text for text in found if words)
+    assert all(messages[text] == "sample_runs.py" for text in found)
+    nothing = [text for text in messages if "shared nothing" in text]
+    assert len(nothing) == ("packing_strategy" in arguments)
+    assert all("saves nothing; set packing=False, or" in text for text in nothing)
 
 
 @pytest.mark.parametrize("is_dpo", [False, True])
