@@ -189,16 +189,19 @@ HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
 
 # routes of a rollout engine, which verl's own FSDP engines ignore: beside each sequence alone, whose
 # routers are made to choose them
-_REPLAY: dict[str, Any] = {"model": "qwen3_moe", "routes": True, "beside": "alone"}
+_REPLAY: dict[str, Any] = {"routes": True, "beside": "alone"}
+_MOE = _REPLAY | {"model": "qwen3_moe"}
 REPLAY_CASES: dict[str, Settings] = {
-    "grpo, routes": Settings(**_REPLAY),
+    "grpo, routes": Settings(**_MOE),
     "grpo, routes, AdamW": Settings(
-        **_REPLAY, optimizer="AdamW", lr=1e-3, epochs=2, recompute="auto", checkpointing=False
+        **_MOE, optimizer="AdamW", lr=1e-3, epochs=2, recompute="auto", checkpointing=False
     ),
     "grpo, routes, lora": Settings(
-        **_REPLAY, model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0
+        **_MOE, model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0
     ),
-    "grpo, routes, long sequences": Settings(**_REPLAY, tokens=20, even=False),
+    "grpo, routes, long sequences": Settings(**_MOE, tokens=20, even=False),
     # a critic, which has no routes
-    "ppo, routes, fsdp1": Settings(**_REPLAY, algorithm="ppo", engine={"strategy": "fsdp"}),
+    "ppo, routes, fsdp1": Settings(
+        **_REPLAY, model="qwen3_moe_tied", algorithm="ppo", engine={"strategy": "fsdp"}
+    ),
 }

@@ -90,8 +90,13 @@ def save_model(kind: str, folder: Path) -> Path:
         lists = {name: list(value) for name, value in sizes.items() if isinstance(value, tuple)}
         more = {"eos_token_id": 1, "initializer_range": 0.2, "tie_word_embeddings": tied}
         config = AutoConfig.for_model(family, **{**sizes, **lists, **more})
-    elif kind == "qwen3_moe":
-        config = Qwen3MoeConfig(**_SIZES, **_EXPERTS, architectures=["Qwen3MoeForCausalLM"])
+    elif family == "qwen3_moe":
+        config = Qwen3MoeConfig(
+            **_SIZES,
+            **_EXPERTS,
+            architectures=["Qwen3MoeForCausalLM"],
+            tie_word_embeddings=tied,
+        )
     else:
         config = Qwen3Config(**_SIZES, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=tied)
     torch.manual_seed(0)
