@@ -179,8 +179,8 @@ _LARGEST_EXPERT = 2**15 - 1
 # what engines write in the place of an expert that they did not record
 _UNRECORDED = -1
 _RECORD = (
-    "a token that the engine did not record: record it too, or drop the sequence; rows at the end may "
-    "be so, or be left out, if from_sequences(..., loss_mask=) says that no token after them is scored"
+    "a token that the engine did not record: record it too, or drop the sequence; rows at the end "
+    "may be so, or be left out, where from_sequences(..., loss_mask=) scores no token after them"
 )
 
 

@@ -91,7 +91,7 @@ def test_an_end_that_is_not_recorded(rows: list[list[int]]):
     # the row on which the last scored token depends is needed
     for later in ([0, 1, 1, 1, 0], torch.tensor([0, 0, 0, 0, 1]), None):
         masks = None if later is None else [later]
-        with pytest.raises(pt.ForestError, match="rows for 5 tokens|did not record: record it"):
+        with pytest.raises(pt.ForestError, match=r"rows for 5 tokens|did not record: record it"):
             pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]], routes=[route], loss_mask=masks)
 
 
@@ -108,7 +108,11 @@ def test_a_sequence_of_which_nothing_is_scored():
     ("routes", "masks", "message"),
     [
         ([_route(0, 0)] * 2, [[1, 1]], "loss_mask has 1 masks for 2 sequences"),
-        ([_route(0, 0)] * 2, [[1, 1], [1]], r"loss_mask\[1\] has shape \[1\]; expected .* length 2"),
+        (
+            [_route(0, 0)] * 2,
+            [[1, 1], [1]],
+            r"loss_mask\[1\] has shape \[1\]; expected .* length 2",
+        ),
         ([_route(0, 0)] * 2, [[1, 1], [1, 0.5]], r"loss_mask\[1\]\[1\] is 0.5; a mask is 0 or 1"),
         (None, [[1, 1], [1, 1]], "loss_mask says which routes may be missing, and there are none"),
     ],

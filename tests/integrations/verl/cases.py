@@ -187,18 +187,23 @@ HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
     ),
 }
 
-# routes of a rollout engine, which verl's own FSDP engines ignore: beside each sequence alone, whose
-# routers are made to choose them
+# routes of a rollout engine, which verl's own FSDP engines ignore: beside each sequence alone,
+# whose routers are made to choose them
 _REPLAY: dict[str, Any] = {"routes": True, "beside": "alone"}
 _MOE = _REPLAY | {"model": "qwen3_moe"}
 REPLAY_CASES: dict[str, Settings] = {
     "grpo, routes": Settings(**_MOE),
+    # 2.7e-5 apart on two ranks, of 3.7e-3 moved: of a gradient that is rounding Adam makes a step
     "grpo, routes, AdamW": Settings(
-        **_MOE, optimizer="AdamW", lr=1e-3, epochs=2, recompute="auto", checkpointing=False
+        **_MOE,
+        optimizer="AdamW",
+        lr=1e-3,
+        epochs=2,
+        recompute="auto",
+        checkpointing=False,
+        tolerance=1e-4,
     ),
-    "grpo, routes, lora": Settings(
-        **_MOE, model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0
-    ),
+    "grpo, routes, lora": Settings(**_MOE, model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0),
     "grpo, routes, long sequences": Settings(**_MOE, tokens=20, even=False),
     # a critic, which has no routes
     "ppo, routes, fsdp1": Settings(

@@ -73,7 +73,7 @@ def _infer(worker: Any, rows: dict[str, list[Any]], **extra: Any) -> list[torch.
 
 @needs_replay
 def test_a_reference_chooses_by_itself(models: Path) -> None:
-    """With LoRA verl asks the actor's engine for it, without the adapter; a critic has no routes."""
+    """With LoRA verl asks the actor's engine for it, without the adapter."""
     lora = REPLAY_CASES["grpo, routes, lora"]
     rows = rollouts(10, groups=2, size=4)
     routed = with_routes(rows)
@@ -103,7 +103,9 @@ def test_routes_of_another_model(models: Path) -> None:
         with pytest.raises(ValueError, match=message):
             worker.infer_batch(data)
     dense = make_worker("prefixtree", models / "qwen3", SETTINGS)
-    with pytest.raises(UnsupportedError, match="'qwen3', only in .*enable_rollout_routing_replay=F"):
+    with pytest.raises(
+        UnsupportedError, match=r"'qwen3', only in .*enable_rollout_routing_replay=F"
+    ):
         dense.infer_batch(batch_of(rows, compute_loss=False, **COMMON))
 
 

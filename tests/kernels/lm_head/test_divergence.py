@@ -208,7 +208,7 @@ def test_another_vocabulary(by_kernels):
     with pytest.raises(ValueError, match=r"gives 44 .* the model 41: .*vocabulary=41"):
         case.scored(0.3)
     case.vocabulary = 43
-    with pytest.raises(ValueError, match="gives 43 .* the model 41 of the first 43: they"):
+    with pytest.raises(ValueError, match=r"gives 43 .* the model 41 of the first 43: they"):
         case.scored(0.3)
 
 
