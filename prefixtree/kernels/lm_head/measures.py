@@ -206,13 +206,17 @@ class BoundMeasure:
         x [R, V] is the lm_head's output, overwritten; `at` the chunk's first edge; `rest` the
         arguments of `score` after x.
         """
-        # the kernels take the model's logits whole
-        is_served = isinstance(self._measure, Divergence) and kernels is not eager
-        if not is_served or self._measure.vocabulary not in (None, x.shape[1]):
+        measure = self._measure
+        if (
+            not isinstance(measure, Divergence)
+            or kernels is eager
+            # the kernels take the model's logits whole
+            or measure.vocabulary not in (None, x.shape[1])
+        ):
             self.write(x, at, out)
             kernels.score(x, *rest)
             return
-        teacher = self._measure.rows(self._at(at, len(x)), out)
+        teacher = measure.rows(self._at(at, len(x)), out)
         kernels.score(x, *rest, teacher)
         self._kept[at] = teacher.kept
         self._compare(out, at, False)

@@ -205,6 +205,9 @@ REPLAY_CASES: dict[str, Settings] = {
     ),
     "grpo, routes, lora": Settings(**_MOE, model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0),
     "grpo, routes, long sequences": Settings(**_MOE, tokens=20, even=False),
+    "grpo, routes, two ranks a forest": Settings(
+        routes=True, beside="undivided", model="qwen3_moe", engine=TWO_RANKS, tokens=30
+    ),
     # a critic, which has no routes
     "ppo, routes, fsdp1": Settings(
         **_REPLAY, model="qwen3_moe_tied", algorithm="ppo", engine={"strategy": "fsdp"}

@@ -302,7 +302,7 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
     if vendor == "stock" and settings.model in VISION:
         with patches_taken_back():
             return _run(vendor, folder, settings, rank, world)
-    if vendor == "alone":
+    if vendor == "alone" or (settings.routes and vendor != "prefixtree"):
         settings = replace(settings, tokens=None, size=1)
     return _run(vendor, folder, settings, rank, world)
 
@@ -329,7 +329,7 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
 
     actor = make_worker(vendor, path, settings)
     actor.set_loss_fn(actor_loss(settings))
-    if settings.routes and vendor == "alone":
+    if settings.routes and vendor != "prefixtree":
         force_routes(actor, rows)
     roles = {"actor": actor}
     infer = {}

@@ -35,7 +35,9 @@ SETTINGS = CASES["grpo, experts"]
 COMMON = {"temperature": 0.7, "global_token_num": None}
 # every time
 ONE = ("grpo, routes", "grpo, routes, AdamW", "grpo, routes, lora", "ppo, routes, fsdp1")
-TWO = ("grpo, routes", "grpo, routes, long sequences")
+TWO = ("grpo, routes, long sequences", "grpo, routes, two ranks a forest")
+# on two ranks alone
+TOGETHER = TWO[1:]
 
 SERVED = version.parse(transformers.__version__) >= version.parse(OLDEST_WITH_STATES)
 needs_replay = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
@@ -47,10 +49,10 @@ def two_ranks(models: Path) -> list[dict[Any, Any]]:
 
 
 @needs_replay
-@pytest.mark.parametrize("name", mostly(REPLAY_CASES, ONE))
+@pytest.mark.parametrize("name", mostly([n for n in REPLAY_CASES if n not in TOGETHER], ONE))
 def test_one_rank(name: str, models: Path) -> None:
     settings = REPLAY_CASES[name]
-    stock = run("alone", models, settings)
+    stock = run(settings.beside, models, settings)
     differences = check_same(stock, run("prefixtree", models, settings), settings)
     print("DIFF", name, {k: f"{v:.1e}" for k, v in differences.items()})
 
@@ -59,8 +61,9 @@ def test_one_rank(name: str, models: Path) -> None:
 @pytest.mark.parametrize("name", mostly(REPLAY_CASES, TWO))
 def test_two_ranks(name: str, two_ranks: list[dict[Any, Any]]) -> None:
     for results in two_ranks:
+        settings = REPLAY_CASES[name]
         differences = check_same(
-            results[name, "alone"], results[name, "prefixtree"], REPLAY_CASES[name]
+            results[name, settings.beside], results[name, "prefixtree"], settings
         )
         print("DIFF", name, {k: f"{v:.1e}" for k, v in differences.items()})
 
