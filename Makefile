@@ -107,7 +107,8 @@ test-full-verl:
 # tree, so that of $(VENV) stands before it
 test-verl-hybrids: .venvs/verl-$(VERL)/.ready
 	$(TEST_ENV) PYTHONPATH=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
-	  .venvs/verl-$(VERL)/bin/python -m pytest tests/integrations/verl/test_hybrids.py $(ARGS)
+	  .venvs/verl-$(VERL)/bin/python -m pytest tests/integrations/verl/test_hybrids.py \
+	  tests/integrations/verl/test_replay.py $(ARGS)
 
 # torch from $(VENV), which comes first, so that verl brings none; then what verl imports but does not
 # require. The project's folder too: Ray's workers start elsewhere

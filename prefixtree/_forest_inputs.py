@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._numbers import entries, to_numpy
+from prefixtree._numbers import entries, selection, to_numpy
 from prefixtree.errors import ForestError
 
 # ---- token ids and labels ------------------------------------------------------------------------
@@ -179,27 +179,30 @@ _LARGEST_EXPERT = 2**15 - 1
 # what engines write in the place of an expert that they did not record
 _UNRECORDED = -1
 _RECORD = (
-    "a token that the engine did not record: record the prompt too, or drop the sequence; only the "
-    "last row that from_sequences gets may be so, or be left out"
+    "a token that the engine did not record: record it too, or drop the sequence; rows at the end "
+    "may be so, or be left out, where from_sequences(..., loss_mask=) scores no token after them"
 )
 
 
-def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
+def join_routes(
+    routes: Iterable[Any], lengths: np.ndarray, loss_mask: Iterable[Any] | None = None
+) -> np.ndarray:
     """Checks the routes of sequences and puts them one after another.
 
     Args:
-        routes: S integer arrays [n, L, k], or [n - 1, L, k]. Engines record none for a sequence's
-            last token, on whose experts none of its scores depends: its row may be left out, or
-            be zeros, or -1.
+        routes: S integer arrays [n, L, k] or with fewer rows. Rows on which no scored token depends
+            may be left out, or be zeros, or -1.
         lengths: int64 [S], the numbers of tokens.
+        loss_mask: S masks [n], the scored tokens. Default: all.
 
     Returns:
         int16 [R, L, k], each token's experts ascending: their order changes nothing. Experts
-        0 .. k - 1 where the last token's are not recorded.
+        0 .. k - 1 where none are recorded.
 
     Raises:
         ForestError: routes of another number or length than the sequences, of several numbers of
-            layers or experts per token, experts below 0, or one that is named twice.
+            layers or experts per token, experts below 0, or one that is named twice; masks of
+            another number or length.
     """
     listed = entries("routes", routes, "a list of one array per sequence")
     given = [to_numpy(route, f"routes[{i}]") for i, route in enumerate(listed)]
@@ -209,25 +212,41 @@ def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
             "sequences"
         )
     expected = given[0].shape[1:] if given[0].ndim == 3 else (0, 0)
-    for i, (route, length) in enumerate(zip(given, lengths.tolist(), strict=True)):
-        _check(route, f"routes[{i}]", length, expected)
-        if len(route) == length and (route[-1] == _UNRECORDED).all():
-            given[i] = route = route[:-1]
-        _check_experts(route, f"routes[{i}]")
+    needed = lengths - 1 if loss_mask is None else _last_scored(loss_mask, lengths)
     joined = np.zeros((int(lengths.sum()), *expected), np.int16)
-    # a row that is not there
+    # where nothing is recorded
     joined[:] = np.arange(expected[1], dtype=np.int16)
-    last = np.cumsum(lengths) - 1
-    for route, end, length in zip(given, last.tolist(), lengths.tolist(), strict=True):
-        joined[end + 1 - length : end + 1 - length + len(route)] = np.sort(route, axis=-1)
-    twice = _names_twice(joined)
-    joined[last[twice[last]]] = np.arange(expected[1], dtype=np.int16)
-    twice[last] = False
-    for bad in np.flatnonzero(twice)[:1]:
-        i = int(np.searchsorted(last, bad))
-        at = bad - (last[i] + 1 - lengths[i])
-        _refuse_twice(f"routes[{i}][{at}]", joined[bad])
+    first = np.cumsum(lengths) - lengths
+    for i, (route, n, least, at) in enumerate(
+        zip(given, lengths.tolist(), needed.tolist(), first.tolist(), strict=True)
+    ):
+        name = f"routes[{i}]"
+        _check(route, name, n, expected, least)
+        in_order = np.sort(route, axis=-1)
+        twice = _names_twice(in_order)
+        recorded = ~(twice | (route == _UNRECORDED).all((1, 2)))
+        recorded[:least] = True
+        _check_experts(route, name, recorded)
+        for bad in np.flatnonzero(twice & recorded)[:1]:
+            _refuse_twice(f"{name}[{bad}]", in_order[bad])
+        joined[at : at + len(route)][recorded] = in_order[recorded]
     return joined
+
+
+def _last_scored(loss_mask: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
+    """The index of each sequence's last scored token, int64 [S]; 0 without one."""
+    masks = entries("loss_mask", loss_mask, "a list of one mask per sequence")
+    if len(masks) != len(lengths):
+        raise ForestError(f"loss_mask has {len(masks)} masks for {len(lengths)} sequences")
+    last = np.zeros(len(lengths), np.int64)
+    for i, n in enumerate(lengths.tolist()):
+        mask = selection(f"loss_mask[{i}]", masks[i])
+        if mask.shape != (n,):
+            raise ForestError(
+                f"loss_mask[{i}] has shape {list(mask.shape)}; expected the sequence's length {n}"
+            )
+        last[i] = np.flatnonzero(mask).max(initial=0)
+    return last
 
 
 def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
@@ -237,8 +256,8 @@ def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
         ForestError: as `join_routes`.
     """
     given = to_numpy(routes, "routes")
-    _check(given, "routes", num_tokens, given.shape[1:])
-    _check_experts(given, "routes")
+    _check(given, "routes", num_tokens, given.shape[1:], num_tokens - 1)
+    _check_experts(given, "routes", np.ones(len(given), bool))
     if len(given) != num_tokens:
         raise ForestError(f"routes has {len(given)} rows; lengths add up to {num_tokens}")
     given = np.sort(given, axis=-1).astype(np.int16)
@@ -289,7 +308,11 @@ def _refuse_twice(name: str, row: np.ndarray) -> NoReturn:
     )
 
 
-def _check(route: np.ndarray, name: str, length: int, expected: tuple[int, ...]) -> None:
+def _check(
+    route: np.ndarray, name: str, length: int, expected: tuple[int, ...], least: int
+) -> None:
+    """Refuses another shape than [least to length, *expected]."""
+
     def refuse(problem: str) -> NoReturn:
         raise ForestError(f"{name} {problem}")
 
@@ -298,10 +321,10 @@ def _check(route: np.ndarray, name: str, length: int, expected: tuple[int, ...])
             f"has shape {list(route.shape)} of {route.dtype}; expected integers [tokens, layers of "
             "experts, experts per token]"
         )
-    if len(route) not in (length, length - 1):
+    if not least <= len(route) <= length:
         refuse(
-            f"has {len(route)} rows for {length} tokens; expected one per token, or one less where "
-            "the last token's is not recorded"
+            f"has {len(route)} rows for {length} tokens; expected one per token, or at least the "
+            f"{least} before the last scored one"
         )
     if route.shape[1:] != expected:
         refuse(
@@ -310,8 +333,9 @@ def _check(route: np.ndarray, name: str, length: int, expected: tuple[int, ...])
         )
 
 
-def _check_experts(route: np.ndarray, name: str) -> None:
-    for bad in np.flatnonzero(((route < 0) | (route > _LARGEST_EXPERT)).any((1, 2)))[:1]:
+def _check_experts(route: np.ndarray, name: str, recorded: np.ndarray) -> None:
+    outside = ((route < 0) | (route > _LARGEST_EXPERT)).any((1, 2))
+    for bad in np.flatnonzero(outside & recorded)[:1]:
         lowest, highest = int(route[bad].min()), int(route[bad].max())
         raise ForestError(
             f"{name}[{bad}] names expert {lowest if lowest < 0 else highest}; experts are numbered "

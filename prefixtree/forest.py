@@ -106,6 +106,7 @@ class PrefixForest:
         *,
         order: str = "heaviest",
         routes: Iterable[Any] | None = None,
+        loss_mask: Iterable[Any] | None = None,
     ) -> PrefixForest:
         """Finds every shared prefix of `sequences` by their token ids.
 
@@ -121,21 +122,31 @@ class PrefixForest:
             routes: S integer arrays [n, layers of experts, experts per token]: the experts that a
                 mixture chose when the sequences were generated, for `sequence_logprobs` to choose
                 again (router replay). The tree parts where routes differ; the order in which a
-                route lists its experts does not matter. [n - 1, ...] leaves out the last token,
-                for which engines record none. Default: the model chooses.
+                route lists its experts does not matter. Rows that the engine did not record are
+                left out at the end, or are zeros, or -1: that of the last token, and with
+                `loss_mask` all after which nothing is scored. Default: the model chooses.
+            loss_mask: for `routes`, that of `sequence_logprobs` or one that selects more. Default:
+                every token is scored.
 
         Returns:
             The forest, with `tokens`, and with `routes` where they are given.
 
         Raises:
             ForestError: no sequences, an empty one, tokens that are negative or not integers, an
-                array of another rank than 1, another number of namespaces than of sequences, or
-                routes that do not match the sequences or each other.
+                array of another rank than 1, another number of namespaces than of sequences,
+                routes or masks that do not match the sequences or each other, or a loss_mask
+                without routes.
         """
         flat, lengths = flatten(sequences, "sequences")
         if routes is None:
+            if loss_mask is not None:
+                raise ForestError(
+                    "loss_mask says which routes may be missing, and there are none: give routes= "
+                    "too, or loss_mask to sequence_logprobs alone"
+                )
             return cls._from_flat(flat, lengths, namespaces, order)
-        return cls._from_flat(flat, lengths, namespaces, order, join_routes(routes, lengths))
+        routed = join_routes(routes, lengths, loss_mask)
+        return cls._from_flat(flat, lengths, namespaces, order, routed)
 
     @classmethod
     @with_hints

@@ -73,6 +73,69 @@ def test_a_last_token_without_routes():
         assert forest.routes[:, 0].tolist() == [[4, 5], [4, 5], [0, 1]]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [[], [[-1, -1]] * 3, [[0, 0]] * 2, [[0, 0], [7, 8]]],
+    ids=["left out", "-1", "zeros", "one recorded after all"],
+)
+def test_an_end_that_is_not_recorded(rows: list[list[int]]):
+    """Verl's zeros after the last generation, tunix's -1: any experts, where nothing that depends
+    on them is scored; a row that is recorded stays."""
+    end = np.array(rows, int).reshape(-1, 1, CHOSEN).repeat(LAYERS, 1)
+    route = np.concatenate([_route(4, 4), end])
+    mask = [0, 1, 1, 0, 0]
+    forest = pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]], routes=[route], loss_mask=[mask])
+    assert forest.routes is not None
+    recorded = [[7, 8] if [7, 8] in rows and at == 1 else [0, 1] for at in range(3)]
+    assert forest.routes[:, 1].tolist() == [[4, 5], [4, 5], *recorded]
+    # the row on which the last scored token depends is needed
+    for later in ([0, 1, 1, 1, 0], torch.tensor([0, 0, 0, 0, 1]), None):
+        masks = None if later is None else [later]
+        with pytest.raises(pt.ForestError, match=r"rows for 5 tokens|did not record: record it"):
+            pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]], routes=[route], loss_mask=masks)
+
+
+def test_a_sequence_of_which_nothing_is_scored():
+    """Verl's padding."""
+    routes = [_route(4, 4), np.zeros((2, LAYERS, CHOSEN), int)]
+    masks = [[0, 1], [0, 0]]
+    forest = pt.PrefixForest.from_sequences([[1, 2], [1, 3]], routes=routes, loss_mask=masks)
+    found = pt.pack(forest).unpack(torch.from_numpy(np.array(forest.routes)))
+    assert found[0][:, 0].tolist() == [[4, 5], [4, 5]] and found[1][:, 0].tolist() == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("routes", "masks", "message"),
+    [
+        ([_route(0, 0)] * 2, [[1, 1]], "loss_mask has 1 masks for 2 sequences"),
+        (
+            [_route(0, 0)] * 2,
+            [[1, 1], [1]],
+            r"loss_mask\[1\] has shape \[1\]; expected .* length 2",
+        ),
+        ([_route(0, 0)] * 2, [[1, 1], [1, 0.5]], r"loss_mask\[1\]\[1\] is 0.5; a mask is 0 or 1"),
+        (None, [[1, 1], [1, 1]], "loss_mask says which routes may be missing, and there are none"),
+    ],
+)
+def test_bad_masks(routes: Any, masks: Any, message: str):
+    with pytest.raises(pt.ForestError, match=message):
+        pt.PrefixForest.from_sequences([[1, 2], [1, 3]], routes=routes, loss_mask=masks)
+
+
+def test_a_forest_carries_routes_once_per_distinct_token():
+    """What crosses between processes shrinks as tokens do, and comes back per sequence."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 50, 40).tolist()
+    sequences = [prompt + rng.integers(0, 50, 10).tolist() for _ in range(8)]
+    routes = [_route(*(np.array(s) % 7)) for s in sequences]
+    forest = pt.PrefixForest.from_sequences(sequences, routes=routes)
+    assert forest.routes is not None
+    given = sum(route.astype(np.int16).nbytes for route in routes)
+    assert forest.routes.nbytes * 8 * 50 == given * forest.num_tokens < 0.4 * given * 8 * 50
+    received = pt.pack(pickle.loads(pickle.dumps(forest)))
+    _assert_holds(received, sequences, routes)
+
+
 @given(st.integers(0, 10_000))
 def test_nothing_else_parts_it(seed: int):
     """As many distinct tokens as there are distinct (token, route) prefixes; each its own."""
@@ -130,7 +193,7 @@ def test_sums_that_collide_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
         ([_route(0, 0, 0)], "one array per sequence: got 1 for 2 sequences"),
         (
             [_route(0, 0, 0), _route(0)],
-            r"routes\[1\] has 1 rows for 3 tokens; expected one per token, or one less",
+            r"routes\[1\] has 1 rows for 3 tokens; expected one per token, or at le",
         ),
         ([_route(0, 0, 0), _route(0, 0, 0, 0)], r"routes\[1\] has 4 rows for 3 tokens"),
         (

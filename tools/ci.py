@@ -96,8 +96,8 @@ def targets() -> list[Target]:
     new, old = pin["MEGATRON"].split()
     megatron = {v: f".venvs/megatron-{v}/.ready" for v in (new, old)}
     of = {name: (f"tests/integrations/{name}/test_*.py",) for name in ("trl", "verl", "megatron")}
-    hybrids, on_megatron = (
-        f"tests/integrations/verl/test_{name}.py" for name in ("hybrids", "megatron")
+    hybrids, replay, on_megatron = (
+        f"tests/integrations/verl/test_{name}.py" for name in ("hybrids", "replay", "megatron")
     )
     families = tuple(f"tests/models/test_{name}.py" for name in ("families", "config_fields"))
     trainers = tuple(
@@ -132,7 +132,7 @@ def targets() -> list[Target]:
             tests=(*not_models, *trainers),
             whole=True,
         ),
-        Target("test-verl-hybrids", (verl,), tests=(hybrids,), has_more=True),
+        Target("test-verl-hybrids", (verl,), tests=(hybrids, replay), has_more=True),
         *(
             Target(f"test-megatron MEGATRON={version}", (megatron[version],), tests=of["megatron"])
             for version in (new, old)

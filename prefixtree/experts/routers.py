@@ -206,7 +206,7 @@ def _routers_of(causal_lm: Any) -> _Routers:
     if version.parse(_TRANSFORMERS) < version.parse(_OLDEST):
         raise UnsupportedError(
             f"recorded routes are replayed with transformers {_OLDEST} or later, {_TRANSFORMERS} "
-            "is installed: pip install --upgrade transformers"
+            f'is installed: pip install "transformers>={_OLDEST}"'
         )
     kind, _ = REPLAYED_ROUTERS[model_type]
     found = _Routers([], [], [])
@@ -225,6 +225,12 @@ def _routers_of(causal_lm: Any) -> _Routers:
         for each, module in zip(found, (layer, attentions[0], routers[0]), strict=True):
             each.append(module)
     return found
+
+
+def routed_layers(causal_lm: Any) -> list[bool]:
+    """Whether each decoder layer has a router; refuses models whose routes are not replayed."""
+    with_router = _routers_of(causal_lm).layers
+    return [any(layer is each for each in with_router) for layer in layers_of(causal_lm)]
 
 
 def _takes_keywords(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from prefixtree._numbers import number
+from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.lm_head.measures import Divergence, Measure, MeasuredEdges, source_of
@@ -113,7 +113,7 @@ class Teacher:
             with torch.no_grad(), kept[0].autocast():
                 check_rows_alone(lm_head, lm_head.forward, self._hidden, "the teacher's lm_head")
 
-    def divergence(self, beta: float = 0.0) -> Measure:
+    def divergence(self, beta: float = 0.0, vocabulary: int | None = None) -> Measure:
         """Makes a measure [r, 1] of the divergence between the model and this teacher, in nats.
 
         The Triton kernels of the lm_head compute the divergence and its gradient together with log
@@ -124,15 +124,22 @@ class Teacher:
             beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them TRL's
                 generalised Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(model
                 || m), where m is beta teacher + (1 - beta) model. Default: 0.
+            vocabulary: the size of the common part, where the two lm_heads are padded otherwise
+                (Qwen2.5: 151,936 and 152,064): both distributions are those of the first so many
+                tokens. The kernels serve that of the scored model's whole lm_head. Default: both
+                are whole, and of one size.
 
         Raises:
             ValueError: a beta that is no number from 0 to 1, or nearer to either than 1e-6, where
-                float32 has no mixture.
+                float32 has no mixture; a vocabulary below 1. The call raises it for one that is
+                larger than either lm_head's.
         """
+        if vocabulary is not None:
+            vocabulary = integer("vocabulary", vocabulary, 1)
         beta = number("beta", beta, 0, most=1)
         if beta not in (0, 1) and not 1e-6 <= beta <= 1 - 1e-6:
             raise ValueError(f"beta must be 0, 1 or at least 1e-6 from both, got {beta}")
-        return Divergence(beta, self._output, self._rule)
+        return Divergence(beta, self._output, self._rule, vocabulary)
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
         """Computes the teacher's log-probabilities of all tokens at edges, without gradients.

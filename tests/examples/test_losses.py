@@ -87,6 +87,42 @@ def test_a_teacher_of_another_vocabulary(page):
 
 
 @pytest.mark.parametrize("page", ["one temperature"], indirect=True)
+def test_a_teacher_whose_vocabulary_is_padded_otherwise(page):
+    """Rows that no token has change nothing."""
+    expected = values_of(page, "forward_kl")
+    head = page["teacher"].lm_head
+    padded = torch.nn.Linear(head.in_features, VOCABULARY + 3, bias=False)
+    padded.weight.data[:VOCABULARY] = head.weight.detach()
+    page["teacher"].lm_head = padded
+    of_teacher = pt.Teacher(page["teacher"], page["packed"], page["loss_mask"])
+    page["padded"] = of_teacher.divergence(vocabulary=VOCABULARY)
+    for found, want in zip(values_of(page, "padded"), expected, strict=True):
+        torch.testing.assert_close(found, want)
+    with pytest.raises(ValueError, match="vocabulary must be an integer >= 1, got 0"):
+        of_teacher.divergence(vocabulary=0)
+
+
+@pytest.mark.parametrize("page", ["one temperature"], indirect=True)
+def test_the_top_k_of_a_server(page, objective):
+    """Its ids and log p of each token [n, k], in the place of a teacher's rows; all gradients."""
+    packed, masks = page["packed"], page["loss_mask"]
+    # row i stands for token i, and the first token has none
+    rows = [torch.cat([m.new_zeros(1, m.shape[1]), m]) for m in page["best"].measured]
+    log_p, ids = zip(*(row.chunk(2, -1) for row in rows), strict=True)
+    t_log_p, t_ids = packed.pack_values(log_p, masks), packed.pack_values(ids, masks).long()
+
+    def measure(logits, edges):
+        token = edges.tokens_in(packed)
+        s = logits.log_softmax(-1).gather(1, t_ids[token])
+        t, s = page["with_rest"](t_log_p[token]), page["with_rest"](s)
+        return (t.exp() * (t - s)).sum(-1, keepdim=True)
+
+    page["of_server"] = measure
+    run = _run(values_of(page, "of_server"), page["model"], objective)
+    print(assert_same(run, _alone(page, objective, "top_k_kl"), 2e-5))
+
+
+@pytest.mark.parametrize("page", ["one temperature"], indirect=True)
 def test_red_where_the_teacher_is_another_edges(page, objective, monkeypatch):
     of_teacher = page["of_teacher"]
     monkeypatch.setattr(of_teacher, "_hidden", of_teacher._hidden.roll(1, 0))

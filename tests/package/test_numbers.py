@@ -142,6 +142,11 @@ add(
     routes=K.ROUTES,
 )
 add(
+    "PrefixForest.from_sequences",
+    partial(F.from_sequences, SEQUENCES, routes=K.ROUTES.right[0]),
+    loss_mask=K.MASKS,
+)
+add(
     "PrefixForest.from_padded",
     partial(F.from_padded, input_ids=SEQUENCES, attention_mask=np.ones((2, 3))),
     input_ids=K.PADDED,
@@ -329,6 +334,7 @@ add("sequence_values", valued, 1, max_step_tokens=K.COUNT)
 add("Teacher", of_model(pt.Teacher, PACKED), loss_mask=K.MASKS)
 of_teacher = cache(of_model(lambda student: pt.Teacher(student, PACKED)))
 add("Teacher.divergence", lambda **given: of_teacher().divergence(**given), beta=K.SHARE)
+add("Teacher.divergence", lambda **given: of_teacher().divergence(**given), vocabulary=K.COUNT)
 add("kept_trunks", kept, 2, temperature=K.NUMBERS, loss_mask=K.MASKS, chunk_size=K.COUNT)
 planned = of_model(pt.plan_recomputation, PACKED)
 add("plan_recomputation", planned, 2, memory=K.REAL, scored=K.FROM_0)

@@ -84,7 +84,7 @@ def test_settings_of_every_trainer_are_on_the_page() -> None:
     page = refusals.PAGE.read_text()
     for name in (
         *("neftune_noise_alpha", "cast_lm_head_to_fp32", "zenflow", "padding_free"),
-        *("use_fused_kernels", "clip_cov", "geo_mean", "prefixtree_compile", "vanilla_mbridge"),
+        *("geo_mean", "prefixtree_compile", "vanilla_mbridge"),
         *("context_parallel_size", "moe_z_loss_coeff", "mtp_num_layers", "tp_comm_overlap"),
         *("static_graph", "recompute='auto'", "quantization_config", "num_kv_shared_layers"),
     ):

@@ -46,6 +46,7 @@ class Batch:
         pixels: those of the images of the rows.
         config: that of a model whose rows may have images; None for text alone.
         routes: those of each row, as `PrefixForest.from_sequences` takes them.
+        trained: for routes, bool [n] per row, the tokens whose scores a loss reads. None: all.
     """
 
     layout: BatchLayout
@@ -55,6 +56,7 @@ class Batch:
     pixels: Pixels = (None, None)
     config: Any = field(default=None, repr=False)
     routes: Sequence[np.ndarray] | None = None
+    trained: Sequence[np.ndarray] | None = None
 
     @classmethod
     def of(
@@ -139,7 +141,7 @@ class Batch:
     def forest(self) -> PrefixForest:
         """The forest of the rows."""
         tokens = self.tokens if self.images is None else self.images.sequences
-        return PrefixForest.from_sequences(tokens, routes=self.routes)
+        return PrefixForest.from_sequences(tokens, routes=self.routes, loss_mask=self.trained)
 
     @cached_property
     def packed(self) -> PackedForest:

@@ -17,6 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
+from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.core.batch import Batch, on_host
 from prefixtree.integrations.core.trunks import all_keep, planned
@@ -49,6 +50,41 @@ def rows_of(data: TensorDict) -> Batch:
         lengths, prompts = np.diff(offsets), np.diff(parts[0])
         masks = [np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)]
     return Batch.jagged(np.split(values, offsets[1:-1]), masks, ids.device)
+
+
+def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode: str) -> None:
+    """Gives rows the experts that a batch has recorded; `has_experts` says which layers have some.
+
+    Of routes that nobody recorded verl makes zeros: of its padding, and after the last generation.
+    """
+    routed = data.get("routed_experts", None)
+    if routed is None or not routed.is_nested:
+        raise UnsupportedError(
+            f"router_replay.mode={mode}: the batch has no jagged routed_experts, which "
+            "compute_log_prob (R2) or the rollout engine (R3) records; for R3 set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    values, ends = routed.values().cpu().numpy(), routed.offsets()[1:-1].cpu().numpy()
+    if values.shape[1] == len(has_experts):
+        # engines may name layers without experts too
+        values = values[:, has_experts]
+    rows.routes, rows.trained = np.split(values, ends), _trained(data, rows)
+
+
+def _trained(data: TensorDict, rows: Batch) -> list[np.ndarray]:
+    """The tokens whose scores verl's losses read, bool [n] per row."""
+    mask = data["response_mask"]
+    if mask.is_nested:
+        values, offsets = on_host((mask.values(), mask.offsets()))
+        responses = np.split(values, offsets[1:-1])
+    else:
+        attention = data["attention_mask"][:, -mask.shape[1] :]
+        padded, lengths = on_host((mask, attention.sum(1)))
+        responses = [row[:n] for row, n in zip(padded, lengths, strict=True)]
+    found = [np.zeros(len(tokens), bool) for tokens in rows.tokens]
+    for row, response in zip(found, responses, strict=True):
+        row[len(row) - len(response) :] = response != 0
+    return found
 
 
 def shown_of(data: TensorDict) -> list[dict[str, Any]]:

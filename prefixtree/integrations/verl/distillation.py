@@ -70,11 +70,19 @@ class TopK:
         flat = torch.cat([torch.cat([e.new_full((1,), -1), e[1:]]) for e in edge_of])
         copies = (flat >= 0).nonzero()[:, 0]
         of_copies, self._rows = _distinct(flat[copies], copies - 1, self._ids, self._logprobs)
+        used = self._ids[self._rows[self._rows >= 0]]
+        self._largest = int(used.max()) if used.numel() else -1
         flat = torch.zeros_like(flat).index_copy_(0, copies, of_copies)
         self._which = [w[1:] for w in flat.split([len(e) for e in edge_of])]
 
     def measure(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
         """Measures edges: [r, M Q], Q numbers per distinct row; 0 for rows that an edge lacks."""
+        if self._largest >= logits.shape[1]:
+            raise ValueError(
+                f"teacher_ids names token {self._largest}, and the actor has {logits.shape[1]}: "
+                "the teacher's lm_head is padded further; lower distillation_loss.topk until its "
+                "top k holds no padding, or resize the teacher (resize_token_embeddings)"
+            )
         outputs: list[torch.Tensor] = []
         for row in self._rows[edges.edge].unbind(1):
             if not outputs:

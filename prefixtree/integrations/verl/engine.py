@@ -27,12 +27,15 @@ from verl.workers.engine.fsdp.transformer_impl import (
 )
 from verl.workers.engine.utils import detach_tree
 
+from prefixtree.errors import UnsupportedError
+from prefixtree.experts.routers import routed_layers
 from prefixtree.integrations.core.batch import Batch
 from prefixtree.integrations.core.trunks import is_kept, token_cost
 from prefixtree.integrations.core.work import Work
 from prefixtree.integrations.verl.batches import (
     TRAINED_TOKENS,
     MicroRows,
+    add_routes,
     count_tokens,
     in_order,
     micro_rows,
@@ -59,8 +62,10 @@ from prefixtree.integrations.verl.refusals import (
     check_override,
     check_settings,
     check_step,
+    turn_off_fused_kernels,
 )
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
+from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.planning.costs import ImportCost
@@ -107,6 +112,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         self._read_attention(hf_config)
         self.sees = getattr(hf_config, "vision_config", None) is not None
         if self.packs:
+            turn_off_fused_kernels(model_config, engine_config)
             check_settings(model_config, engine_config, self.model_output)
         recompute, compiles = (vars(hf_config).pop(name, None) for name in (RECOMPUTE, COMPILE))
         instead, strategy = "enable_gradient_checkpointing", engine_config.strategy
@@ -176,6 +182,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         group = self.get_data_parallel_group()
         if self.sees:
             self._find_images(data, rows, group)
+        self._find_routes(data, rows)
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
@@ -214,6 +221,9 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         if rows.images is not None:
             check_images(self.engine_config)
         check_positions(data, rows, self.module)
+
+    def _find_routes(self, data: TensorDict, rows: Batch) -> None:
+        """Gives a batch its recorded experts, where this engine replays them."""
 
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
@@ -301,6 +311,31 @@ class PackedActorEngine(_FsdpEngine):
     """Actor and reference: log-probabilities and entropies."""
 
     model_output = "log_probs"
+    _is_reference = False
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """A context in which the actor without its adapter is the reference, as verl calls it."""
+        self._is_reference = True
+        try:
+            with super().disable_adapter():
+                yield
+        finally:
+            self._is_reference = False
+
+    def _find_routes(self, data: TensorDict, rows: Batch) -> None:
+        """Gives a batch the experts that the rollout engine recorded; a reference chooses."""
+        is_reference = self._is_reference or self.engine_config.forward_only
+        if data.get("routed_experts", None) is None or is_reference:
+            return
+        try:
+            has_experts = routed_layers(find_causal_lm(self.module))
+        except UnsupportedError as problem:
+            raise UnsupportedError(
+                f"the batch has routed_experts: {problem}; or set "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=False"
+            ) from None
+        add_routes(data, rows, has_experts, "R3")
 
     def _model_output(self, call: Call, micro: MicroRows, packed: PackedForest) -> dict[str, Any]:
         """Computes log_probs, entropy and distillation losses: jagged [B, n], 0 off responses."""

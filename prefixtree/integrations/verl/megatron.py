@@ -34,6 +34,7 @@ from prefixtree.integrations.megatron.checks import find_model
 from prefixtree.integrations.megatron.routers import recording
 from prefixtree.integrations.verl.batches import (
     MicroRows,
+    add_routes,
     count_tokens,
     in_order,
     micro_rows,
@@ -51,12 +52,13 @@ from prefixtree.integrations.verl.refusals import (
     check_megatron_settings,
     check_override,
     check_step,
+    turn_off_fused_kernels,
 )
 from prefixtree.integrations.verl.routes import (
     asks_for_routes,
     check_stages,
+    has_experts,
     is_recorded,
-    routes_of,
     routes_of_batch,
     to_jagged_routes,
 )
@@ -82,6 +84,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         for name in (RECOMPUTE, COMPILE):
             check_override(name, vars(hf_config).pop(name, None), False, instead)
         if self.packs:
+            turn_off_fused_kernels(model_config, engine_config)
             check_megatron_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._announce(hf_config, PrecisionType.to_dtype(engine_config.dtype))
@@ -101,13 +104,13 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         """Runs all micro-batches of a batch through the pipeline and accumulates gradients."""
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        check_step(data, loss_function, forward_only, replays=True)
+        check_step(data, loss_function, forward_only)
         config, mode = self.tf_config, self.engine_config.router_replay.mode
         records, rows = is_recorded(data, mode, forward_only), rows_of(data)
         if records:
             check_stages(config)
         if asks_for_routes(data) and not records:
-            rows.routes = routes_of(data, mode, config)
+            add_routes(data, rows, has_experts(config), mode)
         self._recorded = [] if records else None
         group = self.get_data_parallel_group()
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1

@@ -5,6 +5,7 @@ The engines call these checks before anything is computed.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,6 @@ SETTINGS: dict[str, tuple[Any, ...]] = {RECOMPUTE: ("auto", *MODES), COMPILE: (T
 
 # model types whose images were tested in verl's batches
 _SEEING = [name for name in GRIDS if name.startswith("qwen")]
-_FUSED = (
-    "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; set it "
-    "to False (log-probabilities are computed in chunks here anyway)"
-)
 _CUT = "depends on the cut into micro-batches, which packing changes"
 _PREFIX = 'attn_implementation="prefixtree": '
 
@@ -49,12 +46,11 @@ class Asked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """verl's batch, and whether the engine takes images, top-k losses and recorded experts."""
+    """verl's batch, and whether the engine takes images and top-k losses."""
 
     data: TensorDict
     sees: bool = False
     serves_topk: bool = False
-    replays: bool = False
 
     def flag(self, key: str, default: Any = False) -> Any:
         return tu.get_non_tensor_data(data=self.data, key=key, default=default)
@@ -76,11 +72,6 @@ def _quantises(asked: Asked) -> Any:
 
 #: Settings of every engine.
 EVERY_ENGINE = (
-    Refusal(
-        "use_fused_kernels",
-        lambda asked: asked.model.use_fused_kernels,
-        _FUSED,
-    ),
     Refusal(
         "model.mtp.enable",
         lambda asked: asked.model.mtp.enable,
@@ -139,7 +130,6 @@ def _replays_virtual_stages(asked: Asked) -> Any:
 
 #: Settings of Megatron engines.
 MEGATRON = (
-    Refusal("engine.use_fused_kernels", lambda asked: asked.engine.use_fused_kernels, _FUSED),
     Refusal(
         "vanilla_mbridge",
         lambda asked: asked.engine.vanilla_mbridge,
@@ -254,7 +244,6 @@ def _restarts(batch: Batch) -> bool:
 
 #: Refusals of a batch, before it is split.
 BATCHES = (
-    Refusal("use_fused_kernels", lambda batch: batch.flag("use_fused_kernels"), _FUSED),
     Refusal(
         "distillation_use_topk",
         lambda batch: (
@@ -281,13 +270,6 @@ BATCHES = (
         "batches must be without padding (pad_mode=no_padding, jagged input_ids)",
     ),
     Refusal(
-        "routed_experts",
-        lambda batch: batch.data.get("routed_experts", None) is not None and not batch.replays,
-        "the batch has routed_experts, which verl's FSDP engine ignores (its Megatron and VeOmni "
-        "engines replay them): set actor_rollout_ref.rollout.enable_rollout_routing_replay=False; "
-        "your own loop replays routes by PrefixForest.from_sequences(..., routes=)",
-    ),
-    Refusal(
         "multi_modal_inputs",
         lambda batch: not batch.sees and any(shown_of(batch.data)),
         "the batch has images (multi_modal_inputs), and the engine's model takes none: train on "
@@ -303,10 +285,12 @@ BATCHES = (
 
 
 class Loss(NamedTuple):
-    """The configuration of a loss of verl's, and whether micro-batches differ in size."""
+    """The configuration of a loss of verl's, whether micro-batches differ in size, and whether
+    responses are padded to one length in all of them."""
 
     config: Any
     dynamic: bool
+    padded: bool = False
 
     @property
     def policy(self) -> Any:
@@ -319,7 +303,8 @@ class Loss(NamedTuple):
 
 def _divides_by_longest(loss: Loss) -> bool:
     mode = getattr(loss.config, "loss_agg_mode", None)
-    return mode == "seq-mean-token-sum-norm" and loss.config.loss_scale_factor is None
+    asked = mode == "seq-mean-token-sum-norm" and loss.config.loss_scale_factor is None
+    return asked and not loss.padded
 
 
 def _normalises_weights(loss: Loss) -> bool:
@@ -333,6 +318,9 @@ def _normalises_weights(loss: Loss) -> bool:
     )
 
 
+#: Modes of policy losses that choose among a micro-batch's tokens, and by how much the gradients of
+#: two shuffles of verl's differ.
+CUT_MODES = {"clip_cov": "by 6 to 7 %", "kl_cov": "by 0.3 to 0.4 %"}
 #: Losses of verl whose gradients depend on the cut into micro-batches.
 LOSSES = (
     Refusal(
@@ -342,17 +330,12 @@ LOSSES = (
         "micro-batch; set loss_scale_factor (data.max_response_length, for example)",
     ),
     Refusal(
-        "clip_cov, kl_cov",
-        lambda loss: loss.mode in ("clip_cov", "kl_cov") and {"mode": loss.mode},
-        f"policy_loss.loss_mode={{mode}} {_CUT}: clip_cov and kl_cov choose tokens within a "
-        "micro-batch; take another loss_mode",
-    ),
-    Refusal(
         "geo_mean",
         # a mean over micro-batches of one size is the same mean however they are filled
         lambda loss: loss.mode == "geo_mean" and loss.dynamic,
-        f"policy_loss.loss_mode=geo_mean {_CUT}: it is a mean over a micro-batch, summed over "
-        "however many there are; set use_dynamic_bsz=False, or another loss_mode",
+        f"policy_loss.loss_mode=geo_mean {_CUT}: verl adds up a mean over each micro-batch however "
+        "many there are, so that its own gradients of 4 and of 8 micro-batches differ by half; set "
+        "use_dynamic_bsz=False, or another loss_mode",
     ),
     Refusal(
         "rollout_is_batch_normalize",
@@ -361,6 +344,20 @@ LOSSES = (
         "divided by their mean over a micro-batch; set it to False",
     ),
 )
+
+
+def turn_off_fused_kernels(model_config: Any, engine_config: Any) -> None:
+    """Turns off use_fused_kernels, with a warning, before an engine patches its model."""
+    configs = [c for c in (model_config, engine_config) if c.use_fused_kernels]
+    for config in configs:
+        # verl freezes the field
+        object.__setattr__(config, "use_fused_kernels", False)
+    if configs:
+        warnings.warn(
+            "use_fused_kernels=True is turned off: it replaces the model's forward by one that "
+            "drops the tree mask, and log-probabilities are computed in chunks here anyway",
+            stacklevel=3,
+        )
 
 
 def check_settings(model_config: Any, engine_config: Any, model_output: str) -> None:
@@ -407,10 +404,20 @@ def check_step(data: TensorDict, loss_function: Any, forward_only: bool, **takes
     check_batch(data, **takes)
     if not forward_only:
         dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
-        check_loss(loss_function, dynamic)
+        mask = data.get("response_mask", None)
+        check_loss(loss_function, dynamic, mask is not None and not mask.is_nested)
 
 
-def check_loss(loss_function: Any, dynamic: bool) -> None:
-    """Refuses losses of verl whose gradients depend on the cut into micro-batches."""
+def check_loss(loss_function: Any, dynamic: bool, padded: bool = False) -> None:
+    """Refuses losses of verl whose gradients depend on the cut into micro-batches; warns of those
+    that depend on it under verl's own shuffle too."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    refuse(LOSSES, Loss(config, dynamic), _PREFIX)
+    loss = Loss(config, dynamic, padded)
+    refuse(LOSSES, loss, _PREFIX)
+    if loss.mode in CUT_MODES:
+        warnings.warn(
+            f"policy_loss.loss_mode={loss.mode} chooses tokens within a micro-batch, and packing "
+            "fills micro-batches otherwise than verl: gradients differ as those of two shuffles of "
+            f"verl's do, {CUT_MODES[loss.mode]} with 64 responses in 8 micro-batches",
+            stacklevel=4,
+        )

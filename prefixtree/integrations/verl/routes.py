@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -42,7 +41,7 @@ def is_recorded(data: TensorDict, mode: str, forward_only: bool) -> bool:
 
 def check_stages(config: Any) -> None:
     """Refuses stages from which a forward cannot record routes."""
-    dense = _has_experts(config).count(False)
+    dense = has_experts(config).count(False)
     if config.pipeline_model_parallel_size > 1 and dense:
         raise UnsupportedError(
             f"router_replay.mode=R2 with pipeline_model_parallel_size="
@@ -51,31 +50,9 @@ def check_stages(config: Any) -> None:
         )
 
 
-def _has_experts(config: Any) -> list[bool]:
+def has_experts(config: Any) -> list[bool]:
+    """Whether each layer of Megatron's configuration has experts."""
     return [bool(is_moe_layer(config, at)) for at in range(config.num_layers)]
-
-
-def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
-    """The experts of every sequence, integers [n or n - 1, L, k], as `PrefixForest` takes them."""
-    routed = data.get("routed_experts", None)
-    if routed is None or not routed.is_nested:
-        raise UnsupportedError(
-            f"router_replay.mode={mode}: the batch has no jagged routed_experts, which "
-            "compute_log_prob (R2) or the rollout engine (R3) records; for R3 set "
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
-        )
-    values = routed.values().cpu().numpy()
-    if values.shape[1] == config.num_layers:
-        # engines may name layers without experts too
-        values = values[:, _has_experts(config)]
-    routes = np.split(values, routed.offsets()[1:-1].cpu().numpy())
-    if mode == "R3":
-        # verl routes what has no response anew, such as its padding, of which nobody reads anything
-        anything = np.arange(values.shape[2], dtype=values.dtype)
-        for place, mask in enumerate(data["response_mask"].unbind()):
-            if not mask.any():
-                routes[place] = np.broadcast_to(anything, routes[place].shape)
-    return routes
 
 
 def to_jagged_routes(chosen: Sequence[torch.Tensor]) -> torch.Tensor:

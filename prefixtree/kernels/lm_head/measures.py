@@ -128,19 +128,23 @@ class Divergence:
     beta is 0 for KL(teacher || model) and 1 for KL(model || teacher). Between them are the
     divergences to the mixture beta teacher + (1 - beta) model, weighed likewise. `output` gives the
     output of the teacher's lm_head for edges, [r, V], without gradients, and `rule` turns it into
-    logits.
+    logits. Both distributions are of the first `vocabulary` tokens alone; None: of all.
     """
 
     beta: float
     output: Callable[[MeasuredEdges], torch.Tensor]
     rule: LogitRule
+    vocabulary: int | None = None
 
     def __call__(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-        t, s = self.log_p(edges), logits.log_softmax(-1)
-        if t.shape[-1] != s.shape[-1]:
+        t, s = self.log_p(edges), logits[:, : self.vocabulary].log_softmax(-1)
+        sizes = t.shape[-1], s.shape[-1]
+        if sizes[0] != sizes[1] or self.vocabulary not in (None, sizes[1]):
+            part = "" if self.vocabulary is None else f" of the first {self.vocabulary}"
             raise ValueError(
-                f"the teacher gives {t.shape[-1]} logits per token and the model {s.shape[-1]}: "
-                "they must have one vocabulary"
+                f"the teacher gives {sizes[0]} logits per token and the model {sizes[1]}{part}: "
+                "they must have one vocabulary; if their lm_heads are padded otherwise, name the "
+                f"common part: divergence(vocabulary={min(sizes)})"
             )
         # less terms that sum to 0, so that equal logits have a gradient of exactly 0
         apart = s.exp() - t.exp()
@@ -158,7 +162,7 @@ class Divergence:
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
         """Computes the teacher's log-probabilities, as `Teacher.log_p`."""
         with torch.no_grad():
-            x = self.output(edges)
+            x = self.output(edges)[:, : self.vocabulary]
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             return (self.rule.apply(x) / edges.temperature[:, None]).log_softmax(-1)
 
@@ -172,7 +176,7 @@ class Divergence:
         """Makes the `TeacherRows` of a chunk's edges; the backward gives `kept` and `grad`."""
         if kept is None:
             kept = value.new_empty(len(value), NUM_KEPT)
-        output = self.output(edges).contiguous()
+        output = self.output(edges)[:, : self.vocabulary].contiguous()
         return TeacherRows(self.beta, output, self.rule, kept, value, grad)
 
 
@@ -202,11 +206,17 @@ class BoundMeasure:
         x [R, V] is the lm_head's output, overwritten; `at` the chunk's first edge; `rest` the
         arguments of `score` after x.
         """
-        if not isinstance(self._measure, Divergence) or kernels is eager:
+        measure = self._measure
+        if (
+            not isinstance(measure, Divergence)
+            or kernels is eager
+            # the kernels take the model's logits whole
+            or measure.vocabulary not in (None, x.shape[1])
+        ):
             self.write(x, at, out)
             kernels.score(x, *rest)
             return
-        teacher = self._measure.rows(self._at(at, len(x)), out)
+        teacher = measure.rows(self._at(at, len(x)), out)
         kernels.score(x, *rest, teacher)
         self._kept[at] = teacher.kept
         self._compare(out, at, False)

@@ -129,6 +129,14 @@ def test_gold_on_given_answers(folder: Path) -> None:
     assert_equal_runs(ours, theirs)
 
 
+def test_gold_with_a_teacher_that_is_padded_otherwise(folder: Path) -> None:
+    """TRL resizes the teacher; its other trainers refuse one (below)."""
+    options = {"teacher_model": teacher(vocab_size=300)}
+    ours, theirs = GOLD.trained(folder, lmbda=0.0, num_generations=1, max_steps=1, options=options)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
 @pytest.mark.parametrize("maker", [DISTILLATION, GKD], ids=["on policy", "gkd"])
 def test_an_adapter(folder: Path, maker: Maker) -> None:
     peft = pytest.importorskip("peft")

@@ -20,6 +20,7 @@ class Settings:
         same_steps: both engines make the same micro-batches, so that every metric must agree;
             otherwise those are left out that verl averages over micro-batches.
         images: whose rollouts hold images, "all" ranks' or the "first" one's, or None.
+        routes: whether batches have recorded experts, and the actor's engine replays them.
         beside: the engine to compare with: verl's ("stock"), verl's on ranks that compute the same
             batch each, as it hands no states on ("undivided"), or each sequence "alone".
         epochs: of two updates each. A second one has the weights of the first.
@@ -37,6 +38,7 @@ class Settings:
     even: bool = True
     same_steps: bool = False
     images: str | None = None
+    routes: bool = False
     beside: str = "stock"
     optimizer: str = "SGD"
     lr: float = 0.1
@@ -182,5 +184,32 @@ HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
         beside="undivided",
         engine=TWO_RANKS,
         score_tolerance=5e-5,
+    ),
+}
+
+# routes of a rollout engine, which verl's own FSDP engines ignore: beside each sequence alone,
+# whose routers are made to choose them
+_REPLAY: dict[str, Any] = {"routes": True, "beside": "alone"}
+_MOE = _REPLAY | {"model": "qwen3_moe"}
+REPLAY_CASES: dict[str, Settings] = {
+    "grpo, routes": Settings(**_MOE),
+    # 2.7e-5 apart on two ranks, of 3.7e-3 moved: of a gradient that is rounding Adam makes a step
+    "grpo, routes, AdamW": Settings(
+        **_MOE,
+        optimizer="AdamW",
+        lr=1e-3,
+        epochs=2,
+        recompute="auto",
+        checkpointing=False,
+        tolerance=1e-4,
+    ),
+    "grpo, routes, lora": Settings(**_MOE, model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0),
+    "grpo, routes, long sequences": Settings(**_MOE, tokens=20, even=False),
+    "grpo, routes, two ranks a forest": Settings(
+        routes=True, beside="undivided", model="qwen3_moe", engine=TWO_RANKS, tokens=30
+    ),
+    # a critic, which has no routes
+    "ppo, routes, fsdp1": Settings(
+        **_REPLAY, model="qwen3_moe_tied", algorithm="ppo", engine={"strategy": "fsdp"}
     ),
 }

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model of each kind."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("qwen3", "qwen3_moe", "qwen3_tied"):
+    for kind in ("qwen3", "qwen3_moe", "qwen3_tied", "qwen3_moe_tied"):
         save_model(kind, folder)
     return folder
 

@@ -33,6 +33,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         path = paths["qwen3"]
         results["refusals"] = {name: _refused(name, s, path) for name, s in REFUSED.items()}
         results["not packed"] = _not_packed(paths["qwen3"])
+        results["fused"] = _fused(paths["qwen3"])
     return results
 
 
@@ -142,11 +143,28 @@ def _not_packed(path: Path) -> tuple[bool, list[str]]:
     return engine.packs, [str(w.message) for w in caught]
 
 
+def _fused(path: Path) -> tuple[list[bool], list[str]]:
+    """Whether use_fused_kernels stays on in both configurations of an engine, and its warnings."""
+    from megatron.core import parallel_state
+
+    from prefixtree.integrations.verl.megatron import PackedMegatronActorEngine
+    from tests.integrations.verl import megatron_runs as runs
+
+    config = runs.configs("prefixtree", "actor", path)
+    for at in (0, 1):
+        _set(config, (at, "use_fused_kernels", True))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = PackedMegatronActorEngine(*config)
+    parallel_state.destroy_model_parallel()
+    on = [bool(c.use_fused_kernels) for c in (engine.model_config, engine.engine_config)]
+    return on, [str(w.message) for w in caught]
+
+
 #: Name -> (0 for the model's or 1 for the engine's configuration, setting, value).
 REFUSED: dict[str, tuple[int, str, Any]] = {
     "vanilla_mbridge": (1, "vanilla_mbridge", True),
     "context_parallel_size": (1, "context_parallel_size", 2),
-    "use_fused_kernels": (1, "use_fused_kernels", True),
     "use_megatron_fsdp": (1, "use_megatron_fsdp", True),
     "router_replay.mode=R2 of a critic": (1, "router_replay.mode", "R2"),
     "R2 with virtual_pipeline_model_parallel_size": (1, "router_replay.mode", "R2"),

@@ -53,6 +53,7 @@ from tests.integrations.verl.image_runs import (
     shown,
     vision_config,
 )
+from tests.integrations.verl.replay_runs import force_routes, with_routes
 from tests.support import spawn
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS
@@ -89,8 +90,13 @@ def save_model(kind: str, folder: Path) -> Path:
         lists = {name: list(value) for name, value in sizes.items() if isinstance(value, tuple)}
         more = {"eos_token_id": 1, "initializer_range": 0.2, "tie_word_embeddings": tied}
         config = AutoConfig.for_model(family, **{**sizes, **lists, **more})
-    elif kind == "qwen3_moe":
-        config = Qwen3MoeConfig(**_SIZES, **_EXPERTS, architectures=["Qwen3MoeForCausalLM"])
+    elif family == "qwen3_moe":
+        config = Qwen3MoeConfig(
+            **_SIZES,
+            **_EXPERTS,
+            architectures=["Qwen3MoeForCausalLM"],
+            tie_word_embeddings=tied,
+        )
     else:
         config = Qwen3Config(**_SIZES, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=tied)
     torch.manual_seed(0)
@@ -159,6 +165,8 @@ def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
     per_sample = {k: v for k, v in extra.items() if isinstance(v, (torch.Tensor, list))}
     rest = {k: v for k, v in extra.items() if k not in per_sample}
     tensors |= per_sample
+    if "routed_experts" in rows:
+        tensors["routed_experts"] = jagged(rows["routed_experts"])
     if "position_ids" in rows:
         tensors["position_ids"] = jagged(rows["position_ids"])
         # as verl does where it gets a batch
@@ -294,7 +302,7 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
     if vendor == "stock" and settings.model in VISION:
         with patches_taken_back():
             return _run(vendor, folder, settings, rank, world)
-    if vendor == "alone":
+    if vendor == "alone" or (settings.routes and vendor != "prefixtree"):
         settings = replace(settings, tokens=None, size=1)
     return _run(vendor, folder, settings, rank, world)
 
@@ -311,6 +319,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
     if settings.model in VISION:
         sees = settings.images == "all" or (settings.images == "first" and rank == 0)
         rows = shown(rows, path, sees)
+    if settings.routes:
+        rows = with_routes(rows)
     count = len(rows["uid"])
     temperature: Any = 0.7
     if settings.temperatures:
@@ -319,6 +329,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
 
     actor = make_worker(vendor, path, settings)
     actor.set_loss_fn(actor_loss(settings))
+    if settings.routes and vendor != "prefixtree":
+        force_routes(actor, rows)
     roles = {"actor": actor}
     infer = {}
     out = infer_with(actor, rows, calculate_entropy=True, **common)
@@ -382,7 +394,12 @@ def infer_with(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any)
     out = of_collecting_rank(worker, worker.infer_batch(data))
     names = [n for n in ("log_probs", "entropy", "values") if n in out]
     mask = jagged(rows["response_mask"])
-    return {n: [t.clone() for t in response_from_nested(out[n], mask).unbind()] for n in names}
+    found = {n: [t.clone() for t in response_from_nested(out[n], mask).unbind()] for n in names}
+    if "routed_experts" in rows:
+        # what follows a token without routes is nobody's
+        pairs = {n: zip(values, rows["response_mask"], strict=True) for n, values in found.items()}
+        found = {n: [value * scored for value, scored in each] for n, each in pairs.items()}
+    return found
 
 
 def _perturb(worker: TrainingWorker) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
+import prefixtree as pt
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import distillation, engine
 from prefixtree.integrations.verl.refusals import check_batch
@@ -23,7 +26,7 @@ from tests.integrations.verl.distillation_runs import (
     differences,
     run_distillation,
 )
-from tests.integrations.verl.runs import batch_of, rollouts, run_ranks
+from tests.integrations.verl.runs import batch_of, jagged, rollouts, run_ranks
 from tests.integrations.verl.vision_cases import VISION_CASES
 from tests.support.hooks import lose_copies, lose_kept
 
@@ -106,6 +109,23 @@ def test_distinct_rows() -> None:
     assert rows.shape == (3, 2) and (rows >= 0).sum(1).tolist() == [2, 1, 2]
     same = ids[rows[edge, of_copies]] == ids[row]
     assert bool(same.all())
+
+
+def test_ids_beyond_the_actors_vocabulary() -> None:
+    """Of a teacher whose lm_head is padded further; not where nothing is scored."""
+    packed = pt.pack(pt.PrefixForest.from_sequences([[1, 2, 3]]))
+    ids = torch.tensor([[9, 9], [1, 2], [0, 4]])
+    logits, masks = torch.zeros(1, 5), [np.array([0, 0, 1], bool)]
+
+    def measured(ids: torch.Tensor) -> torch.Tensor:
+        data = {"teacher_ids": jagged([ids]), "teacher_logprobs": jagged([-ids.float()])}
+        loss = lambda student_logits, data: {"loss": data["teacher_ids"].values()[None, :, 0]}  # noqa: E731
+        top_k = distillation.TopK(loss, data, packed, masks)
+        return top_k.measure(logits, SimpleNamespace(edge=torch.tensor([0])))
+
+    assert measured(ids).tolist() == [[1]]
+    with pytest.raises(ValueError, match=r"names token 5, and the actor has 5: .*padded further"):
+        measured(ids + torch.tensor([[0, 0], [0, 3], [0, 0]]))
 
 
 def test_engines_without_whole_logits_refuse() -> None:

@@ -31,7 +31,7 @@ from prefixtree.integrations.verl.metrics import work_metrics
 from prefixtree.models.compiled import compile_layers
 from prefixtree.planning.micro_batch import micro_batch_of
 from tests.integrations.verl.cases import CASES
-from tests.integrations.verl.compare import difference
+from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.runs import (
     FULL,
     actor_loss,
@@ -55,6 +55,18 @@ def logprobs(worker: Any, rows: dict[str, list[Any]], **extra: Any) -> list[torc
     values = worker.infer_batch(batch_of(rows, **common))["log_probs"].unbind()
     pairs = zip(values, rows["prompts"], strict=True)
     return [v[len(prompt) - 1 : -1] for v, prompt in pairs]
+
+
+def test_fused_kernels_are_turned_off(models: Path) -> None:
+    """They are a way to compute the same: verl's update without them."""
+    fused = replace(SETTINGS, model_options={"use_fused_kernels": True})
+    with pytest.warns(UserWarning, match="use_fused_kernels=True is turned off"):
+        packed = run("prefixtree", models, fused)
+    print(check_same(run("stock", models, SETTINGS), packed, SETTINGS))
+    worker, rows = make_worker("prefixtree", models / "qwen3", fused), rollouts(1, 2, 4)
+    assert not (worker.model_config.use_fused_kernels or worker.engine_config.use_fused_kernels)
+    asked = logprobs(worker, rows, use_fused_kernels=True)
+    assert difference(asked, logprobs(worker, rows)) == 0
 
 
 # ---- the switch ----------------------------------------------------------------------------------
@@ -184,7 +196,9 @@ def test_outputs_are_zero_before_the_response_unless_asked_for(models: Path) -> 
         assert every[-1] == 0
 
 
-def test_batches_of_the_v0_trainer(models: Path) -> None:
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
+def test_batches_of_the_v0_trainer(mode: str, models: Path) -> None:
+    settings = replace(SETTINGS, loss_agg_mode=mode)
     # padded on both sides, made jagged by verl; nothing says where responses begin but the masks
     rows = rollouts(6, groups=2, size=4)
     width, length = (max(map(len, rows[name])) for name in ("prompts", "responses"))
@@ -221,8 +235,8 @@ def test_batches_of_the_v0_trainer(models: Path) -> None:
             )
         )
         tu.assign_non_tensor(data, global_token_num=None)
-        worker = make_worker(vendor, models / "qwen3", SETTINGS)
-        worker.set_loss_fn(actor_loss(SETTINGS))
+        worker = make_worker(vendor, models / "qwen3", settings)
+        worker.set_loss_fn(actor_loss(settings))
         metrics = tu.get(worker.train_batch(data), "metrics")
         outs[vendor] = [metrics["loss"], metrics["grad_norm"], *parameters(worker).values()]
     assert difference(outs["stock"], outs["prefixtree"]) < 1e-5

@@ -23,6 +23,7 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("this environment has no Megatron", allow_module_level=True)
 
 from tests.integrations.verl.megatron_rank import CASES, PARALLEL, REFUSED, Case, largest
+from tests.integrations.verl.runs import jagged
 
 
 @pytest.fixture(scope="module")
@@ -108,38 +109,48 @@ def test_refused_settings(found: dict[str, Any], name: str) -> None:
     assert name in found["refusals"][name]
 
 
-ROUTES = [torch.tensor([[[1, 2], [2, 3]]] * n, dtype=torch.int16) for n in (3, 2)]
+ROUTES = [torch.tensor([[[1, 2], [2, 3]]] * n, dtype=torch.int16) for n in (4, 2)]
 
 
-def _batch(routes: list[torch.Tensor] | None) -> Any:
-    """The second sequence has no response, as verl's padding."""
-    masks = [torch.tensor([1, 1]), torch.tensor([0])]
-    data: dict[str, Any] = {
-        "response_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged)
-    }
+def _rows(
+    routes: list[torch.Tensor] | None, mode: str, frequency: Any = 1, padded: bool = False
+) -> Any:
+    """Rows with their routes; the first ends with a tool's answer, and of the second, as of verl's
+    padding, nothing is scored."""
+    from prefixtree.integrations.verl.batches import add_routes, rows_of
+    from prefixtree.integrations.verl.routes import has_experts
+
+    masks = [torch.tensor([1, 0, 0]), torch.tensor([0])]
+    ids = [torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6])]
+    data: dict[str, Any] = {"input_ids": jagged(ids), "response_mask": jagged(masks)}
+    if padded:
+        data["response_mask"] = data["response_mask"].to_padded_tensor(0)
+        data["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     if routes is not None:
-        data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
-    return data
+        data["routed_experts"] = jagged(routes)
+    rows = rows_of(data)
+    add_routes(
+        data, rows, has_experts(SimpleNamespace(num_layers=2, moe_layer_freq=frequency)), mode
+    )
+    return rows
 
 
-def test_what_nobody_recorded_has_any_experts() -> None:
-    """Of padding verl's rollouts have zeros, which no model would choose."""
-    from prefixtree.integrations.verl.routes import routes_of
-
-    config = SimpleNamespace(num_layers=2, moe_layer_freq=1)
-    zeros = _batch([ROUTES[0], torch.zeros_like(ROUTES[1])])
-    replayed, padding = routes_of(zeros, "R3", config)
-    assert replayed.tolist() == ROUTES[0].tolist() and padding.tolist() == [[[0, 1]] * 2] * 2
-    assert [r.tolist() for r in routes_of(_batch(ROUTES), "R2", config)] == [
-        r.tolist() for r in ROUTES
-    ]
+@pytest.mark.parametrize("padded", [False, True], ids=["jagged", "of the v0 trainer"])
+def test_what_nobody_recorded_has_any_experts(padded: bool) -> None:
+    """Of padding, and after the last generation, verl's rollouts have zeros, which no model would
+    choose."""
+    zeros = [ROUTES[0].clone(), torch.zeros_like(ROUTES[1])]
+    zeros[0][1:] = 0
+    rows = _rows(zeros, "R3", padded=padded)
+    assert [mask.tolist() for mask in rows.trained] == [[0, 1, 0, 0], [0, 0]]
+    replayed, padding = rows.packed.unpack(torch.from_numpy(rows.forest.routes.copy()))
+    assert replayed.tolist() == [[[1, 2], [2, 3]], *[[[0, 1]] * 2] * 3]
+    assert padding.tolist() == [[[0, 1]] * 2] * 2
+    assert [r.tolist() for r in _rows(ROUTES, "R2").routes] == [r.tolist() for r in ROUTES]
 
 
 def test_routes_of_layers_without_experts() -> None:
-    from prefixtree.integrations.verl.routes import routes_of
-
-    config = SimpleNamespace(num_layers=2, moe_layer_freq=[0, 1])
-    assert routes_of(_batch(ROUTES), "R3", config)[0].tolist() == ROUTES[0][:, 1:].tolist()
+    assert _rows(ROUTES, "R3", [0, 1]).routes[0].tolist() == ROUTES[0][:, 1:].tolist()
 
 
 def test_stages_of_which_one_may_record_nothing() -> None:
@@ -155,15 +166,19 @@ def test_stages_of_which_one_may_record_nothing() -> None:
 
 
 def test_a_batch_without_routes() -> None:
-    from prefixtree.integrations.verl.routes import routes_of
-
     with pytest.raises(UnsupportedError, match="mode=R2: the batch has no jagged"):
-        routes_of(_batch(None), "R2", SimpleNamespace(num_layers=2))
+        _rows(None, "R2")
 
 
 def test_without_the_attention_nothing_is_packed(found: dict[str, Any]) -> None:
     packs, messages = found["not packed"]
     assert not packs and any("nothing is packed" in m for m in messages)
+
+
+def test_fused_kernels_are_turned_off(found: dict[str, Any]) -> None:
+    on, messages = found["fused"]
+    assert on == [False, False]
+    assert sum("use_fused_kernels=True is turned off" in m for m in messages) == 1
 
 
 def test_what_the_engines_rely_on() -> None:

@@ -100,10 +100,6 @@ NORMALISES = {
     "rollout_is_batch_normalize": True,
 }
 CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
-    "EVERY_ENGINE: use_fused_kernels": (
-        of_fsdp({"use_fused_kernels": True}),
-        of_megatron({"use_fused_kernels": True}, {}),
-    ),
     "EVERY_ENGINE: model.mtp.enable": (
         of_fsdp({"mtp": MtpConfig(enable=True)}),
         of_megatron({"mtp": MtpConfig(enable=True)}, {}),
@@ -115,7 +111,6 @@ CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
     "FSDP: critic with images": (
         of_fsdp({**IMAGES, "hf_config.model_type": "qwen3_vl"}, "values"),
     ),
-    "MEGATRON: engine.use_fused_kernels": (of_megatron({}, {"use_fused_kernels": True}),),
     "MEGATRON: vanilla_mbridge": (of_megatron({}, {"vanilla_mbridge": True}),),
     "MEGATRON: context_parallel_size": (
         of_megatron({}, {"context_parallel_size": 2}),
@@ -139,7 +134,6 @@ CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
         lambda models: overridden(refusals.COMPILE, True, True, strategy="fsdp"),
     ),
     "IMAGES: strategy": (lambda models: refusals.check_images(SimpleNamespace(strategy="fsdp")),),
-    "BATCHES: use_fused_kernels": (of_batch(use_fused_kernels=True),),
     "BATCHES: distillation_use_topk": (
         of_batch(distillation_use_topk=True),
         of_batch(distillation_only=True),
@@ -147,7 +141,6 @@ CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
     "BATCHES: calculate_sum_pi_squared": (of_batch(calculate_sum_pi_squared=True),),
     "BATCHES: force_group_size": (of_batch(force_group_size=2),),
     "BATCHES: pad_mode": (of_batch(pad_mode="left_right"),),
-    "BATCHES: routed_experts": (of_batch(routed_experts=torch.zeros(2, 2)),),
     "BATCHES: multi_modal_inputs": (
         of_batch(multi_modal_inputs=[{"pixel_values": torch.zeros(1, 3)}, {}]),
     ),
@@ -156,10 +149,6 @@ CASES_OF_ROWS: dict[str, tuple[Case, ...]] = {
     ),
     "LOSSES: loss_agg_mode": (
         of_loss(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=None),
-    ),
-    "LOSSES: clip_cov, kl_cov": (
-        of_loss(policy_loss={"loss_mode": "clip_cov"}),
-        of_loss(False, policy_loss={"loss_mode": "kl_cov"}),
     ),
     "LOSSES: geo_mean": (of_loss(policy_loss={"loss_mode": "geo_mean"}),),
     "LOSSES: rollout_is_batch_normalize": (
@@ -331,17 +320,6 @@ def test_classes_that_verl_patched(sees: Path, seeing: Any) -> None:
         with pytest.raises(UnsupportedError, match=r"Qwen3VL\w+\.\w+ is verl's .*Run no other"):
             seeing.infer_batch(data)
     seeing.infer_batch(data)
-
-
-def test_recorded_routes(models: Path) -> None:
-    """verl's FSDP engine ignores them, and says nothing."""
-    worker = make_worker("prefixtree", models / "qwen3_moe", SETTINGS)
-    data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
-    routes = [torch.zeros(len(row), 2, 2, dtype=torch.int16) for row in data["input_ids"].unbind()]
-    data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
-    with pytest.raises(UnsupportedError, match="enable_rollout_routing_replay=False"):
-        worker.infer_batch(data)
-    assert "routed_experts" not in inspect.getsource(transformer_impl)
 
 
 def test_a_load_balancing_loss_that_verl_does_not_read(models: Path) -> None:

@@ -71,6 +71,7 @@ class Case:
     target: torch.Tensor
     temperature: torch.Tensor
     rules: tuple[LogitRule, LogitRule]
+    vocabulary: int | None = None
 
     @classmethod
     def of(cls, dtype: torch.dtype = torch.float32, rules: str = "plain") -> Case:
@@ -87,7 +88,8 @@ class Case:
     def scored(self, beta: float, head: str = "linear", chunk: Any = 5, **more: Any) -> Any:
         """[U, 3] on the CPU: log p, entropy and divergence."""
         where = DEVICE if inner("kernels of the head")(self.of_teacher) is fused else "cpu"
-        measure = Divergence(beta, lambda e: self.of_teacher.to(where)[e.edge], self.rules[1])
+        of_teacher = self.of_teacher.to(where)
+        measure = Divergence(beta, lambda e: of_teacher[e.edge], self.rules[1], self.vocabulary)
         options = ScoreOptions(True, (), chunk, self.rules[0], measure)
         hidden, weight, bias = (x.to(where) for x in self.given)
         rest = self.target.to(where), self.temperature.to(where), options
@@ -100,7 +102,8 @@ class Case:
         exact = [x.detach().double().requires_grad_() for x in self.given]
         z = self.rules[0].apply(F.linear(*exact)) / self.temperature[:, None]
         y = self.rules[1].apply(self.of_teacher.double()) / self.temperature[:, None]
-        out = torch.cat([columns_of(z, self.target), textbook(z, y, beta)], -1)
+        parts = z[:, : self.vocabulary], y[:, : self.vocabulary]
+        out = torch.cat([columns_of(z, self.target), textbook(*parts, beta)], -1)
         return out.detach(), gradients(out, exact)
 
 
@@ -202,8 +205,35 @@ def test_a_teacher_that_changed_before_the_backward(beta, by_kernels):
 def test_another_vocabulary(by_kernels):
     case = Case.of()
     case.of_teacher = torch.randn(U, V + 3)
-    with pytest.raises(ValueError, match="gives 44 logits per token and the model 41"):
+    with pytest.raises(ValueError, match=r"gives 44 .* the model 41: .*vocabulary=41"):
         case.scored(0.3)
+    case.vocabulary = 43
+    with pytest.raises(ValueError, match=r"gives 43 .* the model 41 of the first 43: they"):
+        case.scored(0.3)
+
+
+@pytest.mark.parametrize("head", ["linear", "callable", "fused"])
+@pytest.mark.parametrize(
+    ("of_teacher", "common"), [(V + 3, V), (V - 4, V - 4), (V, V - 6)], ids=lambda x: str(x - V)
+)
+def test_a_vocabulary_that_is_padded_otherwise(of_teacher, common, head, request, monkeypatch):
+    """Log p stays that of the model's whole vocabulary. The kernels serve that of the model."""
+    if head == "fused":
+        request.getfixturevalue("by_kernels")
+    rows: list[int] = []
+    call = Divergence.__call__
+
+    def counted(self: Any, logits: torch.Tensor, edges: Any) -> torch.Tensor:
+        rows.append(len(logits))
+        return call(self, logits, edges)
+
+    monkeypatch.setattr(Divergence, "__call__", counted)
+    case = Case.of(rules="both cap")
+    case.of_teacher = torch.randn(U, of_teacher, generator=torch.Generator().manual_seed(1)) * 2
+    case.vocabulary = common
+    value, gradient = errors(case, 0.3, head=head)
+    assert value < 1e-5 and gradient < 2e-6
+    assert (rows == [2]) == (head == "fused" and common == V)
 
 
 @pytest.mark.parametrize("kernels", [eager, fused], ids=["torch", "triton"])
