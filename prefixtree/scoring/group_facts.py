@@ -30,6 +30,7 @@ FACTS = {
     ),
     "loss_mask": "the ranks of a group must score the same tokens",
     "temperature": "the ranks of a group must score the same tokens at the same temperatures",
+    "sampling_masks": "the ranks of a group must pass the same sampling masks",
     **WINGS,
     "model": "the ranks of a group must have the same model",
     "options": "the ranks of a group must make the same call, of models in the same state",
@@ -67,7 +68,7 @@ def parts_of_forest(packed: PackedForest) -> Parts:
 def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
     """Lists the parts of the scored edges that ranks of a group must have alike, by fact."""
     if found is None:
-        return {"loss_mask": {}, "temperature": {}}
+        return {"loss_mask": {}, "temperature": {}, "sampling_masks": {}}
     is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
     is_scored[found.token] = True
     temperature = found.temperature
@@ -81,6 +82,7 @@ def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
             "the edges of each": edges,
             "where each begins": first,
         },
+        "sampling_masks": {} if found.sets is None else vars(found.sets),
     }
 
 

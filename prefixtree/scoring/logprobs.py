@@ -17,7 +17,7 @@ from torch import nn
 from prefixtree.errors import with_hints
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.checks import check_vocabulary, find_causal_lm
 from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
@@ -25,6 +25,7 @@ from prefixtree.scoring.edges import ScoredEdges, SequenceScores, find_edges, sc
 from prefixtree.scoring.forward import AskedWings, ModelForward, ScoresOfParts
 from prefixtree.scoring.local import LocalPart, whole_forest
 from prefixtree.scoring.refusals import GroupMode, check_group_mode, check_steps
+from prefixtree.scoring.sampling_masks import over_sets
 from prefixtree.wings import load
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def sequence_logprobs(
     return_entropy: bool = False,
     return_statistics: Sequence[str] = (),
     measure: Measure | None = None,
+    sampling_masks: Sequence[Any] | None = None,
     output_router_logits: bool | None = None,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -162,7 +164,11 @@ def sequence_logprobs(
         asked_wings.check(
             model, causal_lm, packed, None if group is None else "the ranks of a group"
         )
-        return causal_lm, find_edges(packed, *own_of(forest_or_batch, temperature, loss_mask))
+        per_sequence = own_of(forest_or_batch, temperature, loss_mask, sampling_masks)
+        found = find_edges(packed, *per_sequence)
+        if found.sets is not None:
+            check_vocabulary(causal_lm, found.sets.ids)
+        return causal_lm, found
 
     dividing = None
     if max_step_tokens is not None:
@@ -188,6 +194,7 @@ def sequence_logprobs(
         packed, wings = asked_wings.open(model, causal_lm, packed, packed)
         local = whole_forest(packed, scored_edges, causal_lm.config, wings)
     score_options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
+    score_options = over_sets(score_options, local.edges.found.sets, packed.device)
     forward = ModelForward(model, causal_lm, packed, score_options, local.wings, local.share)
     rows = None
     if dividing is not None:
