@@ -89,6 +89,7 @@ def kept_trunks(
             `recompute`; with "auto" it is planned.
         measure: as in `sequence_logprobs`, without `measured_edges`. Edges are numbered as in
             `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
+        sampling_masks: as in `sequence_logprobs`, one entry per planned sequence.
         output_router_logits: as in `sequence_logprobs`: one loss per micro-batch, over its tokens
             and those of the trunks above them.
 

@@ -101,6 +101,13 @@ def sequence_logprobs(
             `MeasuredEdges` that returns [r, C], for divergences to a teacher and other losses
             beyond log p; it gives `scores.measured`. Its gradient reaches the logits. It must treat
             each row alone, and is called again in the backward. Default: none.
+        sampling_masks: the tokens that the sampler kept (top-k, top-p, min-p). Log p and entropies
+            are those over these tokens, after the temperature. One entry per sequence: a list of
+            token ids per token; or a mapping or an object with `token_ids` (or `ids`) and `offsets`
+            (vLLM's) or `counts` (prime-rl's); or None. An entry has a set per token, or one per
+            token that `loss_mask` scores. An empty set is the whole vocabulary. Copies of an edge
+            with other sets are scored apart. Statistics and `measure` are of the whole vocabulary.
+            Default: the whole vocabulary.
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: `config.output_router_logits`.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the Triton
@@ -136,7 +143,8 @@ def sequence_logprobs(
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1; a forest
             without token ids; a path that fits no steps of max_step_tokens; a forest that was not
-            made of images.sequences.
+            made of images.sequences; sampling masks of another length, or without the token that
+            was sampled.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
             require a gradient, which they do not get; a measure that does not return [r, C]; a
             chunk_size that is no integer >= 1; an unknown statistic; an unknown `recompute`, or a

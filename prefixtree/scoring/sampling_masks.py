@@ -196,7 +196,7 @@ class OverSets:
     def settled(
         self, scores: torch.Tensor, options: ScoreOptions
     ) -> tuple[torch.Tensor, ScoreOptions]:
-        """Puts scores [*, columns] over sets in their place; the options are those of the caller."""
+        """Puts scores [*, columns] over sets in their place; gives the caller's options back."""
         at = options.columns
         has_set = scores[:, at + 2 : at + 3] > 0
         over_sets = scores[:, at : at + options.with_gradients]
