@@ -46,6 +46,7 @@ class Batch:
         pixels: those of the images of the rows.
         config: that of a model whose rows may have images; None for text alone.
         routes: those of each row, as `PrefixForest.from_sequences` takes them.
+        sampling_masks: those of each row, as `sequence_logprobs` takes them.
     """
 
     layout: BatchLayout
@@ -55,6 +56,7 @@ class Batch:
     pixels: Pixels = (None, None)
     config: Any = field(default=None, repr=False)
     routes: Sequence[np.ndarray] | None = None
+    sampling_masks: Sequence[Any] | None = None
 
     @classmethod
     def padded(
@@ -78,18 +80,23 @@ class Batch:
 
     @classmethod
     def jagged(
-        cls, tokens: list[np.ndarray], masks: list[np.ndarray] | None, device: torch.device
+        cls,
+        tokens: list[np.ndarray],
+        masks: list[np.ndarray] | None,
+        device: torch.device,
+        sampling_masks: Sequence[Any] | None = None,
     ) -> Batch:
         """Makes a batch of rows one after another; scores stand at the token before their own."""
         lengths = np.array([len(row) for row in tokens])
         size = int(lengths.sum())
         layout = BatchLayout((1, size), np.arange(size) - 1, lengths)
-        return cls(layout, tokens, masks, device)
+        return cls(layout, tokens, masks, device, sampling_masks=sampling_masks)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Joins some rows of a jagged batch of text to a batch."""
-        masks = None if self.masks is None else [self.masks[i] for i in rows]
-        return Batch.jagged([self.tokens[i] for i in rows], masks, self.device)
+        given = self.masks, self.sampling_masks
+        masks, sampling_masks = (None if x is None else [x[i] for i in rows] for x in given)
+        return Batch.jagged([self.tokens[i] for i in rows], masks, self.device, sampling_masks)
 
     def __len__(self) -> int:
         return len(self.tokens)
