@@ -1,4 +1,4 @@
-"""The code of docs/sampler.md: an unmoved policy has the ratio 1, with all gradients of dense logits."""
+"""The code of docs/sampler.md: an unmoved policy has the ratio 1, and gradients of dense logits."""
 
 from __future__ import annotations
 
