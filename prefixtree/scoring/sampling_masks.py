@@ -25,6 +25,8 @@ from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import per_sequence
 
+# above every token id
+_END = 1 << 31
 _FORMS = "a list of token ids per token, or token_ids with offsets or counts"
 
 
@@ -137,9 +139,7 @@ def _checked(
     if not len(has_set) or tokens is None:
         return KeptSets(ids, counts)
     sampled = tokens[packed.copy_index(np.arange(len(begins)))[0][has_set]].astype(np.int64)
-    base = 1 + max(int(ids.max()), int(sampled.max()))
     owner = np.repeat(np.arange(len(counts)), counts)
-    keys = np.sort(owner * base + ids)
 
     def refuse(is_wrong: np.ndarray, which: np.ndarray, problem: str) -> None:
         for first in which[is_wrong][:1]:
@@ -148,9 +148,10 @@ def _checked(
                 f"sampling_masks[{i}], for token {first - begins[i]} of the sequence, {problem}"
             )
 
-    refuse(ids < 0, owner, "holds a negative token id")
-    refuse(keys[1:] == keys[:-1], keys[1:] // base, "holds a token id twice")
-    wanted = has_set * base + sampled
+    refuse((ids < 0) | (ids >= _END), owner, "holds a number that is no token id")
+    keys = np.sort(owner * _END + ids)
+    refuse(keys[1:] == keys[:-1], keys[1:] // _END, "holds a token id twice")
+    wanted = has_set * _END + sampled
     refuse(
         keys[np.searchsorted(keys, wanted).clip(max=len(keys) - 1)] != wanted,
         has_set,
@@ -158,7 +159,7 @@ def _checked(
         "sequence, from its first token on or from the first that loss_mask scores, as the sampler "
         "had them (a set that was cut to a number of ids is none)",
     )
-    return KeptSets(keys % base, counts)
+    return KeptSets(keys % _END, counts)
 
 
 class OverSets:

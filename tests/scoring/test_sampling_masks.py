@@ -184,7 +184,8 @@ def _with(at: int, ids: list[int]) -> list[Any]:
         ),
         (_with(1, [1, 2]), pt.ForestError, r"\[0\], for token 3 of .* does not hold that token"),
         (_with(2, [7, 97]), ValueError, "token id 97 is beyond the model's vocabulary of 97"),
-        (_with(2, [7, -1]), pt.ForestError, r"\[0\], for token 4 .* holds a negative token id"),
+        (_with(2, [7, -1]), pt.ForestError, r"\[0\], for token 4 .* a number that is no token id"),
+        (_with(0, [5, 2**40]), pt.ForestError, r"\[0\], for token 2 .* that is no token id"),
         (_with(2, [7, 8, 7]), pt.ForestError, r"\[0\], for token 4 .* holds a token id twice"),
         (_with(0, [5.0]), pt.ForestError, r"sampling_masks\[0\]\[0\] must be 1-D integers"),
         (
