@@ -119,12 +119,11 @@ def tree_logprobs(
 
     def check() -> ScoredEdges:
         check_model(language_model)
-        given = {"measure": measure, "sampling_masks": sampling_masks}
-        asked = next((name for name, value in given.items() if value is not None), None)
-        if asked and language_model.config.context_parallel_size > 1:
+        needs_rows = measure is not None or sampling_masks is not None
+        if needs_rows and language_model.config.context_parallel_size > 1:
             raise UnsupportedError(
-                f"{asked}= is not verified under context parallelism: leave it out, or set "
-                "context_parallel_size=1"
+                "measure= and sampling_masks= are not verified under context parallelism: leave "
+                "them out, or set context_parallel_size=1"
             )
         _check_forest(language_model, packed)
         per_sequence = own_of(forest_or_batch, temperature, loss_mask, sampling_masks)

@@ -63,7 +63,7 @@ def shown_of(data: TensorDict) -> list[dict[str, Any]]:
 
 
 def _entries(data: TensorDict, name: str) -> list[Any]:
-    """What a batch holds per row that is no tensor; None for each row where it holds nothing."""
+    """Lists an entry of a batch that is no tensor, per row; None where it holds nothing."""
     rows = data.get(name, None)
     rows = [None] * len(data) if rows is None else rows
     return [row.data if isinstance(row, NonTensorData) else row for row in rows]
