@@ -82,19 +82,24 @@ def _update(
 
 
 # all rows in one forward; trunks, or trees that are cut
-@pytest.mark.parametrize("tokens", [None, 40])
+@pytest.mark.parametrize(
+    ("tokens", "optimizer", "lr"), [(None, "SGD", 0.1), (40, "SGD", 0.1), (40, "AdamW", 1e-3)]
+)
 def test_an_update_is_verls_own_over_masked_logits(
-    tokens: int | None, models: Path, monkeypatch: pytest.MonkeyPatch
+    tokens: int | None, optimizer: str, lr: float, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rollouts(4, groups=2, size=4)
     sets = _sets(rows)
-    settings = replace(SETTINGS, tokens=tokens)
+    stock = replace(SETTINGS, optimizer=optimizer, lr=lr)
+    settings = replace(stock, tokens=tokens)
     old, start, end = _update("prefixtree", settings, models, rows, sets)
     plain, *_ = _update("prefixtree", settings, models, rows, None)
     _mask_logits(rows, sets, monkeypatch)
-    stock_old, _, stock_end = _update("stock", SETTINGS, models, rows, None)
+    stock_old, _, stock_end = _update("stock", stock, models, rows, None)
     print("DIFF", difference(old, stock_old), difference(end, stock_end), difference(end, start))
-    assert difference(old, stock_old) < 1e-5 and difference(end, stock_end) < 1e-5
-    assert difference(old, plain) > 1 and difference(end, start) > 1e-3
+    # Adam divides by the gradient's own size: where that is rounding, so is the step
+    assert difference(end, stock_end) < (2e-5 if optimizer == "AdamW" else 1e-5)
+    assert difference(old, stock_old) < 1e-5
+    assert difference(old, plain) > 1 and difference(end, start) > 9e-4
     # rows without sets
     assert difference(old[-1:], plain[-1:]) < 1e-5
