@@ -43,7 +43,8 @@ MEND = (
 
 @dataclass(frozen=True, eq=False)
 class ForestEdges:
-    """The (edge, temperature) pairs that a call scores, on the host.
+    """The (edge, temperature) pairs that a call scores, on the host; one with several sets of kept
+    tokens stands there once per set.
 
     Attributes:
         predictor, token: int64 [U], packed tokens.
@@ -272,7 +273,7 @@ class ScoredUnits:
 
 @dataclass(frozen=True)
 class ScoredEdges(ScoredUnits):
-    """The distinct (edge, temperature) pairs, on the host; here "edge" is such a pair.
+    """The distinct (edge, temperature, set) triples, on the host; here "edge" is such a triple.
 
     The copies of a sequence are its tokens but the first, so that `of_copies` is [R - S] and a
     length n - 1.
@@ -296,7 +297,7 @@ class ScoredEdges(ScoredUnits):
 
 @dataclass(frozen=True)
 class DeviceEdges:
-    """The distinct (edge, temperature) pairs that an lm_head scores, on the device.
+    """The distinct (edge, temperature, set) triples that an lm_head scores, on the device.
 
     Attributes:
         predictors: int64 [P], the rows of the model's input whose hidden states the lm_head needs,
