@@ -162,22 +162,25 @@ def packed_of(given: Any, caller: str, device: Callable[[], torch.device]) -> Pa
     return packed
 
 
-def own_of(given: Any, temperature: Any, loss_mask: Any) -> tuple[Any, Any]:
+def own_of(
+    given: Any, temperature: Any, loss_mask: Any, sampling_masks: Any = None
+) -> tuple[Any, Any, Any]:
     """Selects a micro-batch's entries of temperatures and masks, or all those of a packed forest.
 
     Raises:
         ForestError: a number of entries other than the number of planned sequences.
     """
     if not isinstance(given, MicroBatch):
-        return temperature, loss_mask
-    entries = of_plan(temperature, loss_mask, given.num_planned, given.sequence_indices)
+        return temperature, loss_mask, sampling_masks
+    which = given.num_planned, given.sequence_indices
+    entries = of_plan(temperature, loss_mask, sampling_masks, *which)
     # nothing is scored of a dummy
-    return (1.0, None) if given.is_empty else entries
+    return (1.0, None, None) if given.is_empty else entries
 
 
 def of_plan(
-    temperature: Any, loss_mask: Any, num_planned: int, which: np.ndarray
-) -> tuple[Any, Any]:
+    temperature: Any, loss_mask: Any, sampling_masks: Any, num_planned: int, which: np.ndarray
+) -> tuple[Any, Any, Any]:
     """Selects entries of temperatures and masks that were given for all planned sequences.
 
     Raises:
@@ -187,7 +190,9 @@ def of_plan(
         temperature = _some(_of_planned("temperature", temperature, num_planned), which)
     if loss_mask is not None:
         loss_mask = _some(_of_planned("loss_mask", loss_mask, num_planned), which)
-    return temperature, loss_mask
+    if sampling_masks is not None:
+        sampling_masks = _some(_of_planned("sampling_masks", sampling_masks, num_planned), which)
+    return temperature, loss_mask, sampling_masks
 
 
 def _of_planned(name: str, values: Any, num_planned: int) -> list[Any]:

@@ -50,6 +50,8 @@ class Draws:
         top_p: draws from the fewest likeliest tokens that hold this probability. Default: from all.
         min_p: draws from tokens with at least this share of the likeliest one's probability.
             Default: from all.
+        return_sampling_mask: whether samples keep the token ids that truncation left
+            (`Samples.sampling_masks`). Default: False.
 
     Raises:
         TypeError: seed is no integer.
@@ -61,6 +63,7 @@ class Draws:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    return_sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         temperature = number("temperature", self.temperature, finite=False)
@@ -98,7 +101,7 @@ class Draws:
 
     def choose(
         self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Draws one token per row. Nothing is read on the host.
 
         Args:
@@ -108,33 +111,44 @@ class Draws:
 
         Returns:
             int64 [B] tokens, float32 [B] log-probabilities over the full vocabulary, and with
-            truncation float32 [B], the log of the probability that was kept; otherwise None.
+            truncation float32 [B], the log of the probability that was kept; otherwise None. The
+            last is None, or the kept tokens if they are asked for, as `to_bits` packs them.
         """
         if not self.warpers and in_one_pass(logits):
             from prefixtree.kernels.decoding import draw
 
             state = _mix(keys + positions * _GAMMA)
             constants = _GAMMA, _FIRST, _SECOND
-            return *draw.draw(logits, state, self.temperature, constants), None
+            return *draw.draw(logits, state, self.temperature, constants), None, None
         rows = max(1, _AT_ONCE // logits.shape[-1])
         parts = zip(logits.split(rows), keys.split(rows), positions.split(rows), strict=True)
-        tokens, logprobs, kept = zip(*(self._choose(*part) for part in parts), strict=True)
-        return torch.cat(tokens), torch.cat(logprobs), torch.cat(kept) if self.warpers else None
+        tokens, logprobs, *more = zip(*(self._choose(*part) for part in parts), strict=True)
+        kept, bits = (None if some[0] is None else torch.cat(some) for some in more)
+        return torch.cat(tokens), torch.cat(logprobs), kept, bits
 
     def _choose(
         self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         scaled = logits.float() / (self.temperature or 1.0)
         logprobs = scaled.log_softmax(-1)
-        kept = None
+        kept = bits = None
         for warper in self.warpers:
             scaled = warper(None, scaled)
         if self.warpers:
-            kept = logprobs.masked_fill(scaled == -torch.inf, -torch.inf).logsumexp(-1)
+            is_kept = scaled != -torch.inf
+            kept = logprobs.masked_fill(~is_kept, -torch.inf).logsumexp(-1)
+            bits = to_bits(is_kept) if self.return_sampling_mask else None
         if self.temperature:
             scaled = scaled + gumbel(keys, positions, scaled.shape[-1])
         tokens = scaled.argmax(-1)
-        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept, bits
+
+
+def to_bits(flags: torch.Tensor) -> torch.Tensor:
+    """Packs bool [B, V] as uint8 [B, V / 8, rounded up], the first of eight in the lowest bit."""
+    padded = torch.nn.functional.pad(flags.byte(), (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    place = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (padded << place).sum(-1, dtype=torch.uint8)
 
 
 def in_one_pass(logits: torch.Tensor) -> bool:

@@ -40,6 +40,9 @@ class Samples:
             before truncation; 0 where the token was not sampled.
         log_kept_mass: float32 [n - 1] per sequence: the log of the probability that truncation
             (top_k, top_p, min_p) left; 0 where the token was not sampled, or without truncation.
+        sampling_masks: the token ids that truncation left, int64, as a list per sequence with an
+            entry per token, for `sequence_logprobs`; None for a token without truncation. None
+            where a token was drawn with truncation and without `Draws.return_sampling_mask`.
         source: int64 [S], the sequence of the starting forest that each one continues.
         parents: int64 [S]: sequences with the same number branched from the same row (the last
             branching above them); -1 where a row never branched.
@@ -54,6 +57,7 @@ class Samples:
     turns: list[np.ndarray]
     logprobs: list[torch.Tensor]
     log_kept_mass: list[torch.Tensor]
+    sampling_masks: list[list[np.ndarray | None]] | None
     source: np.ndarray
     parents: np.ndarray
     paths: list[tuple[int, ...]]
@@ -67,12 +71,14 @@ class Piece(NamedTuple):
     sampled: np.ndarray
     logprobs: np.ndarray
     kept: np.ndarray
+    sets: np.ndarray
 
     @classmethod
     def said(cls, tokens: Sequence[int] | np.ndarray) -> Piece:
         """Makes a piece of tokens that were not sampled."""
         zeros = np.zeros(len(tokens), np.float32)
-        return cls(np.array(tokens, np.int64), zeros.astype(bool), zeros, zeros)
+        nothing = np.full(len(tokens), None)
+        return cls(np.array(tokens, np.int64), zeros.astype(bool), zeros, zeros, nothing)
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     turn = {at: number for number, at in enumerate(dict.fromkeys(map(id, sampled)))}
     columns = [[np.concatenate(parts) for parts in zip(*row.pieces, strict=True)] for row in rows]
     sequences = [tokens for tokens, *_ in columns]
+    has_sets = all(ids is not None for *_, kept, sets in columns for ids in sets[kept < 0])
     branchings: dict[tuple[int, ...], int] = {}
     parents = [
         branchings.setdefault(row.path[:-1], len(branchings)) if len(row.path) > 1 else -1
@@ -145,8 +152,9 @@ def samples_of(rows: Sequence[Row]) -> Samples:
             np.concatenate([np.full(len(p.tokens), turn.get(id(p), -1)) for p in row.pieces])
             for row in rows
         ],
-        logprobs=[torch.from_numpy(logprobs[1:]) for _, _, logprobs, _ in columns],
-        log_kept_mass=[torch.from_numpy(kept[1:]) for *_, kept in columns],
+        logprobs=[torch.from_numpy(logprobs[1:]) for _, _, logprobs, *_ in columns],
+        log_kept_mass=[torch.from_numpy(kept[1:]) for *_, kept, _ in columns],
+        sampling_masks=[sets.tolist() for *_, sets in columns] if has_sets else None,
         source=np.array([row.path[0] for row in rows]),
         parents=np.array(parents),
         paths=[row.path for row in rows],
@@ -462,13 +470,11 @@ class Rows:
         for number, at in enumerate(rows):
             row, end = self._rows[at], ends[number]
             count = int(end.argmax()) + 1 if end.any() else len(end)
-            tokens, logprobs, kept = (part[number, :count] for part in drawn)
+            tokens, *more = (part[number, :count] for part in drawn)
             # the keys of all tokens but the last are written
             written = len(row.pending) + count - 1 if count else 0
             self._growing.extend([at], [written])
-            self._rows[at] = row.with_sampled(
-                Piece(tokens, np.ones(count, bool), logprobs, kept), stop
-            )
+            self._rows[at] = row.with_sampled(Piece(tokens, np.ones(count, bool), *more), stop)
 
     def _counts(self, counts: Any) -> dict[int, int]:
         """The counts given to `branch`, by row."""

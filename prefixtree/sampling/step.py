@@ -27,12 +27,14 @@ _MOST = 64
 class Drawn(NamedTuple):
     """Draws of n steps, on the host: tokens int64 [B, n], and float32 [B, n] log-probabilities.
 
-    `kept` holds logs of the probability that truncation kept, float32 [B, n].
+    `kept` holds logs of the probability that truncation kept, float32 [B, n], and `sets` the token
+    ids that it kept where they are asked for, otherwise None: objects [B, n].
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     kept: np.ndarray
+    sets: np.ndarray
 
 
 class DecodeStep:
@@ -69,6 +71,8 @@ class DecodeStep:
         self._tokens = self.ids.new_zeros(_KEPT, size)
         # log-probabilities, and logs of the kept probability
         self._scores = self.ids.new_zeros(_KEPT, 2, size, dtype=torch.float32)
+        # of sets, made with the first draw, which knows the vocabulary
+        self._bits: torch.Tensor | None = None
         self._column = self.ids.new_zeros(1)
         self._works: Works | None = None
         self._runner: Callable[[Callable[[], None]], None] | None = None
@@ -146,11 +150,15 @@ class DecodeStep:
         ids, positions, live = (x[:rows] for x in (self.ids, self.positions, self.live))
         # rows that stopped stay where they are: positions have an end
         positions += live
-        tokens, logprobs, kept = self._draws.choose(logits, self._keys[:rows], positions)
+        tokens, logprobs, kept, bits = self._draws.choose(logits, self._keys[:rows], positions)
         scores = logprobs[None] if kept is None else torch.stack([logprobs, kept])
         ids.copy_(tokens)
         self._tokens[:, :rows].index_copy_(0, self._column, tokens[None])
         self._scores[:, : len(scores), :rows].index_copy_(0, self._column, scores[None])
+        if bits is not None:
+            if self._bits is None:
+                self._bits = bits.new_zeros(_KEPT, self.size, bits.shape[1])
+            self._bits[:, :rows].index_copy_(0, self._column, bits[None])
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
 
@@ -162,7 +170,12 @@ class DecodeStep:
         # copies, on a CPU too: these tensors are written again
         tokens = self._tokens[:count, : self._rows].t().cpu().numpy().copy()
         scores = self._scores[:count, :, : self._rows].permute(1, 2, 0).cpu().numpy().copy()
-        self._taken.append(Drawn(tokens, *scores))
+        sets = np.full(tokens.shape, None)
+        if self._bits is not None:
+            bits = self._bits[:count, : self._rows].cpu().numpy()
+            for row, at in np.ndindex(*sets.shape):
+                sets[row, at] = np.flatnonzero(np.unpackbits(bits[at, row], bitorder="little"))
+        self._taken.append(Drawn(tokens, scores[0], scores[1], sets))
         self._column.zero_()
 
     def take(self) -> Drawn:

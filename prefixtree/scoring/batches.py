@@ -86,7 +86,7 @@ def batch_logprobs(
             first.
         **options: the other keywords of `sequence_logprobs`. `images` must be made from the
             sequences of this batch, in its order; token ids are compared. Rows of equal text with
-            images of equal size cannot be told apart.
+            images of equal size cannot be told apart. `sampling_masks` has an entry per sequence.
 
     Returns:
         BatchScores, differentiable as `SequenceScores` is. A trainer that keeps the score of token
@@ -124,6 +124,7 @@ def batch_logprobs(
     masks, scored = _masks(layout, loss_mask)
     if not len(layout.lengths):
         temperature, masks = 1.0, None
+        options["sampling_masks"] = None
     scores = sequence_logprobs(
         model, packed, _temperatures(layout, temperature), loss_mask=masks, **options
     )

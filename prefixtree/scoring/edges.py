@@ -4,8 +4,8 @@ The number of an edge has a meaning in one forest and for one loss mask alone. A
 teacher's rows, values at packed tokens, an earlier measure) finds an edge by its path and its
 temperature (`ForestEdges`).
 
-Legend: S sequences, T packed tokens, R replicated tokens, U scored edges, one per temperature, P
-predictors, d hidden size, E experts.
+Legend: S sequences, T packed tokens, R replicated tokens, U scored edges, one per temperature and
+set of kept tokens, P predictors, d hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from prefixtree.packing.copies import GatherIndex, gather, lasting, move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.per_sequence import check_lengths, per_sequence
 from prefixtree.packing.same_paths import described, find_paths
+from prefixtree.scoring.sampling_masks import KeptSets, OverSets, read_sets
 
 # ---- edges in their forest, by which other calls find them ---------------------------------------
 
@@ -42,7 +43,8 @@ MEND = (
 
 @dataclass(frozen=True, eq=False)
 class ForestEdges:
-    """The (edge, temperature) pairs that a call scores, on the host.
+    """The (edge, temperature) pairs that a call scores, on the host; one with several sets of kept
+    tokens stands there once per set.
 
     Attributes:
         predictor, token: int64 [U], packed tokens.
@@ -100,12 +102,13 @@ class ForestEdges:
             "were not measured in the call whose measured_edges are read; measure there with the "
             "same loss_mask, or without one",
         )
-        # the pairs of a call are ordered by temperature, then by token
         temperatures, number = np.unique(other.temperature, return_inverse=True)
         most, count = max(len(temperatures) - 1, 0), other.forest.num_tokens
         sought = np.searchsorted(temperatures, self.temperature).clip(max=most) * count + token
         keys = number * count + other.token
-        rows = np.searchsorted(keys, sought).clip(max=max(len(keys) - 1, 0))
+        # those of several sets are measured alike
+        order = np.argsort(keys, kind="stable")
+        rows = order[np.searchsorted(keys, sought, sorter=order).clip(max=max(len(keys) - 1, 0))]
         is_same = (keys[rows] == sought) & (other.temperature[rows] == self.temperature)
         for one in np.flatnonzero(~is_same)[:1]:
             raise ValueError(
@@ -270,7 +273,7 @@ class ScoredUnits:
 
 @dataclass(frozen=True)
 class ScoredEdges(ScoredUnits):
-    """The distinct (edge, temperature) pairs, on the host; here "edge" is such a pair.
+    """The distinct (edge, temperature, set) triples, on the host; here "edge" is such a triple.
 
     The copies of a sequence are its tokens but the first, so that `of_copies` is [R - S] and a
     length n - 1.
@@ -278,11 +281,13 @@ class ScoredEdges(ScoredUnits):
     Attributes:
         token: int64 [U], the packed token of each edge.
         temperature: float32 [U].
+        sets: the tokens over which each edge is scored, [U]. None: the whole vocabulary.
     """
 
     token: np.ndarray
     temperature: np.ndarray
     forest: PrefixForest
+    sets: KeptSets | None = None
 
     @cached_property
     def source(self) -> ForestEdges:
@@ -292,7 +297,7 @@ class ScoredEdges(ScoredUnits):
 
 @dataclass(frozen=True)
 class DeviceEdges:
-    """The distinct (edge, temperature) pairs that an lm_head scores, on the device.
+    """The distinct (edge, temperature, set) triples that an lm_head scores, on the device.
 
     Attributes:
         predictors: int64 [P], the rows of the model's input whose hidden states the lm_head needs,
@@ -323,7 +328,10 @@ class DeviceEdges:
 
 
 def find_edges(
-    packed: PackedForest, temperature: float | Sequence[Any], loss_mask: Sequence[Any] | None
+    packed: PackedForest,
+    temperature: float | Sequence[Any],
+    loss_mask: Sequence[Any] | None,
+    sampling_masks: Sequence[Any] | None = None,
 ) -> ScoredEdges:
     """Finds what is scored; arguments and errors as in `sequence_logprobs`."""
     lengths = packed.forest.sequence_lengths
@@ -331,7 +339,7 @@ def find_edges(
     per_token = _per_token(temperature, lengths)
     if per_token is None:
         values, number = np.unique(_temperatures(temperature, len(lengths)), return_inverse=True)
-        if len(values) == 1:
+        if len(values) == 1 and sampling_masks is None:
             return _of_one_temperature(packed, selected, values.astype(np.float32))
     ends = np.cumsum(lengths)
     index, counts = packed.copy_index(np.arange(len(lengths)), selected)
@@ -344,8 +352,16 @@ def find_edges(
     else:
         values, number = _unique_of_runs(per_token[place[has_edge]])
         _check_temperatures(values)
-    pairs = index[has_edge], number, packed.num_tokens, len(values)
+    sets, num_sets = None, 1
+    if sampling_masks is not None:
+        sets = read_sets(packed, sampling_masks, selected).take(place[has_edge])
+        set_number = sets.numbers(index[has_edge])
+        num_sets = 1 + int(set_number.max(initial=0))
+        number = number * num_sets + set_number
+    pairs = index[has_edge], number, packed.num_tokens, len(values) * num_sets
     token, number, edge = loops.sequence_copies.distinct_pairs(*pairs)
+    if sets is not None:
+        sets = sets.take(loops.sequence_copies.first_copy(edge, len(token)))
     edge_of_copy = np.full(ends[-1], -1, np.int32)
     edge_of_copy[place[has_edge]] = edge
     return ScoredEdges(
@@ -353,8 +369,9 @@ def find_edges(
         lambda: np.delete(edge_of_copy, ends - lengths),
         (lengths - 1).tolist(),
         token,
-        values[number].astype(np.float32),
+        values[number // num_sets].astype(np.float32),
         packed.forest,
+        sets,
     )
 
 
@@ -431,6 +448,8 @@ def scores_of(
         options: what the columns hold.
         order: gives int64 [U], the row of each scored edge. Default: rows are in edge order.
     """
+    if isinstance(options.measure, OverSets):
+        scores, options = options.measure.settled(scores, options)
     columns = gather(scores, to_sequences).split(lengths)
     if scores.requires_grad:
         # made while a GPU has a forward to compute: it may be idle before the backward

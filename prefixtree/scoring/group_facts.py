@@ -29,6 +29,7 @@ FACTS = {
         "with other data belong to other groups)"
     ),
     "loss_mask": "the ranks of a group must score the same tokens",
+    "sampling_masks": "the ranks of a group must pass the same sampling masks",
     "temperature": "the ranks of a group must score the same tokens at the same temperatures",
     **WINGS,
     "model": "the ranks of a group must have the same model",
@@ -67,7 +68,7 @@ def parts_of_forest(packed: PackedForest) -> Parts:
 def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
     """Lists the parts of the scored edges that ranks of a group must have alike, by fact."""
     if found is None:
-        return {"loss_mask": {}, "temperature": {}}
+        return {"loss_mask": {}, "sampling_masks": {}, "temperature": {}}
     is_scored = np.zeros(int(found.token.max(initial=-1)) + 1, bool)
     is_scored[found.token] = True
     temperature = found.temperature
@@ -76,6 +77,10 @@ def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
     edges = found.token.astype(np.int32) if len(first) > 1 else None
     return {
         "loss_mask": {"loss_mask": np.packbits(is_scored)},
+        "sampling_masks": {
+            f"{name} of sampling_masks": value
+            for name, value in ({} if found.sets is None else vars(found.sets)).items()
+        },
         "temperature": {
             "temperature": temperature[first],
             "the edges of each": edges,

@@ -19,7 +19,7 @@ from prefixtree.errors import with_hints
 from prefixtree.images.images import Images
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.models.checks import check_module, find_causal_lm
+from prefixtree.models.checks import check_module, check_vocabulary, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
@@ -30,6 +30,7 @@ from prefixtree.scoring.edges import SequenceScores, find_edges, scores_of
 from prefixtree.scoring.forward import AskedWings, ModelForward, ScoresOfParts
 from prefixtree.scoring.kept_runs import CUT_BY_TRUNKS, KeptRuns, TurnRows, running
 from prefixtree.scoring.local import inputs_of
+from prefixtree.scoring.sampling_masks import over_sets
 from prefixtree.scoring.values import ValuesForward, checked_classifier
 
 
@@ -48,6 +49,7 @@ def kept_trunks(
     return_statistics: Sequence[str] = (),
     recompute_trunks: RecomputeTrunks = None,
     measure: Measure | None = None,
+    sampling_masks: Sequence[Any] | None = None,
     output_router_logits: bool | None = None,
 ) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]]]:
     """Scores the micro-batches of a rank, and computes every distinct token once.
@@ -87,6 +89,7 @@ def kept_trunks(
             `recompute`; with "auto" it is planned.
         measure: as in `sequence_logprobs`, without `measured_edges`. Edges are numbered as in
             `scored.packed`; a `Teacher` of `pack(plan.forest)` has their rows.
+        sampling_masks: as in `sequence_logprobs`, one entry per planned sequence.
         output_router_logits: as in `sequence_logprobs`: one loss per micro-batch, over its tokens
             and those of the trunks above them.
 
@@ -110,15 +113,18 @@ def kept_trunks(
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptScores:
         asked_wings.check(model, causal_lm, packed, CUT_BY_TRUNKS)
-        temperatures: float | Sequence[float] = 1.0
-        masks = None
+        per_sequence: Any = 1.0, None
         if members is not None:
-            planned = temperature, loss_mask, batches[0].num_planned
-            temperatures, masks = of_plan(*planned, members)
+            planned = temperature, loss_mask, sampling_masks, batches[0].num_planned
+            per_sequence = of_plan(*planned, members)
+        found = find_edges(packed, *per_sequence)
+        if found.sets is not None:
+            check_vocabulary(causal_lm, found.sets.ids)
         packed, wings = asked_wings.open(model, causal_lm, packed, packed)
         inputs = inputs_of(packed, causal_lm.config, wings)
-        forward = ModelForward(model, causal_lm, packed, options, wings)
-        return _KeptScores(forward, inputs, find_edges(packed, temperatures, masks))
+        over = over_sets(options, found.sets, packed.device)
+        forward = ModelForward(model, causal_lm, packed, over, wings)
+        return _KeptScores(forward, inputs, found)
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run

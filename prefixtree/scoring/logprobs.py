@@ -17,7 +17,7 @@ from torch import nn
 from prefixtree.errors import with_hints
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions
 from prefixtree.kernels.lm_head.measures import Measure
-from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.checks import check_vocabulary, find_causal_lm
 from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
@@ -25,6 +25,7 @@ from prefixtree.scoring.edges import ScoredEdges, SequenceScores, find_edges, sc
 from prefixtree.scoring.forward import AskedWings, ModelForward, ScoresOfParts
 from prefixtree.scoring.local import LocalPart, whole_forest
 from prefixtree.scoring.refusals import GroupMode, check_group_mode, check_steps
+from prefixtree.scoring.sampling_masks import over_sets
 from prefixtree.wings import load
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def sequence_logprobs(
     return_entropy: bool = False,
     return_statistics: Sequence[str] = (),
     measure: Measure | None = None,
+    sampling_masks: Sequence[Any] | None = None,
     output_router_logits: bool | None = None,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -99,6 +101,13 @@ def sequence_logprobs(
             `MeasuredEdges` that returns [r, C], for divergences to a teacher and other losses
             beyond log p; it gives `scores.measured`. Its gradient reaches the logits. It must treat
             each row alone, and is called again in the backward. Default: none.
+        sampling_masks: the tokens that the sampler kept (top-k, top-p, min-p). Log p and entropies
+            are those over these tokens, after the temperature. One entry per sequence: a list of
+            token ids per token; or a mapping or an object with `token_ids` (or `ids`) and `offsets`
+            (vLLM's) or `counts` (prime-rl's); or None. An entry has a set per token, or one per
+            token that `loss_mask` scores. An empty set is the whole vocabulary. Copies of an edge
+            with other sets are scored apart. Statistics and `measure` are of the whole vocabulary.
+            Default: the whole vocabulary.
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: `config.output_router_logits`.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the Triton
@@ -134,7 +143,8 @@ def sequence_logprobs(
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1; a forest
             without token ids; a path that fits no steps of max_step_tokens; a forest that was not
-            made of images.sequences.
+            made of images.sequences; sampling masks of another length, or without the token that
+            was sampled.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
             require a gradient, which they do not get; a measure that does not return [r, C]; a
             chunk_size that is no integer >= 1; an unknown statistic; an unknown `recompute`, or a
@@ -162,7 +172,11 @@ def sequence_logprobs(
         asked_wings.check(
             model, causal_lm, packed, None if group is None else "the ranks of a group"
         )
-        return causal_lm, find_edges(packed, *own_of(forest_or_batch, temperature, loss_mask))
+        per_sequence = own_of(forest_or_batch, temperature, loss_mask, sampling_masks)
+        found = find_edges(packed, *per_sequence)
+        if found.sets is not None:
+            check_vocabulary(causal_lm, found.sets.ids)
+        return causal_lm, found
 
     dividing = None
     if max_step_tokens is not None:
@@ -188,6 +202,7 @@ def sequence_logprobs(
         packed, wings = asked_wings.open(model, causal_lm, packed, packed)
         local = whole_forest(packed, scored_edges, causal_lm.config, wings)
     score_options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
+    score_options = over_sets(score_options, local.edges.found.sets, packed.device)
     forward = ModelForward(model, causal_lm, packed, score_options, local.wings, local.share)
     rows = None
     if dividing is not None:

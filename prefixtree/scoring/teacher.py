@@ -79,7 +79,7 @@ class Teacher:
         packed: PackedForest | MicroBatch,
         loss_mask: Sequence[Any] | None = None,
     ) -> None:
-        _, loss_mask = own_of(packed, 1.0, loss_mask)
+        loss_mask = own_of(packed, 1.0, loss_mask)[1]
         packed = packed_of(packed, "Teacher", lambda: device_of(find_causal_lm(model)))
         causal_lm = find_causal_lm(model)
         # found on the host: packed.edges would have to come back from the device

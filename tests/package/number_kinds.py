@@ -89,6 +89,23 @@ VALUES = Kind(
         *(two(x) for x in (["a"] * 3, [None] * 3, hidden([1.0] * 3), trained([1.0] * 3))),
     ],
 )
+_SETS = [[3], [4], [5, 6]]
+SETS = Kind(
+    [
+        two(_SETS),
+        two(None),
+        two([(), torch.tensor([4]), np.array([6, 5])]),
+        two({"token_ids": [4, 6, 5], "offsets": torch.tensor([0, 0, 1, 3])}),
+        two({"ids": np.array([4, 6, 5]), "counts": [0, 1, 2]}),
+    ],
+    [
+        *(*_NO_LIST, [_SETS], [], two([[3]] * 2), two([[3], [4], [7]]), two([[3], [4], [5, 6, 5]])),
+        *(two([[], [], [5, 6, x]]) for x in (-1, 0.5, "4", None, True, 1j)),
+        *(two(x) for x in ("ab", hidden([4, 5, 6]), trained([4.0]), {"token_ids": [4]})),
+        *(two({"ids": [4, 5, 6], "counts": x}) for x in ([0, 1, 1], [4, -2, 1], [3], "ab")),
+        *(two({"ids": [4, 5, 6], "offsets": x}) for x in ([0, 1, 2, 2], [0, 2, 1, 3], [1, 3], [])),
+    ],
+)
 TAKEN = Kind([[1, 2], ["a", None], torch.ones(2, 3)], [*_NO_LIST, None, [1], [1, 2, 3], []])
 NUMBERS = Kind(
     [1, 0.5, [1, 0.5], (1.0, 1.0), np.ones(2), torch.ones(2), two(torch.tensor(1.0))],

@@ -82,7 +82,7 @@ def test_keys_are_those_of_the_path():
 def test_a_draw_does_not_depend_on_the_others(monkeypatch):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     keys, positions = row_keys(1, [(i,) for i in range(6)]), torch.arange(6)
-    draws = Draws(0.8, top_k=9)
+    draws = Draws(0.8, top_k=9, return_sampling_mask=True)
     whole = draws.choose(logits, keys, positions)
     for rows in ([3], [5, 0, 2]):
         some = draws.choose(logits[rows], keys[rows], positions[rows])
@@ -97,10 +97,10 @@ def test_a_draw_does_not_depend_on_the_others(monkeypatch):
     "options", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 4, "top_p": 0.9}]
 )
 def test_truncation_is_that_of_transformers(options):
-    draws = Draws(0.7, **options)
+    draws = Draws(0.7, return_sampling_mask=True, **options)
     number = 4000
     keys = row_keys(0, [(i,) for i in range(number)])
-    tokens, logprobs, kept = draws.choose(
+    tokens, logprobs, kept, bits = draws.choose(
         _LOGITS.expand(number, -1), keys, torch.zeros(number, dtype=torch.int64)
     )
     probabilities = (_LOGITS / 0.7).softmax(0)
@@ -117,14 +117,18 @@ def test_truncation_is_that_of_transformers(options):
     assert 1 < count < len(_LOGITS) and tokens.unique().tolist() == list(range(count))
     assert kept is not None
     torch.testing.assert_close(kept, probabilities[:count].sum().log().expand(number))
+    assert bits is not None
+    found = np.unpackbits(bits.numpy(), axis=1, bitorder="little")
+    assert (found == (np.arange(found.shape[1]) < count)).all()
     torch.testing.assert_close(logprobs, probabilities.log()[tokens])
     shares = (probabilities[:count] / probabilities[:count].sum()).numpy()
     assert abs(_chi_square(np.bincount(tokens), number * shares)) < 4.5
 
 
 def test_temperature_0_is_the_likeliest_token():
-    tokens, logprobs, kept = Draws(0.0).choose(_LOGITS[None], row_keys(0, [(0,)]), torch.zeros(1))
-    assert tokens.tolist() == [0] and kept is None
+    found = Draws(0.0).choose(_LOGITS[None], row_keys(0, [(0,)]), torch.zeros(1))
+    tokens, logprobs, kept, bits = found
+    assert tokens.tolist() == [0] and kept is None and bits is None
     torch.testing.assert_close(logprobs, _LOGITS.log_softmax(0)[:1])
 
 
@@ -160,5 +164,5 @@ def test_integers_of_any_kind():
 
 def test_the_coldest_draws_are_the_likeliest_tokens():
     keys, position = row_keys(0, [(0,)]), torch.zeros(1, dtype=torch.int64)
-    tokens, logprobs, _ = Draws(1e-20).choose(_LOGITS[None] * 1e6, keys, position)
+    tokens, logprobs, *_ = Draws(1e-20).choose(_LOGITS[None] * 1e6, keys, position)
     assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]

@@ -37,6 +37,9 @@ def assert_same(one: Samples, two: Samples) -> None:
         assert np.array_equal(a, b)
     for p, q in zip(one.logprobs, two.logprobs, strict=True):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+    assert one.sampling_masks is not None and two.sampling_masks is not None
+    for m, n in zip(one.sampling_masks, two.sampling_masks, strict=True):
+        assert all(map(np.array_equal, m, n))
 
 
 def grown(sampler: TreeSampler, seed: int, draws: Draws, tokens: int = 20) -> Samples:
@@ -63,8 +66,9 @@ def test_replays_give_the_same_samples(family, recorded):
     if family == "qwen3_moe":
         model.config._experts_implementation = "batched_mm"
     captured, plain = TreeSampler(model, 3000), TreeSampler(model, 3000, graphs=False)
+    truncated = Draws(0.7, seed=2, top_k=20, return_sampling_mask=True)
     for seed in (5, 6):
-        for way, draws in enumerate((Draws(seed=seed), Draws(0.7, seed=2, top_k=20))):
+        for way, draws in enumerate((Draws(seed=seed), truncated)):
             found = grown(captured, seed, draws)
             # each forest and each way once
             if way == seed - 5:

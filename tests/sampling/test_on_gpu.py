@@ -112,7 +112,9 @@ def never_captured() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "draws", [Draws(seed=3), Draws(0.7, seed=4, top_k=50, top_p=0.9), GREEDY], ids=str
+    "draws",
+    [Draws(seed=3), Draws(0.7, seed=4, top_p=0.9, return_sampling_mask=True), GREEDY],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replays_are_what_steps_are_bit_by_bit(dtype: torch.dtype, draws: Draws) -> None:
@@ -126,6 +128,8 @@ def test_replays_are_what_steps_are_bit_by_bit(dtype: torch.dtype, draws: Draws)
         expected = [grown(plain, seed, draws) for seed in (0, 1)]
     for one, two in zip(found, expected, strict=True):
         close(one, two, 0.0, ties=0)
+        for m, n in zip(one.sampling_masks, two.sampling_masks, strict=True):
+            assert all(map(np.array_equal, m, n))
 
 
 def test_without_graphs_the_samples_are_the_same() -> None:

@@ -45,7 +45,9 @@ def test_greedy_equals_generate(seed):
     [
         pytest.param(Draws(seed=1), id="T=1", marks=pytest.mark.full),
         pytest.param(Draws(0.7, seed=2), id="T=0.7", marks=pytest.mark.full),
-        pytest.param(Draws(1.3, seed=3, top_k=20, top_p=0.8), id="truncated"),
+        pytest.param(
+            Draws(1.3, seed=3, top_k=20, top_p=0.8, return_sampling_mask=True), id="truncated"
+        ),
         pytest.param(GREEDY, id="greedy"),
     ],
 )
@@ -58,7 +60,9 @@ def test_logprobs_are_those_of_training(draws, poison):
     packed = pt.pack(samples.forest)
     temperature = draws.temperature or 1.0
     with torch.no_grad():
-        scores = pt.sequence_logprobs(ours, packed, temperature, loss_mask=samples.loss_masks)
+        given = packed, temperature, samples.loss_masks
+        scores = pt.sequence_logprobs(ours, *given)
+        drawn = pt.sequence_logprobs(ours, *given, sampling_masks=samples.sampling_masks)
     for i, tokens in enumerate(samples.sequences):
         mask = samples.loss_masks[i][1:]
         assert 10 > mask.sum() / 3 > 0 and samples.logprobs[i].dtype == torch.float32
@@ -71,6 +75,8 @@ def test_logprobs_are_those_of_training(draws, poison):
         )
         kept = samples.log_kept_mass[i]
         assert bool((kept[mask] < 0).all()) == bool(draws.warpers) and not kept[~mask].any()
+        of_draw = samples.logprobs[i] - kept
+        torch.testing.assert_close(drawn.logprobs[i], of_draw, atol=2e-5, rtol=0)
         if draws.warpers:
             assert (samples.logprobs[i] <= kept + 1e-6).all()
     plan = pt.plan_micro_batches(samples.sequences, 100, groups=samples.source)
@@ -95,6 +101,20 @@ def test_weights_of_4_bits():
             ours.set_attn_implementation("prefixtree")
             alone = log_p.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0]
             torch.testing.assert_close(found, alone * torch.from_numpy(mask[1:]), atol=5e-5, rtol=0)
+
+
+def test_a_truncated_draw_without_its_set_leaves_no_masks():
+    rows = TreeSampler(models()[0], 500).start(pt.PrefixForest.from_sequences([[9, 8, 7]]))
+    rows.generate(2, Draws())
+    assert rows.samples().sampling_masks == [[None] * 5]
+    rows.generate(2, Draws(top_k=3, return_sampling_mask=True))
+    found = rows.samples().sampling_masks
+    assert found is not None and [0 if ids is None else len(ids) for ids in found[0]] == [
+        *[0] * 5,
+        *[3, 3],
+    ]
+    rows.generate(2, Draws(top_k=3))
+    assert rows.samples().sampling_masks is None
 
 
 def test_what_samples_say_of_the_tree():

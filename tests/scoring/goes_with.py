@@ -188,6 +188,14 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[Cell, Cell, Cell]]] = {
             ),
         ),
     ),
+    "[sampling masks](sampler.md)": (
+        ("sampling masks",),
+        (
+            _NO_GRADIENT,
+            Absent("TRL 1.16 asks engines for none"),
+            Held(f"{_VERL}sampling_masks.py::test_an_update_is_verls_own_over_masked_logits"),
+        ),
+    ),
 }
 
 _RANKS = "scoring/test_distributed.py::test_two_ranks"

@@ -209,6 +209,7 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     "other tokens": _differs("its token ids"),
     "other mask": _differs("loss_mask"),
     "other temperature": _differs("temperature"),
+    "other sampling masks": _differs("ids of sampling_masks"),
     "other recompute": _differs(r"recompute \('nothing', on rank 0 'all'\)"),
     "other gradient mode": _differs(r"torch.is_grad_enabled\(\) \(False, on rank 0 True\)"),
     "other trained": _differs(

@@ -75,7 +75,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "measure",
         "router loss",
     ),
-    "scored": ("all tokens", "loss masks", "temperatures", "routes"),
+    "scored": ("all tokens", "loss masks", "temperatures", "routes", "sampling masks"),
     "precision": ("float32", "float64", "bfloat16 autocast"),
     "event": (
         "none",
@@ -127,7 +127,7 @@ CELLS: dict[tuple[str, str], Refused | Absent] = {
             VALUES,
             (
                 *("entropies", "statistics", "entropies and statistics", "measure", "router loss"),
-                *("loss masks", "temperatures", "routes"),
+                *("loss masks", "temperatures", "routes", "sampling masks"),
             ),
         ),
         _NO_DISTRIBUTION,

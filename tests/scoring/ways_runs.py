@@ -70,11 +70,13 @@ def images() -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is scored, and how: with `Objective`'s weights."""
+    """What is scored, and how: with `Objective`'s weights. sets: of tokens, empty for all of the
+    vocabulary."""
 
     sequences: list[np.ndarray]
     temperatures: list[Any]
     masks: list[np.ndarray] | None
+    sets: list[list[list[int]]] | None
     routes: list[np.ndarray] | None
     weights: list[torch.Tensor]
 
@@ -106,9 +108,25 @@ def inputs_of(layers: str, scored: str) -> Inputs:
         per_token = [rng.choice([0.7, 1.0, 1.6], len(s)) for s in sequences]
         # numbers for some, arrays for others
         temperatures = [t if i % 2 else np.full(len(t), 0.8) for i, t in enumerate(per_token)]
-    masks = drawn.loss_masks if scored == "loss masks" else None
+    masks = drawn.loss_masks if scored in ("loss masks", "sampling masks") else None
+    sets = None
+    if scored == "sampling masks":
+        temperatures = drawn.temperatures
+        sets = [_sets(tokens, i % 2) for i, tokens in enumerate(sequences)]
     routes = drawn_routes(sequences) if scored == "routes" else None
-    return Inputs(sequences, temperatures, masks, routes, drawn.weights)
+    return Inputs(sequences, temperatures, masks, sets, routes, drawn.weights)
+
+
+def _sets(tokens: np.ndarray, seed: int) -> list[list[int]]:
+    """Of each token some ids, itself among them; none of placeholders and of high ids."""
+    return [
+        sorted(
+            {token, *np.random.default_rng((seed, at)).integers(1, image_cases.IMAGE, 1 + at % 5)}
+        )
+        if token < image_cases.IMAGE
+        else []
+        for at, token in enumerate(tokens.tolist())
+    ]
 
 
 # ---- each sequence alone -------------------------------------------------------------------------
@@ -197,8 +215,15 @@ def _rows_alone(
     temperature = temperature[1:, None].to(logits) if temperature.ndim else temperature
     logits = logits / temperature
     log_p = logits.log_softmax(-1)
-    taken = log_p.gather(1, ids[1:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    taken = whole = log_p.gather(1, ids[1:, None])[:, 0]
+    entropy = of_whole = -(log_p.exp() * log_p).sum(-1)
+    if inputs.sets is not None:
+        is_kept = torch.tensor(
+            [[not s or v in s for v in range(len(logits[0]))] for s in inputs.sets[i]]
+        )
+        over = logits.masked_fill(~is_kept[1:], -torch.inf).log_softmax(-1)
+        taken = over.gather(1, ids[1:, None])[:, 0]
+        entropy = -(over.exp() * over.masked_fill(~is_kept[1:], 0.0)).sum(-1)
     statistics = [
         x.detach().to(taken)
         for x in (logits.mean(-1), logits.argmax(-1) == ids[1:], (2 * log_p).logsumexp(-1))
@@ -207,7 +232,7 @@ def _rows_alone(
         "log p": [taken],
         "router loss": [taken],
         "entropies": [taken, entropy],
-        "measure": [taken, taken, entropy],
+        "measure": [taken, whole, of_whole],
         "statistics": [taken, *statistics],
         "entropies and statistics": [taken, entropy, *statistics],
     }[case["returned"]]
@@ -319,6 +344,7 @@ class Call:
         if self.way not in VALUES:
             self.options["chunk_size"] = 7
             self.options |= _ASKED[case["returned"]]
+            self.options["sampling_masks"] = inputs.sets
         if self.way in STEPS:
             self.options |= {"max_step_tokens": MAX_STEP_TOKENS, "import_cost": LIGHT}
         if self.way in GROUPS:
@@ -345,11 +371,11 @@ class Call:
     def _scored(self, packed: pt.PackedForest) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         if self.way in VALUES:
             return pt.sequence_values(self.model, packed, **self.options), None
-        per_sequence = self.inputs.temperatures, self.inputs.masks
+        per_sequence, options = (self.inputs.temperatures, self.inputs.masks), self.options
         if packed.forest.num_sequences != len(self.tokens):
             # of an empty batch
-            per_sequence = 1.0, None
-        scores = pt.sequence_logprobs(self.model, packed, *per_sequence, **self.options)
+            per_sequence, options = (1.0, None), {**options, "sampling_masks": None}
+        scores = pt.sequence_logprobs(self.model, packed, *per_sequence, **options)
         return self._rows(scores), scores.aux_loss
 
     def nothing(self) -> None:

@@ -206,11 +206,17 @@ def _long_longrope(rank: int, group: Any) -> Any:
     return scored(rank, group, model=model)
 
 
+def _other_sets(rank: int, group: Any) -> Any:
+    packed = pack_sequences([[3, 4, 5]])
+    return scored(rank, group, packed=packed, sampling_masks=[[[], [4], [5, 6 + rank]]])
+
+
 BAD: dict[str, Callable[[int, Any], Any]] = {
     "other order": _other_order,
     "other tokens": _other_tokens,
     "other mask": _other_mask,
     "other temperature": _other_temperature,
+    "other sampling masks": _other_sets,
     "other recompute": _other_mode,
     "other gradient mode": _other_gradient_mode,
     "other group_mode": _other_group_mode,

@@ -7,7 +7,7 @@ Legend: B rows, L columns, n tokens of a row, R tokens of all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,7 @@ class Batch:
         config: that of a model whose rows may have images; None for text alone.
         routes: those of each row, as `PrefixForest.from_sequences` takes them.
         trained: for routes, bool [n] per row, the tokens whose scores a loss reads. None: all.
+        sampling_masks: those of each row, as `sequence_logprobs` takes them.
     """
 
     layout: BatchLayout
@@ -57,6 +58,7 @@ class Batch:
     config: Any = field(default=None, repr=False)
     routes: Sequence[np.ndarray] | None = None
     trained: Sequence[np.ndarray] | None = None
+    sampling_masks: Sequence[Any] | None = None
 
     @classmethod
     def of(
@@ -92,18 +94,28 @@ class Batch:
 
     @classmethod
     def jagged(
-        cls, tokens: list[np.ndarray], masks: list[np.ndarray] | None, device: torch.device
+        cls,
+        tokens: list[np.ndarray],
+        masks: list[np.ndarray] | None,
+        device: torch.device,
+        sampling_masks: Sequence[Any] | None = None,
     ) -> Batch:
         """Makes a batch of rows one after another; scores stand at the token before their own."""
         lengths = np.array([len(row) for row in tokens])
         size = int(lengths.sum())
         layout = BatchLayout((1, size), np.arange(size) - 1, lengths)
-        return cls(layout, tokens, masks, device)
+        return cls(layout, tokens, masks, device, sampling_masks=sampling_masks)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Joins some rows of a jagged batch of text to a batch."""
-        masks = None if self.masks is None else [self.masks[i] for i in rows]
-        return Batch.jagged([self.tokens[i] for i in rows], masks, self.device)
+        jagged = Batch.jagged([self.tokens[i] for i in rows], None, self.device)
+        return replace(jagged, **self._of_rows(rows))
+
+    def _of_rows(self, rows: Sequence[int]) -> dict[str, Any]:
+        """What is given per row besides tokens, of some rows."""
+        names = "masks", "routes", "trained", "sampling_masks"
+        given = {name: getattr(self, name) for name in names}
+        return {n: None if x is None else [x[i] for i in rows] for n, x in given.items()}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -115,8 +127,8 @@ class Batch:
         place = self.layout.place[first[start] : first[start + len(tokens)]] - start * columns
         lengths = self.layout.lengths[start:end]
         layout = BatchLayout((len(tokens), columns), place, lengths)
-        masks = None if self.masks is None else self.masks[start:end]
-        return Batch(layout, tokens, masks, self.device, pixels, self.config)
+        given = self._of_rows(range(start, start + len(tokens)))
+        return replace(self, layout=layout, tokens=tokens, pixels=pixels, **given)
 
     def equals(self, other: Batch) -> bool:
         """Whether tokens, their places and images are the same."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -54,6 +55,7 @@ from prefixtree.scoring.edges import (
     scores_of,
 )
 from prefixtree.scoring.lm_head import Handed
+from prefixtree.scoring.sampling_masks import over_sets
 
 
 @with_hints
@@ -65,6 +67,7 @@ def tree_logprobs(
     *,
     return_entropy: bool = False,
     measure: Measure | None = None,
+    sampling_masks: Sequence[Any] | None = None,
     chunk_size: int | None = None,
 ) -> SequenceScores | torch.Tensor:
     """Computes the log-probability of every token of every sequence; shared prefixes run once.
@@ -88,6 +91,8 @@ def tree_logprobs(
         measure: as in `sequence_logprobs`, of the logits of the whole padded vocabulary: under
             tensor parallelism each rank gathers them chunk by chunk, and measures all. Default:
             none.
+        sampling_masks: as in `sequence_logprobs`. Ranks gather logits as for `measure`. Default:
+            the whole vocabulary.
         chunk_size: the number of edges whose logits are in memory at once, the same on all ranks.
             Default: as in `sequence_logprobs`.
 
@@ -114,13 +119,17 @@ def tree_logprobs(
 
     def check() -> ScoredEdges:
         check_model(language_model)
-        if measure is not None and language_model.config.context_parallel_size > 1:
+        needs_rows = measure is not None or sampling_masks is not None
+        if needs_rows and language_model.config.context_parallel_size > 1:
             raise UnsupportedError(
-                "measure= is not verified under context parallelism: leave it out, or set "
-                "context_parallel_size=1"
+                "measure= and sampling_masks= are not verified under context parallelism: leave "
+                "them out, or set context_parallel_size=1"
             )
         _check_forest(language_model, packed)
-        scored = find_edges(packed, *own_of(forest_or_batch, temperature, loss_mask))
+        per_sequence = own_of(forest_or_batch, temperature, loss_mask, sampling_masks)
+        scored = find_edges(packed, *per_sequence)
+        if scored.sets is not None:
+            _check_vocabulary(language_model, scored.sets.ids)
         if language_model.post_process:
             check_head(language_model)
         return scored
@@ -130,6 +139,7 @@ def tree_logprobs(
         return _run(model, language_model, local)
     assert scored is not None
     edges, to_sequences = local.edges(scored)
+    options = over_sets(options, scored.sets, packed.device)
     with scoring_layer(language_model.output_layer, edges, options) as handed:
         output = _run(model, language_model, local)
     scores = local.gathered_scores(returned_scores(output, handed), scored)
@@ -193,16 +203,20 @@ def _check_forest(language_model: Any, packed: PackedForest) -> None:
             f"{packed.num_tokens} packed tokens: pack(forest, pad_to_multiple_of={size})"
         )
     check_routes(language_model, packed)
-    tokens = packed.forest.tokens
-    if tokens is not None and len(tokens) and int(tokens.max()) >= language_model.vocab_size:
-        raise ValueError(
-            f"token id {int(tokens.max())} is beyond the model's vocabulary of "
-            f"{language_model.vocab_size}: the sequences were tokenised for another model"
-        )
+    if packed.forest.tokens is not None:
+        _check_vocabulary(language_model, packed.forest.tokens)
     if (device := _device_of(language_model)) != packed.device:
         raise ValueError(
             f"the packed forest is on {packed.device}, the model on {device}: "
             f"call packed = packed.to({str(device)!r})"
+        )
+
+
+def _check_vocabulary(language_model: Any, tokens: np.ndarray) -> None:
+    if len(tokens) and int(tokens.max()) >= language_model.vocab_size:
+        raise ValueError(
+            f"token id {int(tokens.max())} is beyond the model's vocabulary of "
+            f"{language_model.vocab_size}: the sequences were tokenised for another model"
         )
 
 

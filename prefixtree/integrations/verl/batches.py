@@ -27,6 +27,9 @@ from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
 from prefixtree.scoring.edges import SequenceScores
 
+#: The entry of a batch, and of an agent loop's extra_fields: per row, a set of kept token ids per
+#: token of the response, as `sequence_logprobs` takes them, or None.
+SAMPLING_MASKS = "sampling_masks"
 #: Entries of a batch by `prefixtree_sync`: samples of a mini-batch over all ranks, and the token
 #: limit of micro-batches in training.
 MINI_BATCH, TRAINED_TOKENS = "prefixtree_mini_batch_size", "prefixtree_max_token_len_per_gpu"
@@ -49,7 +52,9 @@ def rows_of(data: TensorDict) -> Batch:
     if parts and np.array_equal(parts[0] + parts[1], offsets):
         lengths, prompts = np.diff(offsets), np.diff(parts[0])
         masks = [np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)]
-    return Batch.jagged(np.split(values, offsets[1:-1]), masks, ids.device)
+    sets = _entries(data, SAMPLING_MASKS)
+    sampling_masks = None if all(of_row is None for of_row in sets) else sets
+    return Batch.jagged(np.split(values, offsets[1:-1]), masks, ids.device, sampling_masks)
 
 
 def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode: str) -> None:
@@ -89,11 +94,15 @@ def _trained(data: TensorDict, rows: Batch) -> list[np.ndarray]:
 
 def shown_of(data: TensorDict) -> list[dict[str, Any]]:
     """The entries of multi_modal_inputs that are not None, per sequence; empty for text alone."""
-    rows = data.get("multi_modal_inputs", None)
-    if rows is None:
-        return [{}] * len(data)
-    given = [row.data if isinstance(row, NonTensorData) else row for row in rows]
-    return [{k: v for k, v in (row or {}).items() if v is not None} for row in given]
+    rows = _entries(data, "multi_modal_inputs")
+    return [{k: v for k, v in (row or {}).items() if v is not None} for row in rows]
+
+
+def _entries(data: TensorDict, name: str) -> list[Any]:
+    """Lists an entry of a batch that is no tensor, per row; None where it holds nothing."""
+    rows = data.get(name, None)
+    rows = [None] * len(data) if rows is None else rows
+    return [row.data if isinstance(row, NonTensorData) else row for row in rows]
 
 
 def count_tokens(data: TensorDict, group: Any) -> float:
@@ -273,6 +282,7 @@ def score_options(data: TensorDict, rows: Batch) -> dict[str, Any]:
     return {
         "temperature": tu.get(data, "temperature"),
         "loss_mask": rows.masks,
+        "sampling_masks": rows.sampling_masks,
         "return_entropy": tu.get_non_tensor_data(data, "calculate_entropy", False),
     }
 

@@ -43,7 +43,7 @@ class MeasuredEdges:
     Attributes:
         edge: int64 [r], rows of `packed.edges(loss_mask)`.
         scored_edge: int64 [r], rows of `SequenceScores.measured_edges`; equal to `edge` if one
-            temperature serves all.
+            temperature serves all, without sampling masks.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
         source: all edges of the call in their forest (`scoring.edges.ForestEdges`), by which they

@@ -66,6 +66,7 @@ class Case:
             (the same with a temperature).
         positions: Megatron's position_embedding_type.
         backend: of tree attention. Default: "auto", as always with `pack_batches`.
+        masked: whether scored edges are scored over `kept_tokens`.
     """
 
     config: dict[str, Any] | None = None
@@ -75,6 +76,7 @@ class Case:
     way: str = "scored edges"
     positions: str = "rope"
     backend: str | None = None
+    masked: bool = False
 
 
 def moe(**changes: Any) -> dict[str, Any]:
@@ -323,10 +325,24 @@ def thd(sequences: Sequence[Sequence[int]], gap: int = 0) -> dict[str, Any]:
     }
 
 
-def columns(logits: torch.Tensor, sequence: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def kept_tokens(sequence: Sequence[int]) -> list[list[int]]:
+    """Up to 4 tokens in the place of each, itself among them; each fifth has no set."""
+    return [
+        sorted({(token + 61 * more) % VOCABULARY for more in range(at % 5)})
+        for at, token in enumerate(sequence)
+    ]
+
+
+def columns(
+    logits: torch.Tensor, sequence: Sequence[int], masked: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies [n - 1] from logits [n, vocabulary of this rank]."""
-    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-    logp = (whole / TEMPERATURE).log_softmax(-1)[:-1]
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)[: len(sequence) - 1]
+    for at, kept in enumerate(kept_tokens(sequence)[1:] if masked else []):
+        others = sorted(set(range(whole.shape[1])) - set(kept)) if kept else []
+        index = torch.tensor([at]), torch.tensor(others, dtype=torch.int64)
+        whole = whole.index_put(index, whole.new_tensor(-1e9)) if others else whole
+    logp = (whole / TEMPERATURE).log_softmax(-1)
     target = torch.tensor(sequence[1:], dtype=torch.int64, device=DEVICE)
     return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
@@ -393,21 +409,24 @@ def run_forest(
     else:
         multiple = padded_to() if model.config.sequence_parallel else None
         packed = packed_of(sequences, multiple).with_options(backend=case.backend)
-        scores = tree_logprobs(ddp, packed, TEMPERATURE, return_entropy=True)
+        masks = [kept_tokens(s) for s in sequences] if case.masked else None
+        scores = tree_logprobs(ddp, packed, TEMPERATURE, return_entropy=True, sampling_masks=masks)
         assert not isinstance(scores, torch.Tensor) and scores.entropy is not None
         logprobs, entropy = scores.logprobs, scores.entropy
     weights.loss(logprobs, entropy).backward()
     return Result([x.detach() for x in logprobs], [x.detach() for x in entropy], gradients(ddp))
 
 
-def run_replicated(model: Any, sequences: list[list[int]], weights: Weights) -> Result:
+def run_replicated(
+    model: Any, sequences: list[list[int]], weights: Weights, masked: bool = False
+) -> Result:
     """One sequence after another."""
     ddp = wrapped(model)
     multiple = padded_to() if model.config.sequence_parallel else None
     both = []
     for at, sequence in enumerate(sequences):
         logits = alone(ddp, sequence, multiple)[0, : len(sequence)]
-        logprobs, entropy = columns(logits, sequence)
+        logprobs, entropy = columns(logits, sequence, masked)
         one = Weights([weights.logprobs[at]], [weights.entropy[at]])
         one.loss([logprobs], [entropy]).backward()
         both.append((logprobs.detach(), entropy.detach()))
@@ -477,7 +496,8 @@ def _expected(case: Case, sequences: list[list[int]], weights: Weights) -> Resul
         parallel_state.get_expert_model_parallel_world_size(),
     )
     if (key := f"{case} on {ranks}") not in _EXPECTED:
-        expected = run_replicated(build(case, lambda spec: spec), sequences, weights)
+        model = build(case, lambda spec: spec)
+        expected = run_replicated(model, sequences, weights, case.masked)
         assert all(g.any() for g in expected.gradients.values())
         _EXPECTED[key] = expected
     return _EXPECTED[key]

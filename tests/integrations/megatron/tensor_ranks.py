@@ -42,6 +42,7 @@ TENSOR = {
     "TP + SP, float32": Case(SP, dtype=torch.float32),
     "TP + SP, float32, pack_batches": Case(SP, dtype=torch.float32, way="pack_batches"),
     "TP + SP, measure, float32": Case(SP, dtype=torch.float32, way="measure"),
+    "TP + SP, sampling masks, float32": Case(SP, dtype=torch.float32, masked=True),
     "TP, measure, tied, float32": Case(dtype=torch.float32, way="measure", tied=True),
     "TP + SP, experts": Case(SP | moe()),
     "TP + SP, latent attention, pack_batches": Case(SP | latent(), way="pack_batches"),

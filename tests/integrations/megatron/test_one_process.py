@@ -18,6 +18,7 @@ CASES = {
     "scored batches, tied": Case(way="scored batches", tied=True),
     "hybrid, scored batches": Case(model="hybrid", way="scored batches"),
     "measure, tied": Case(way="measure", tied=True),
+    "sampling masks": Case(masked=True),
     "hybrid": Case(model="hybrid"),
     "hybrid, pack_batches": Case(model="hybrid", way="pack_batches"),
     "hybrid, recompute": Case(FULL, model="hybrid"),

@@ -29,9 +29,9 @@ def test_it_draws_what_torch_draws(rows, vocabulary, temperature, dtype, monkeyp
     monkeypatch.setattr(kernel, "draw", lambda *a: (calls.append(None), right(*a))[1])
     with torch.no_grad():
         monkeypatch.setattr(draws_module, "in_one_pass", lambda logits: True)
-        tokens, logprobs, kept = draws.choose(logits, keys, positions)
+        tokens, logprobs, kept, _ = draws.choose(logits, keys, positions)
         assert calls and kept is None
         monkeypatch.setattr(draws_module, "in_one_pass", lambda logits: False)
-        want, scores, _ = draws.choose(logits, keys, positions)
+        want, scores, *_ = draws.choose(logits, keys, positions)
     assert tokens.dtype == torch.int64 and torch.equal(tokens, want)
     torch.testing.assert_close(logprobs, scores, atol=2e-5, rtol=0)
