@@ -208,6 +208,9 @@ class SequenceScores:
             for losses of your own: weigh each packed token by `packed.multiplicity`. Empty without
             `aux_loss`.
         source: the edges of `measured_edges` in their forest, which `of_edges` reads.
+        mtp: per layer of `mtp` as `logprobs`: the log-probabilities that layer k = 1, 2, .. gives,
+            which reads the tokens before and k tokens less of the model's hidden states; 0 where
+            the loss mask is 0, and at the first k + 1 tokens of a sequence. None without `mtp`.
     """
 
     logprobs: list[torch.Tensor]
@@ -218,6 +221,7 @@ class SequenceScores:
     measured: list[torch.Tensor] | None = None
     measured_edges: torch.Tensor | None = None
     source: Any = field(default=None, repr=False)
+    mtp: list[list[torch.Tensor]] | None = None
 
     @uncompiled
     def of_edges(self, edges: MeasuredEdges) -> torch.Tensor:
