@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AskedWings(NamedTuple):
-    """The keywords of `sequence_logprobs` that ask for wings, and those that `mtp` needs to know."""
+    """The keywords of `sequence_logprobs` that ask for wings, and what `mtp` needs to know."""
 
     images: Images | None = None
     output_router_logits: bool | None = None

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.forward import AskedWings
 
 
-def check_heads(
-    model: nn.Module, causal_lm: Any, packed: PackedForest, asked: AskedWings
-) -> None:
+def check_heads(model: nn.Module, causal_lm: Any, packed: PackedForest, asked: AskedWings) -> None:
     """Refuses heads that would not give the scores of the replicated batch.
 
     Raises:
@@ -66,9 +64,9 @@ def _heads_in(mtp: Any) -> Any:
     heads = next((module for module in modules if isinstance(module, kind)), None)
     if heads is None:
         raise TypeError(
-            f"mtp must be (or hold) a MtpModel of transformers 5.23 or later, got "
-            f"{type(mtp).__name__}; MtpModel.from_pretrained(model) of transformers.modeling_layers "
-            "loads that of a checkpoint, MtpModel(model, 1) makes a new one"
+            "mtp must be or hold an MtpModel (transformers.modeling_layers, from 5.23 on), got "
+            f"{type(mtp).__name__}; MtpModel.from_pretrained(model) loads that of a checkpoint, "
+            "MtpModel(model, 1) makes a new one"
         )
     return heads
 

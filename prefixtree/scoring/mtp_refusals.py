@@ -42,12 +42,16 @@ class AskedHeads(NamedTuple):
 
 def _is_sharded(asked: AskedHeads) -> bool:
     kinds = FSDPModule, FullyShardedDataParallel
-    parts = [*asked.model.modules(), *asked.heads.modules()]
+    models = asked.model, asked.wings.mtp
     return (
-        any(isinstance(module, kinds) for module in parts)
-        or any(runs_deepspeed(model) for model in (asked.model, asked.heads))
+        any(isinstance(module, kinds) for model in models for module in model.modules())
+        or any(map(runs_deepspeed, models))
         or any(hasattr(p, "placements") for p in asked.heads.parameters())
     )
+
+
+def _is_ddp(model: nn.Module) -> bool:
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
 def _is_plain_head(head: Any) -> bool:
@@ -62,6 +66,17 @@ def _model_type(asked: AskedHeads) -> Any:
 def _layer_types(asked: AskedHeads) -> Any:
     others = sorted({*layer_types_of(asked.heads.config)} - ATTENTION_TYPES)
     return others and {"others": ", ".join(others)}
+
+
+def _window(asked: AskedHeads) -> Any:
+    """Finds a layer whose attention slides by itself: transformers' mask for it does not."""
+    kinds = layer_types_of(asked.heads.config)
+    for number, layer in enumerate(asked.heads.layers):
+        slides = len(kinds) > number and kinds[number] == "sliding_attention"
+        windows = [vars(module).get("sliding_window") for module in layer.modules()]
+        if any(windows) and not slides:
+            return {"number": number}
+    return None
 
 
 def _foreign(asked: AskedHeads) -> Any:
@@ -86,6 +101,18 @@ MTP = (
         _layer_types,
         "layers of mtp ({others}) do not only attend, which is not verified; set "
         "config.mtp_layer_types to full_attention or sliding_attention, or leave mtp out",
+    ),
+    Refusal(
+        "sliding_window",
+        _window,
+        "layer {number} of mtp has a sliding window that config.mtp_layer_types does not name, so "
+        "transformers' attentions differ in whether it slides; set config.sliding_window to None",
+    ),
+    Refusal(
+        "attention",
+        lambda asked: asked.heads.config._attn_implementation != "prefixtree",
+        "mtp was made before the model was prepared, and attends otherwise; call "
+        'mtp.set_attn_implementation("prefixtree")',
     ),
     Refusal(
         "another model",
@@ -121,11 +148,17 @@ MTP = (
         "ranks",
         lambda asked: (
             not asked.wings.mtp_detach
-            and any(isinstance(m, DistributedDataParallel) for m in asked.model.modules())
+            and _is_ddp(asked.model)
             and any(group.size() > 1 for group in groups_of(asked.model))
         ),
         "mtp_detach=False is not verified with DistributedDataParallel over several ranks; set "
         "mtp_detach=True",
+    ),
+    Refusal(
+        "wrapper",
+        lambda asked: _is_ddp(asked.wings.mtp),
+        "DistributedDataParallel around mtp would average nothing, as its forward is not called; "
+        "give its .module, and average the gradients over ranks before the optimizer's step",
     ),
     Refusal(
         "routes",
