@@ -208,9 +208,9 @@ class SequenceScores:
             for losses of your own: weigh each packed token by `packed.multiplicity`. Empty without
             `aux_loss`.
         source: the edges of `measured_edges` in their forest, which `of_edges` reads.
-        mtp: per layer of `mtp` as `logprobs`: the log-probabilities that layer k = 1, 2, .. gives,
-            which reads the tokens before and k tokens less of the model's hidden states; 0 where
-            the loss mask is 0, and at the first k + 1 tokens of a sequence. None without `mtp`.
+        mtp: one list as `logprobs` per layer of `mtp`: log-probabilities of the same tokens, which
+            layer k = 1, 2, .. predicts from the model's hidden states k + 1 tokens before; 0 where
+            the loss mask is 0, and at tokens 1 .. k, which have none. None without `mtp`.
     """
 
     logprobs: list[torch.Tensor]

@@ -104,9 +104,9 @@ def sequence_logprobs(
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: `config.output_router_logits`.
         mtp: layers of multi-token prediction, transformers' `MtpModel` of this model, with adapters
-            or without; they give `scores.mtp`. They run once over the whole forest, in a group on
-            every rank, and recompute as they are set. No wrapper averages their gradients over
-            ranks: that is the caller's to do. Default: none.
+            or without; they give `scores.mtp`. They run over the whole forest at once, in a group
+            on every rank. No wrapper averages their gradients over ranks: that is the caller's to
+            do. Default: none.
         mtp_detach: whether the model, its embeddings and lm_head included, gets no gradient through
             `mtp`. Default: True.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the Triton

@@ -3,7 +3,7 @@
 Head k (1, 2, ..) reads, at token j, the embedding of j and what head k - 1 (for k = 1 the model)
 made of the token before j, and predicts the token after j. All of this depends on the path of j
 alone. So a head runs over the same forest, at the same places: token j takes the row of its
-predictor, and the first k tokens of a path, which have nothing to read, are hidden as keys.
+predictor. The first k tokens of a path have nothing to read, and are hidden as keys.
 
 Legend: T packed tokens, t own tokens of a part, d hidden size, V vocabulary.
 """
@@ -48,9 +48,10 @@ def check_heads(model: nn.Module, causal_lm: Any, packed: PackedForest, asked: A
         TypeError: no MtpModel of transformers in `asked.mtp`.
         UnsupportedError: with the reason.
     """
-    heads = _heads_in(asked.mtp)
+    mtp: Any = asked.mtp
+    heads = _heads_in(mtp)
     has_loss = router_loss(causal_lm, asked.output_router_logits) is not None
-    refuse(MTP, AskedHeads(model, causal_lm, heads, packed, asked, has_loss))
+    refuse(MTP, AskedHeads(model, causal_lm, mtp, heads, packed, asked, has_loss))
     check_parts(heads, heads)
     check_rope(heads, packed.mask.host)
     attention_modules(heads)
@@ -72,11 +73,7 @@ def _heads_in(mtp: Any) -> Any:
 
 
 class Heads(CallWing):
-    """Heads in a call.
-
-    Args:
-        found: what is scored.
-    """
+    """The heads of a call that scores the edges `found`."""
 
     def __init__(self, causal_lm: Any, asked: AskedWings, found: ScoredEdges) -> None:
         self._heads, self._detach = _heads_in(asked.mtp), asked.mtp_detach
@@ -103,21 +100,17 @@ class Heads(CallWing):
         if self._detach:
             hidden, weight = hidden.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
+        inputs = packed.model_inputs()
         with torch.no_grad() if self._detach else nullcontext():
-            embedded = heads.embed_tokens(packed.input_ids[None])
+            embedded = heads.embed_tokens(inputs["input_ids"])
+        # roots, which have no token before them, get zeros
         before = GatherIndex(host.predictor, packed.num_tokens, packed.device)
-        inputs = {"position_ids": packed.position_ids[None].long(), "mtp_cache": None}
         for number in range(len(heads.layers)):
             mask = _without_first(packed, number + 1).given_with(inputs["position_ids"][0])
+            given = number, gather(hidden, before)[None], inputs["position_ids"], None
+            options_of_layer = {"inputs_embeds": embedded, "tree_mask": mask, "use_cache": False}
             with counted_calls(mask.host) as calls:
-                hidden = heads.forward_layer(
-                    number,
-                    gather(hidden, before)[None],
-                    **inputs,
-                    inputs_embeds=embedded,
-                    tree_mask=mask,
-                    use_cache=False,
-                ).squeeze(0)
+                hidden = heads.forward_layer(*given, **options_of_layer).squeeze(0)
                 count, _ = calls()
             if count != 1:
                 raise UnsupportedError(
@@ -129,17 +122,16 @@ class Heads(CallWing):
             which = np.flatnonzero(host.position[found.predictor] > number)
             edges = edges_on_device(packed, found, which, found.predictor[which])
             rows = gather(hidden.index_select(0, edges.predictors), edges.to_predictors)
-            target = edges.target, edges.temperature, options
-            log_p = linear_logprobs(rows, weight, bias, *target)
+            log_p = linear_logprobs(rows, weight, bias, edges.target, edges.temperature, options)
+            # one entry more: copies that are not scored have the unit -1, and stay so
             row = np.full(found.count + 1, -1, np.int32)
             row[which] = np.arange(len(which))
-            # -1, of what is not scored, stays -1
             to_sequences = GatherIndex(row[found.of_copies], len(which), packed.device)
             yield scores_of(log_p, to_sequences, found.lengths, options).logprobs
 
 
 def _without_first(packed: PackedForest, count: int) -> TreeMask:
-    """The mask of a forest in which the first `count` tokens of each path are seen by none."""
+    """The mask of a forest in which the first `count` tokens of a path are seen by no other."""
     host, tokens = packed.mask.host, np.arange(packed.num_tokens)
     end = np.where(host.position < count, tokens + 1, host.subtree_end)
     mask = TreeMask(end).to(packed.device)

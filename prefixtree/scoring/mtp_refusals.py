@@ -30,10 +30,11 @@ VERIFIED = frozenset(
 
 
 class AskedHeads(NamedTuple):
-    """What a call asks of heads: the called model, transformers' model in it, and the rest."""
+    """What a call asks: of a model and transformers' model in it, and of `mtp` and its heads."""
 
     model: nn.Module
     causal_lm: Any
+    mtp: nn.Module
     heads: Any
     packed: PackedForest
     wings: AskedWings
@@ -42,7 +43,7 @@ class AskedHeads(NamedTuple):
 
 def _is_sharded(asked: AskedHeads) -> bool:
     kinds = FSDPModule, FullyShardedDataParallel
-    models = asked.model, asked.wings.mtp
+    models = asked.model, asked.mtp
     return (
         any(isinstance(module, kinds) for model in models for module in model.modules())
         or any(map(runs_deepspeed, models))
@@ -156,7 +157,7 @@ MTP = (
     ),
     Refusal(
         "wrapper",
-        lambda asked: _is_ddp(asked.wings.mtp),
+        lambda asked: _is_ddp(asked.mtp),
         "DistributedDataParallel around mtp would average nothing, as its forward is not called; "
         "give its .module, and average the gradients over ranks before the optimizer's step",
     ),

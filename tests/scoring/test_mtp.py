@@ -32,6 +32,7 @@ from tests.support.models import (
     cases,
     enable_checkpointing,
     made_of,
+    pack_sequences,
     ragged_objective,
     ragged_packed,
     tiny_config,
@@ -215,6 +216,17 @@ def test_every_part_counts(wrong, monkeypatch):
     assert min(found) > 0.01, found
 
 
+def test_sequences_too_short_for_a_layer():
+    """A layer whose tokens are all too early gives zeros, and the layers before it their scores."""
+    model, heads = pair()
+    scores = sequence_logprobs(model, pack_sequences([[5, 6, 7], [5, 6], [5], [8, 9]]), mtp=heads)
+    first, second = scores.mtp
+    assert [[bool(x) for x in log_p] for log_p in first] == [[False, True], [False], [], [False]]
+    assert not any(log_p.any() for log_p in second)
+    sum(log_p.sum() for log_p in first + second).backward()
+    assert heads.layers[0].eh_proj.weight.grad.any()
+
+
 # ---- ways of running -----------------------------------------------------------------------------
 
 
@@ -317,6 +329,11 @@ def on_rank(rank: int, folder: Path) -> list[tuple[float, float]]:
             for a, b in zip(mine, theirs, strict=True)
         )
         differs.append((apart, worst(gradients, expected[1])))
+    # one rank alone asks for them
+    with pytest.raises(ValueError, match="must give mtp of equal layers"):
+        sequence_logprobs(
+            models[0], ragged_packed(), mtp=models[1] if rank else None, group=dist.group.WORLD
+        )
     return differs
 
 
@@ -334,9 +351,8 @@ def asked(change: Change = lambda model, heads: None, **fields: Any) -> Any:
     """What a call asks of a model and heads that `change` changed, and fields of it that differ."""
     model, heads = pair()
     change(model, heads)
-    wings = AskedWings(mtp=fields.pop("mtp", heads))
-    wings = wings._replace(**{n: fields.pop(n) for n in wings._fields if n in fields})
-    of_call = mtp_refusals.AskedHeads(model, model, heads, ragged_packed(), wings, False)
+    wings = AskedWings(**{name: fields.pop(name) for name in AskedWings._fields if name in fields})
+    of_call = mtp_refusals.AskedHeads(model, model, heads, heads, ragged_packed(), wings, False)
     return of_call._replace(**fields)
 
 
@@ -378,7 +394,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "MTP: foreign code": lambda: asked(_hook),
     "MTP: sharded": lambda: asked(model=Engine()),
     "MTP: ranks": lambda: asked(model=_ddp(), mtp_detach=False),
-    "MTP: wrapper": lambda: asked(mtp=_ddp()),
+    "MTP: wrapper": lambda: asked()._replace(mtp=_ddp()),
     "MTP: routes": lambda: asked(packed=_ROUTED),
     "MTP: images": lambda: asked(images=object()),
     "MTP: output_router_logits": lambda: asked(with_router_loss=True),
