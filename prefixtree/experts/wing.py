@@ -20,7 +20,7 @@ from prefixtree.wings import CallWing, ForwardWing
 if TYPE_CHECKING:
     from prefixtree.scoring.edges import SequenceScores
 
-__all__ = ["Routers", "check_routers", "prepare_layers"]
+__all__ = ["Routers", "check_routers", "prepare_layers", "router_loss"]
 
 
 def check_routers(

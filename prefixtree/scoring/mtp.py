@@ -22,7 +22,6 @@ from torch import nn
 from transformers import modeling_layers
 
 from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.experts.routers import router_loss
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs
 from prefixtree.kernels.operators import counted_calls
 from prefixtree.models.changes import changing
@@ -35,7 +34,7 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.scoring.edges import ScoredEdges, SequenceScores, edges_on_device, scores_of
 from prefixtree.scoring.mtp_refusals import MTP, AskedHeads
-from prefixtree.wings import CallWing, ForwardWing
+from prefixtree.wings import CallWing, ForwardWing, load
 
 if TYPE_CHECKING:
     from prefixtree.scoring.forward import AskedWings
@@ -50,7 +49,7 @@ def check_heads(model: nn.Module, causal_lm: Any, packed: PackedForest, asked: A
     """
     mtp: Any = asked.mtp
     heads = _heads_in(mtp)
-    has_loss = router_loss(causal_lm, asked.output_router_logits) is not None
+    has_loss = load("experts").router_loss(causal_lm, asked.output_router_logits) is not None
     refuse(MTP, AskedHeads(model, causal_lm, mtp, heads, packed, asked, has_loss))
     check_parts(heads, heads)
     check_rope(heads, packed.mask.host)

@@ -30,7 +30,7 @@ VERIFIED = frozenset(
 
 
 class AskedHeads(NamedTuple):
-    """What a call asks: of a model and transformers' model in it, and of `mtp` and its heads."""
+    """A call's model, transformers' model in it, `mtp`, the heads in it, and what else it asks."""
 
     model: nn.Module
     causal_lm: Any

@@ -25,6 +25,7 @@ from prefixtree.scoring.forward import AskedWings
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.float64 import Float64
 from tests.support.full import mostly
+from tests.support.hooks import put
 from tests.support.models import (
     Objective,
     as_lists,
@@ -214,7 +215,7 @@ def test_every_part_counts(wrong, monkeypatch):
     if wrong == "predictor":
         monkeypatch.setattr(module, "GatherIndex", shifted)
     else:
-        monkeypatch.setattr(module, "_without_first", lambda forest, count: forest.mask)
+        put(monkeypatch, "mask of heads", lambda forest, count: forest.mask)
     found = differences(pair(), reference(), mtp_detach=False)
     assert min(found) > 0.01, found
 
@@ -364,7 +365,8 @@ def asked(change: Change = lambda model, heads: None, **fields: Any) -> Any:
     """What a call asks of a model and heads that `change` changed, and fields of it that differ."""
     model, heads = pair()
     change(model, heads)
-    wings = AskedWings(**{name: fields.pop(name) for name in AskedWings._fields if name in fields})
+    names = [name for name in ("mtp_detach", "images", "recompute") if name in fields]
+    wings = AskedWings(**{name: fields.pop(name) for name in names})
     of_call = mtp_refusals.AskedHeads(model, model, heads, heads, ragged_packed(), wings, False)
     return of_call._replace(**fields)
 
