@@ -50,11 +50,12 @@ class AskedWings(NamedTuple):
         if self.images is not None:
             known = load("images").check_images(model, causal_lm, packed, self.images)
         check_model(model, causal_lm, packed, divided, known)
+        with_loss = False
         if self._has_routers(causal_lm, packed):
             asked = self.output_router_logits
-            load("experts").check_routers(model, causal_lm, packed, asked)
+            with_loss = load("experts").check_routers(model, causal_lm, packed, asked)
         if self.mtp is not None:
-            load("mtp").check_heads(model, causal_lm, packed, self)
+            load("mtp").check_heads(model, causal_lm, packed, self, with_loss)
 
     def open(
         self,

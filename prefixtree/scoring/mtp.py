@@ -34,14 +34,19 @@ from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.scoring.edges import ScoredEdges, SequenceScores, edges_on_device, scores_of
 from prefixtree.scoring.mtp_refusals import MTP, AskedHeads
-from prefixtree.wings import CallWing, ForwardWing, load
+from prefixtree.wings import CallWing, ForwardWing
 
 if TYPE_CHECKING:
     from prefixtree.scoring.forward import AskedWings
 
 
-def check_heads(model: nn.Module, causal_lm: Any, packed: PackedForest, asked: AskedWings) -> None:
+def check_heads(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, asked: AskedWings, with_loss: bool
+) -> None:
     """Refuses heads that would not give the scores of the replicated batch.
+
+    Args:
+        with_loss: whether the call computes the load-balancing loss.
 
     Raises:
         TypeError: no MtpModel of transformers in `asked.mtp`.
@@ -49,8 +54,7 @@ def check_heads(model: nn.Module, causal_lm: Any, packed: PackedForest, asked: A
     """
     mtp: Any = asked.mtp
     heads = _heads_in(mtp)
-    has_loss = load("experts").router_loss(causal_lm, asked.output_router_logits) is not None
-    refuse(MTP, AskedHeads(model, causal_lm, mtp, heads, packed, asked, has_loss))
+    refuse(MTP, AskedHeads(model, causal_lm, mtp, heads, packed, asked, with_loss))
     check_parts(heads, heads)
     check_rope(heads, packed.mask.host)
     attention_modules(heads)

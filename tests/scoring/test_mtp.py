@@ -447,6 +447,9 @@ def test_what_is_no_heads(mtp):
 
 
 def test_refused_in_a_call():
+    model, heads = pair("qwen3_moe")
+    with pytest.raises(UnsupportedError, match="load-balancing loss is not verified with mtp"):
+        sequence_logprobs(model, ragged_packed(), mtp=heads, output_router_logits=True)
     model, heads = pair()
     with pytest.raises(UnsupportedError, match="recompute='auto' does not plan for"):
         sequence_logprobs(model, ragged_packed(), mtp=heads, recompute="auto")
