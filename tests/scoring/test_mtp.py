@@ -39,6 +39,7 @@ from tests.support.models import (
     tiny_config,
     with_random_lora,
 )
+from tests.support.recipes import code_of_page
 from tests.support.refusals import check_cases, pattern, rows_of
 from tests.support.spawn import run_ranks
 
@@ -201,6 +202,17 @@ def test_detached():
     assert max(differences(pair(), reference(detach=True))) <= 1e-5
     whole, own = reference()[1], reference(detach=True)[1]
     assert worst(own, whole) > 0.1
+
+
+def test_the_code_of_the_page(monkeypatch):
+    (code,) = (code for code in code_of_page() if "MtpModel" in code)
+    objective, (model, heads) = ragged_objective(), pair()
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda of: heads if of is model else None)
+    given = {"temperature": objective.temperatures, "loss_mask": objective.loss_masks}
+    names = {"pt": pt, "model": model, "packed": ragged_packed(), **given}
+    exec(compile(code, "losses.md", "exec"), names)
+    expected = [-log_p.sum() for of_layer in reference()[0][1:] for log_p in of_layer]
+    torch.testing.assert_close(torch.stack(names["ahead"]), torch.stack(expected))
 
 
 @pytest.mark.parametrize("wrong", ["predictor", "keys"])
