@@ -43,6 +43,7 @@ MODULES = {
     "experts": "prefixtree.experts.wing",
     # of calls
     "images": "prefixtree.images.wing",
+    "mtp": "prefixtree.scoring.mtp",
     # of ways to run a call
     "groups": "prefixtree.scoring.in_groups",
     "steps": "prefixtree.scoring.in_steps",

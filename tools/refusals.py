@@ -29,6 +29,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"/sampling/", "Sampling"),
     (r"image|vision|/images/|:.*IMAGES", "Images"),
     (r"steps|STEPS", "Steps (max_step_tokens=)"),
+    (r"scoring/mtp", "Multi-token prediction (mtp=)"),
     (r"scoring/kept|:KEPT", "Kept trunks"),
     (r"in_groups|/parallel/|group_refusals|divided", "Groups of ranks (group=)"),
     (r"/recompute/", "Recomputation"),

@@ -25,17 +25,20 @@ __all__ = ["Routers", "check_routers", "prepare_layers"]
 
 def check_routers(
     model: nn.Module, causal_lm: Any, packed: PackedForest, asked: bool | None
-) -> None:
+) -> bool:
     """Refuses recorded routes that the routers cannot take, and a loss that the family has not.
 
     Args:
         model: what is called. causal_lm, packed, asked: as in `Routers`.
 
+    Returns:
+        Whether the loss is computed.
+
     Raises:
         UnsupportedError, ValueError: with the reason.
     """
     check_routes(model, causal_lm, packed)
-    router_loss(causal_lm, asked)
+    return router_loss(causal_lm, asked) is not None
 
 
 class Routers(CallWing):

@@ -75,6 +75,13 @@ def prepare_layers(transformer: Any) -> None:
             setattr(module, _MARK, True)
 
 
+def prepare_attending(transformer: Any) -> None:
+    """Prepares layers that only attend, of a family whose other layers may do more."""
+    load("experts").prepare_layers(transformer, transformer.config)
+    for _, module in attention_modules(transformer):
+        setattr(module, _MARK, True)
+
+
 def wings_of(transformer: nn.Module, config: Any) -> list[str]:
     """The wings whose layers a model has: those of its family, and those that its modules show."""
     kinds: set[Any] = {type(module) for module in transformer.modules()}

@@ -211,6 +211,9 @@ class SequenceScores:
             for losses of your own: weigh each packed token by `packed.multiplicity`. Empty without
             `aux_loss`.
         source: the edges of `measured_edges` in their forest, which `of_edges` reads.
+        mtp: one list as `logprobs` per layer of `mtp`: log-probabilities of the same tokens, which
+            layer k = 1, 2, .. predicts from the model's hidden states k + 1 tokens before; 0 where
+            the loss mask is 0, and at tokens 1 .. k, which have none. None without `mtp`.
     """
 
     logprobs: list[torch.Tensor]
@@ -221,6 +224,7 @@ class SequenceScores:
     measured: list[torch.Tensor] | None = None
     measured_edges: torch.Tensor | None = None
     source: Any = field(default=None, repr=False)
+    mtp: list[list[torch.Tensor]] | None = None
 
     @uncompiled
     def of_edges(self, edges: MeasuredEdges) -> torch.Tensor:

@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 
 
 class AskedWings(NamedTuple):
-    """The keywords of `sequence_logprobs` that ask for wings."""
+    """The keywords of `sequence_logprobs` that ask for wings, and what `mtp` needs to know."""
 
     images: Images | None = None
     output_router_logits: bool | None = None
+    mtp: nn.Module | None = None
+    mtp_detach: bool = True
+    chunk_size: int | None = None
+    recompute: Recompute = None
 
     def check(
         self, model: nn.Module, causal_lm: Any, packed: PackedForest, divided: str | None
@@ -46,17 +50,26 @@ class AskedWings(NamedTuple):
         if self.images is not None:
             known = load("images").check_images(model, causal_lm, packed, self.images)
         check_model(model, causal_lm, packed, divided, known)
+        with_loss = False
         if self._has_routers(causal_lm, packed):
             asked = self.output_router_logits
-            load("experts").check_routers(model, causal_lm, packed, asked)
+            with_loss = load("experts").check_routers(model, causal_lm, packed, asked)
+        if self.mtp is not None:
+            load("mtp").check_heads(model, causal_lm, packed, self, with_loss)
 
     def open(
-        self, model: nn.Module, causal_lm: Any, packed: PackedForest, whole: PackedForest
+        self,
+        model: nn.Module,
+        causal_lm: Any,
+        packed: PackedForest,
+        whole: PackedForest,
+        found: ScoredEdges | None = None,
     ) -> tuple[PackedForest, dict[str, CallWing]]:
         """Opens the wings of a call, by name; makes the forest with the token ids the model knows.
 
         Args:
             whole: `packed`, padded where ranks need it.
+            found: what is scored, for `mtp`.
         """
         wings: dict[str, CallWing] = {}
         if self.images is not None:
@@ -65,6 +78,8 @@ class AskedWings(NamedTuple):
         if self._has_routers(causal_lm, packed):
             asked = self.output_router_logits
             wings["experts"] = load("experts").Routers(causal_lm, packed, asked)
+        if self.mtp is not None:
+            wings["mtp"] = load("mtp").Heads(causal_lm, self, found)
         return whole, wings
 
     def _has_routers(self, causal_lm: Any, packed: PackedForest) -> bool:

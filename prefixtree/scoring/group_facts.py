@@ -21,6 +21,7 @@ WINGS = {
         "the ranks of a group must pass the same images, of equal image_keys and video_keys"
     ),
     "experts": "the ranks of a group must ask the same of routers",
+    "mtp": "the ranks of a group must give mtp of equal layers, and the same mtp_detach",
 }
 #: Fact that ranks must have alike -> beginning of the message where they differ.
 FACTS = {

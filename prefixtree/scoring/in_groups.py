@@ -325,7 +325,7 @@ def part_of_rank(
         check_mode(mode, inner.config.get_text_config(), packed, ranks)
         padded, wings = padded_to_ranks(packed, ranks), dict[str, CallWing]()
         if asked is not None:
-            padded, wings = asked.open(model, inner, packed, padded)
+            padded, wings = asked.open(model, inner, packed, padded, scored)
         split = SplitInSlots(inner, padded, scored, group, mode)
         at_once = np.array([0, padded.num_tokens])
         divided = split(at_once) if divide is None else divide(inner, split)

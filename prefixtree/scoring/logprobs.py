@@ -49,6 +49,8 @@ def sequence_logprobs(
     measure: Measure | None = None,
     sampling_masks: Sequence[Any] | None = None,
     output_router_logits: bool | None = None,
+    mtp: nn.Module | None = None,
+    mtp_detach: bool = True,
     chunk_size: int | None = None,
     recompute: Recompute = None,
     group: ProcessGroup | None = None,
@@ -61,7 +63,7 @@ def sequence_logprobs(
     The model is called once, over the distinct tokens of the forest. Log-probabilities and
     entropies are differentiable. Their gradients are those of the replicated batch, up to rounding.
 
-    The keywords down to `output_router_logits` say what is scored. Those from `chunk_size` on say
+    The keywords down to `mtp_detach` say what is scored. Those from `chunk_size` on say
     how the model runs, and change no result.
 
     With `group`, the ranks of a process group divide the tokens of one forest (context
@@ -110,6 +112,12 @@ def sequence_logprobs(
             Default: the whole vocabulary.
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: `config.output_router_logits`.
+        mtp: layers of multi-token prediction, transformers' `MtpModel` of this model, with adapters
+            or without; they give `scores.mtp`. They run over the whole forest at once, in a group
+            on every rank. No wrapper averages their gradients over ranks: that is the caller's to
+            do. Default: none.
+        mtp_detach: whether the model, its embeddings and lm_head included, gets no gradient through
+            `mtp`. Default: True.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the Triton
             kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges (2^22 /
             vocabulary on a CPU).
@@ -136,7 +144,8 @@ def sequence_logprobs(
 
     Raises:
         TypeError: `packed` that is no PackedForest and no MicroBatch; `images` that are no Images;
-            a temperature that is no number; a measure that is no function.
+            a temperature that is no number; a measure that is no function; `mtp` without an
+            MtpModel.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason; a measure whose values depend on other edges, on draws, or on tensors
             that require a gradient.
@@ -162,7 +171,8 @@ def sequence_logprobs(
     check_steps(max_step_tokens, import_cost)
     if group is not None and load("groups").num_ranks(group) == 1:
         group = None
-    asked_wings = AskedWings(images, output_router_logits)
+    of_heads = mtp, mtp_detach, chunk_size, recompute
+    asked_wings = AskedWings(images, output_router_logits, *of_heads)
 
     def check(packed: PackedForest = packed) -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
@@ -199,7 +209,7 @@ def sequence_logprobs(
         causal_lm, local = groups.part_of_rank(model, packed, group, check, *given_to_ranks)
     else:
         causal_lm, scored_edges = check()
-        packed, wings = asked_wings.open(model, causal_lm, packed, packed)
+        packed, wings = asked_wings.open(model, causal_lm, packed, packed, scored_edges)
         local = whole_forest(packed, scored_edges, causal_lm.config, wings)
     score_options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     score_options = over_sets(score_options, local.edges.found.sets, packed.device)

@@ -62,6 +62,7 @@ TESTED = {
     "images/refusals.py": "models/test_refused_models.py",
     "recompute/trunk_modes.py": "scoring/test_refusals.py",
     "scoring/group_refusals.py": "scoring/test_refusals.py",
+    "scoring/mtp_refusals.py": "scoring/test_mtp.py",
     "scoring/refusals.py": "scoring/test_refusals.py",
 }
 
