@@ -30,12 +30,12 @@ REMEDY = r"pip install 'trl==1\.16\.0', or use TRL's trainer"
 
 def changed(monkeypatch: pytest.MonkeyPatch, method: str, **values: Any) -> None:
     """Lets GRPO's scores have another signature: `method` is a def, filled in with TRL's own."""
-    scope: dict[str, Any] = {"torch": torch, "TRLS": GRPOTrainer._get_per_token_logps_and_entropies}
+    scope: dict[str, Any] = {"torch": torch, "TRLS": getattr(GRPOTrainer, contract.SCORES)}
     exec(compile(method, "newer.py", "exec", dont_inherit=True), scope)
     scope["scores"].__qualname__ = f"GRPOTrainer.{contract.SCORES}"
     monkeypatch.setattr(GRPOTrainer, contract.SCORES, scope["scores"])
     # and lets TRL call it so
-    ours = PrefixTreeGRPOTrainer._get_per_token_logps_and_entropies
+    ours = getattr(PrefixTreeGRPOTrainer, contract.SCORES)
     called: Callable[..., Any] = lambda self, *args, **kwargs: ours(  # noqa: E731
         self, *args, **kwargs, **values
     )
