@@ -36,7 +36,8 @@ def failures(report: Path) -> list[str]:
     for case in ET.parse(report).getroot().iter("testcase"):
         for problem in (*case.findall("failure"), *case.findall("error")):
             lines = (problem.get("message") or problem.text or "").strip().splitlines()
-            where = f"{case.get('classname', '')}.{case.get('name', '')}".removeprefix("tests.")
+            where = f"{case.get('classname', '')}.{case.get('name', '')}".strip(".")
+            where = where.removeprefix("tests.")
             found.append(f"{where}: {lines[0] if lines else problem.tag}")
     return found
 

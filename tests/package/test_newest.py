@@ -19,7 +19,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 FOUND = [
     "integrations.trl.test_sft.test_b: UnsupportedError: TRL 1.17.0 has no f",
-    ".tests.integrations.trl.test_async: ImportError: gone",
+    "integrations.trl.test_async: ImportError: gone",
 ]
 
 
@@ -35,7 +35,8 @@ def test_versions_and_failures(
     monkeypatch.setattr(newest, "ROOT", tmp_path)
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: "trl 1.17.0\ntorch 2\n")
 
-    def run(command: list[str], cwd: Path) -> SimpleNamespace:
+    def run(parts: list[str | Path], cwd: Path) -> SimpleNamespace:
+        command = [str(part) for part in parts]
         assert any("trl/test_contract.py" in word for word in command) and cwd == tmp_path
         (file,) = (w.partition("=")[2] for w in command if w.startswith("--junitxml="))
         if report:
