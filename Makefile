@@ -14,7 +14,7 @@ WORKERS ?= auto
 # code is compiled once and not in every process, whatever the machine's own setting is
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs dist clean
+.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla test-newest families fields lint types images docs dist clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -220,6 +220,21 @@ test-fla: .venvs/fla-$(FLA)/.ready
 	  "$$(.venvs/fla-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@.venvs/fla-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  einops "fla-core==$*"
+	@touch $@
+
+# what a user who installs today gets: the newest that resolves, not the pins. verl wants another
+# transformers than TRL, so each has its environment, made anew after `rm -r .venvs/newest-*`
+NEWEST ?= trl verl
+OF_trl := requests
+OF_verl := fastapi uvicorn cachetools "TransferQueue>=0.1.10"
+test-newest: $(NEWEST:%=.venvs/newest-%/.ready)
+	@$(TEST_ENV) $(PYTHON) -m tools.newest $(NEWEST)
+
+.venvs/newest-%/.ready:
+	@echo "setting up .venvs/newest-$* (minutes: a torch of its own)"
+	@$(PYTHON) -m venv .venvs/newest-$*
+	@.venvs/newest-$*/bin/python -m pip install --quiet --disable-pip-version-check -e ".[train]" \
+	  $* torch transformers peft accelerate pytest pytest-xdist hypothesis $(OF_$*)
 	@touch $@
 
 lint: $(READY)

@@ -25,7 +25,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"/trl/", "TRL"),
     (r"/verl/.*megatron|:MEGATRON|:PROVIDER", "veRL with Megatron"),
     (r"/verl/", "veRL"),
-    (r"/megatron/", "Megatron-Core"),
+    (r"/megatron/|slime", "Megatron-Core"),
     (r"/sampling/", "Sampling"),
     (r"image|vision|/images/|:.*IMAGES", "Images"),
     (r"steps|STEPS", "Steps (max_step_tokens=)"),

@@ -55,6 +55,7 @@ def test_the_page_opens_with_what_is_met_most() -> None:
 #: Files with rows of refusals -> the test that makes each of them.
 TESTED = {
     "integrations/megatron/refusals.py": "integrations/megatron/test_refusals.py",
+    "integrations/slime.py": "integrations/megatron/test_slime.py",
     "integrations/trl/refusals.py": "integrations/trl/test_refusals.py",
     "integrations/verl/refusals.py": "integrations/verl/test_refusals.py",
     "models/families.py": "models/test_refused_models.py",

@@ -108,7 +108,11 @@ class _BatchPacking:
     def pack(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces the arguments of a THD batch by those of its forest."""
         self._reset()
-        inputs = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        signature = inspect.signature(model.forward)
+        if "packed_seq_params" not in signature.parameters:
+            # one that a trainer put there, which passes everything on
+            signature = inspect.signature(type(model).forward.__get__(model))
+        inputs = dict(signature.bind(*args, **kwargs).arguments)
         params = inputs.get("packed_seq_params")
         if params is None or isinstance(params, ForestParams) or params.qkv_format != "thd":
             return None

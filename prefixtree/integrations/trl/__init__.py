@@ -14,18 +14,17 @@ from prefixtree.integrations.common import require
 # runs before the modules that import TRL
 require(__name__, "trl", "prefixtree-attention[trl]")
 
-from prefixtree.integrations.trl.contract import TESTED, check_installed  # noqa: E402
+from prefixtree.integrations.trl.contract import TESTED, importing  # noqa: E402
 
-# runs before imports that an older TRL lacks
-check_installed()
-
-from prefixtree.integrations.trl.data_set_trainers import (  # noqa: E402
-    PrefixTreeDPOTrainer,
-    PrefixTreeSFTTrainer,
-)
-from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer  # noqa: E402
-from prefixtree.integrations.trl.rollouts import tree_rollouts  # noqa: E402
-from prefixtree.integrations.trl.tree_rows import use_tree_attention  # noqa: E402
+# another TRL may not have all that these import
+with importing():
+    from prefixtree.integrations.trl.data_set_trainers import (
+        PrefixTreeDPOTrainer,
+        PrefixTreeSFTTrainer,
+    )
+    from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer
+    from prefixtree.integrations.trl.rollouts import tree_rollouts
+    from prefixtree.integrations.trl.tree_rows import use_tree_attention
 
 __all__ = [
     "TESTED",

@@ -1,15 +1,18 @@
 """The parts of TRL that the adapter relies on, and the refusal of a TRL where they changed.
 
-Signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
-only the source shows, are compared by tests/integrations/trl/test_contract.py.
+Signatures are compared whenever a trainer is made: what the adapter uses must stand where it stood,
+what is new must have a default. A call that gives what is new another value is refused. Call sites
+and the entries of batches, which only the source shows, are compared by
+tests/integrations/trl/test_contract.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import trl
 from packaging.version import Version
@@ -19,7 +22,7 @@ from prefixtree.errors import UnsupportedError
 #: Versions of TRL that the tests ran with, from the first to the last.
 TESTED = ("1.15.0", "1.16.0")
 
-#: Parameters for images of GRPO's scores: anything but None in them is refused.
+#: Parameters for images of GRPO's scores. TRL passes them by name, so one may be gone.
 IMAGE_PARAMETERS = (
     "pixel_values",
     "image_grid_thw",
@@ -33,6 +36,10 @@ IMAGE_PARAMETERS = (
     "image_position_ids",
 )
 
+#: The method of GRPO's scores, and the results that it returns.
+SCORES = "_get_per_token_logps_and_entropies"
+_RETURNED = 3
+
 _COMPUTE_LOSS = {"compute_loss": "self model inputs return_outputs num_items_in_batch"}
 _GENERATES = {
     "_prepare_inputs": "self generation_batch",
@@ -41,8 +48,8 @@ _GENERATES = {
 #: Parameters of the methods that the adapter overrides, by TRL's trainer.
 OVERRIDDEN: dict[str, dict[str, str]] = {
     "GRPOTrainer": {
-        "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep "
-        f"batch_size compute_entropy compute_aux_loss {' '.join(IMAGE_PARAMETERS)}",
+        SCORES: "self model input_ids attention_mask logits_to_keep batch_size compute_entropy "
+        "compute_aux_loss",
         **_GENERATES,
         "training_step": "self model inputs num_items_in_batch",
         "create_accelerator_and_postprocess": "self",
@@ -74,23 +81,53 @@ TREE_KEYWORDS = (
 )
 
 
-def check_installed() -> None:
-    """Refuses a TRL older than the first from which the adapter can import."""
+@contextmanager
+def importing() -> Iterator[None]:
+    """Refuses a TRL older than the first from which the adapter can import, or without a name."""
     if Version(trl.__version__) < Version(TESTED[0]):
         raise UnsupportedError(
             f"prefixtree.integrations.trl needs TRL {TESTED[0]} or newer, this is TRL "
             f"{trl.__version__}: pip install 'trl=={TESTED[1]}' (it is tested with "
             f"{' to '.join(TESTED)})"
         )
+    try:
+        yield
+    except ImportError as problem:
+        if (problem.name or "").partition(".")[0] != "trl":
+            raise
+        raise UnsupportedError(f"TRL {trl.__version__}: {problem}; {advice()}") from problem
 
 
 def check_trainer(trainer_class: type) -> None:
-    """Refuses a trainer of TRL whose overridden methods take other arguments than those tested."""
+    """Refuses a trainer of TRL whose overridden methods are not called as those tested."""
     _check_version()
     name = trainer_class.__name__
     for method, expected in OVERRIDDEN[name].items():
         function = getattr(trainer_class, method, None)
         check_parameters(function, f"{name}.{method}", expected.split())
+    scores = getattr(trainer_class, SCORES, None)
+    returned = len(get_args(inspect.signature(scores).return_annotation)) if scores else 0
+    if returned not in (0, _RETURNED):
+        raise UnsupportedError(
+            f"{name}.{SCORES} returns {returned} results in TRL {trl.__version__}, {_RETURNED} in "
+            f"those tested; {advice()}"
+        )
+
+
+def known_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes the images out of further arguments; refuses those at no default that are new."""
+    parameters = inspect.signature(method).parameters
+    for name in given.keys() - set(IMAGE_PARAMETERS):
+        value = given[name]
+        is_default = isinstance(value, bool | int | float | str) and (
+            name in parameters and value == parameters[name].default
+        )
+        if value is not None and not is_default:
+            raise UnsupportedError(
+                f"{method.__qualname__} got {name}, which is new in TRL {trl.__version__}: what it "
+                f"asks for would not be computed; leave out the setting that gives it; {advice()}"
+            )
+    return {name: given[name] for name in given.keys() & set(IMAGE_PARAMETERS)}
 
 
 def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:
@@ -111,9 +148,9 @@ def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None
     _compare(f"{module}.{function.__name__}", "keywords", keywords, TREE_KEYWORDS)
 
 
-def _tree_keywords(function: Callable[..., Any]) -> list[str]:
+def _tree_keywords(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [
-        name
+        parameter
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name.startswith("tree_")
     ]
@@ -122,10 +159,10 @@ def _tree_keywords(function: Callable[..., Any]) -> list[str]:
 def check_parameters(
     function: Callable[..., Any] | None, name: str, expected: Sequence[str]
 ) -> None:
-    """Refuses a function of TRL that is gone or takes other parameters than `expected`."""
+    """Refuses a function of TRL that is gone, or does not begin with the parameters `expected`."""
     if function is None:
         raise UnsupportedError(f"TRL {trl.__version__} has no {name}; {advice()}")
-    _compare(name, "parameters", list(inspect.signature(function).parameters), expected)
+    _compare(name, "parameters", list(inspect.signature(function).parameters.values()), expected)
 
 
 def _check_version() -> None:
@@ -138,12 +175,18 @@ def _check_version() -> None:
         )
 
 
-def _compare(name: str, what: str, found: Sequence[str], expected: Sequence[str]) -> None:
-    # by name: the adapter passes everything on by name or in the order checked here
-    if list(found) == list(expected):
+def _compare(
+    name: str, what: str, found: Sequence[inspect.Parameter], expected: Sequence[str]
+) -> None:
+    # the adapter takes these in this order. What comes after them has a default or is **kwargs, so
+    # TRL's calls need not give it, and those that do give it by name
+    names = [p.name for p in found]
+    late = found[len(expected) :]
+    optional = [p for p in late if p.default is not p.empty or p.kind is p.VAR_KEYWORD]
+    if names[: len(expected)] == list(expected) and len(optional) == len(late):
         return
-    new = [n for n in found if n not in expected]
-    gone = [n for n in expected if n not in found]
+    new = [n for n in names if n not in {*expected, *(p.name for p in optional)}]
+    gone = [n for n in expected if n not in names]
     changes = [f"new {', '.join(new)}"] * bool(new) + [f"gone {', '.join(gone)}"] * bool(gone)
     raise UnsupportedError(
         f"TRL {trl.__version__} changed the {what} of {name} "
@@ -156,4 +199,7 @@ def advice() -> str:
     """Says how to mend an untested version of TRL, as the end of a sentence."""
     first, last = TESTED
     versions = first if first == last else f"{first} to {last}"
-    return f"the adapter is tested with TRL {versions}: install {last}, or use TRL's trainer"
+    return (
+        f"the adapter is tested with TRL {versions}: pip install 'trl=={last}', or use TRL's "
+        "trainer"
+    )

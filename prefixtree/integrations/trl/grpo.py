@@ -14,7 +14,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from prefixtree.integrations.core.batch import Batch, on_host
-from prefixtree.integrations.trl.contract import check_trainer
+from prefixtree.integrations.trl.contract import check_trainer, known_arguments
 from prefixtree.integrations.trl.images import PER_ROW, RowImages
 from prefixtree.integrations.trl.kept_windows import Generation, StepTrunks
 from prefixtree.integrations.trl.micro_batches import (
@@ -22,7 +22,7 @@ from prefixtree.integrations.trl.micro_batches import (
     sharing_advice,
     warn_of_micro_batches,
 )
-from prefixtree.integrations.trl.refusals import check_attention, check_prompts
+from prefixtree.integrations.trl.refusals import GRPO, check_attention, check_prompts
 from prefixtree.integrations.trl.sharding import PackedTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
@@ -78,7 +78,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         check_trainer(GRPOTrainer)
         super().__init__(*args, **kwargs)
         verified = "use_liger_kernel", "torch_compile", "fp16", "cast_lm_head_to_fp32"
-        self._start(recompute, verified=verified, deepspeed=True)
+        self._start(recompute, GRPO, verified=verified, deepspeed=True)
         if self.args.cast_lm_head_to_fp32:
             for each in (self.model, self.ref_model):
                 _take_head_out_of_autocast(each)
@@ -104,7 +104,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **images: Any,
+        **more: Any,
     ) -> _Scores:
         """Scores the completions; TRL calls it for the policy, the old policy and the reference.
 
@@ -113,6 +113,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             0, and the load-balancing loss [] or None: TRL's for the same rows, the mean over the
             forwards of `batch_size` rows each.
         """
+        images = known_arguments(super()._get_per_token_logps_and_entropies, more)
         prompt = input_ids.shape[1] - logits_to_keep
         batches = self._batches(input_ids, attention_mask, prompt, batch_size, images)
         check_attention(model)

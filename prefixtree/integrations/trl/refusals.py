@@ -7,12 +7,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+import trl
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from prefixtree.errors import Refusal, UnsupportedError, is_set, refuse
 from prefixtree.experts.routers import loss_function
 from prefixtree.images.inputs import check_served
+from prefixtree.integrations.trl.contract import TESTED
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.families import (
@@ -403,6 +406,27 @@ ROLLOUTS = (
         is_set("tools"),
         "with tools TRL samples what follows a tool's answer by generate, not by tree_rollouts: "
         "call the tools in reply=, or leave rollout_func out",
+    ),
+)
+
+
+def _samples_from_fewer(trainer: Any) -> Any:
+    args = trainer.args
+    fine = {"top_k": (0, -1, None), "top_p": (1.0, None), "min_p": (0.0, None)}
+    used = [name for name, values in fine.items() if getattr(args, name, None) not in values]
+    newer = Version(trl.__version__) > Version(TESTED[1])
+    # what the notes of 1.17 say, whose source was not there to read
+    return args.use_vllm and newer and used and {"given": f"{used[0]}={getattr(args, used[0])}"}
+
+
+#: Refusals of `PrefixTreeGRPOTrainer`.
+GRPO = (
+    Refusal(
+        "top_k, top_p, min_p",
+        _samples_from_fewer,
+        "{given} with use_vllm ({name}): TRL compares log-probabilities over the tokens that the "
+        "sampler kept from 1.17 on, which is not verified; set top_k=0, top_p=1.0 and min_p=None, "
+        "or install TRL 1.16",
     ),
 )
 #: Refusals of AsyncGRPO.

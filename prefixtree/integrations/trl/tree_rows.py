@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefixtree.errors import ForestError, refuse
-from prefixtree.integrations.trl.contract import check_tree_attention
+from prefixtree.errors import ForestError, UnsupportedError, refuse
+from prefixtree.integrations.trl.contract import advice, check_tree_attention
 from prefixtree.integrations.trl.refusals import (
     ASYNC_GRPO,
     check_arguments,
@@ -88,6 +88,8 @@ def tree_row_attention(
         tree_max_seqlen_q, tree_max_seqlen_k: the longest segment and path.
         kwargs: what the model passes on: scaling, sliding_window, softcap, position_ids, ...
     """
+    if new := [n for n in kwargs if n.startswith("tree_") and kwargs[n] is not None]:
+        raise UnsupportedError(f"TRL gives {', '.join(new)}, which is new: {advice()}")
     mask = _mask_of(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k)
     segment, path = mask.longest
     if tree_max_seqlen_q < segment or tree_max_seqlen_k < path:

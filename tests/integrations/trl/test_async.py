@@ -17,16 +17,19 @@ from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-from trl.experimental.async_grpo.packing import (
-    TREE_ATTENTION,
-    register_tree_attention,
-    tree_attention,
-)
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import tree_rows, use_tree_attention
+from tests.integrations.trl.async_grpo import (
+    TREE_ATTENTION,
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    RolloutSample,
+    packing,
+    register_tree_attention,
+    trainer_module,
+    tree_attention,
+)
 from tests.integrations.trl.runs import (
     parameters,
     reward,
@@ -131,7 +134,7 @@ def dense_paths(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: 
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves TRL's own attention behind."""
     # a metric's denominator, for which TRL asks CUDA
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: None)
+    monkeypatch.setattr(trainer_module, "get_peak_flops_per_device", lambda *args: None)
     yield
     register_tree_attention()
 
@@ -208,7 +211,7 @@ def test_where_trl_keeps_its_attention(folder: Path, monkeypatch: pytest.MonkeyP
     moved = functools.wraps(tree_attention)(lambda *args, **kwargs: None)
     moved.__module__ = "trl.trainer.async_grpo_trainer"
     AttentionInterface.register(TREE_ATTENTION, moved)
-    monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo.packing", None)
+    monkeypatch.setitem(sys.modules, packing.__name__, None)
     use_tree_attention(trainer)
     assert AttentionInterface()[TREE_ATTENTION] is tree_rows.tree_row_attention
     use_tree_attention(trainer)

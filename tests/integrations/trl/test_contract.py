@@ -30,17 +30,13 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import contract
 
 try:
-    from trl.experimental.async_grpo import AsyncGRPOTrainer, packing
-except ImportError:
-    # 1.18's place, as its release notes have it: there was no 1.18 to test with
-    try:
-        from trl.trainer import async_grpo_trainer as packing
-        from trl.trainer.async_grpo_trainer import AsyncGRPOTrainer
-    except ImportError as problem:  # its tests say so; the others still tell what has changed
-        AsyncGRPOTrainer = packing = None
-        missing = str(problem)
+    from tests.integrations.trl.async_grpo import AsyncGRPOTrainer, packing
+except (ImportError, AttributeError) as problem:
+    # its tests say so; the others still tell what has changed
+    AsyncGRPOTrainer = packing = None
+    missing = str(problem)
 
-SCORES = "_get_per_token_logps_and_entropies"
+SCORES = contract.SCORES
 
 
 def source(function: Any) -> ast.AST:

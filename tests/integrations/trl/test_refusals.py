@@ -73,6 +73,11 @@ class Run:
             self._patch.setattr(self.stock.args, name, value)
         return self.stock
 
+    def of_newer_trl(self, **values: Any) -> Any:
+        """The trainer, with these arguments, in a TRL that the tests did not run with."""
+        self._patch.setattr(trl, "__version__", "1.99.0")
+        return self.set_arguments(**values)
+
     def set_type(self, model_type: str) -> Any:
         self._patch.setattr(self.stock.model.config, "model_type", model_type)
         return self.stock
@@ -248,6 +253,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "ROLLOUTS: generation_kwargs": (sampling(generation_kwargs={"num_beams": 2}),),
     "ROLLOUTS: tools": (lambda run: tree_rollouts([], run.set(tools=[print])),),
     # test_async.py has the trainer itself, of the versions of TRL that have it
+    "GRPO: top_k, top_p, min_p": tuple(
+        lambda run, given=given: refuse(refusals.GRPO, run.of_newer_trl(use_vllm=True, **given))
+        for given in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1})
+    ),
     "ASYNC_GRPO: FSDP": (
         lambda run: refuse(refusals.ASYNC_GRPO, SimpleNamespace(is_fsdp_enabled=True)),
     ),
@@ -310,6 +319,8 @@ def test_what_is_served(run: Run) -> None:
     }
     run.set(is_fsdp_enabled=False)
     refusals.check_distribution(run.with_deepspeed(fine), deepspeed=True)
+    refuse(refusals.GRPO, run.set_arguments(use_vllm=True, top_p=0.9))
+    refuse(refusals.GRPO, run.of_newer_trl(top_p=1.0))
     run.set_arguments(torch_compile=True)
     assert refusals.check_recompute(trainer, None) is None
 
@@ -457,7 +468,7 @@ def test_another_signature(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     refused(
         folder,
         r"changed the parameters of GRPOTrainer._get_per_token_logps_and_entropies "
-        r"\(new news; gone logits_to_keep, .*tested with TRL 1.15.0 to 1.16.0",
+        r"\(new news; gone logits_to_keep, .*with TRL 1.15.0 to 1.16.0: pip install 'trl==1.16.0'",
     )
     monkeypatch.delattr(GRPOTrainer, "_get_per_token_logps_and_entropies")
     refused(folder, "has no GRPOTrainer._get_per_token_logps_and_entropies")

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from trl.experimental.async_grpo.packing import TreeRow
 
 import prefixtree as pt
 from prefixtree.errors import ForestError
 from prefixtree.integrations.trl import tree_rows
 from prefixtree.integrations.trl.tree_rows import tree_row_attention, tree_row_mask
+from tests.integrations.trl.async_grpo import TreeRow
 
 KEYS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 
