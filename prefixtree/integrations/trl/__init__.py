@@ -1,5 +1,5 @@
-"""TRL: trainers for GRPO, DPO and SFT in place of TRL's (for distillation in `distillation.py`),
-`tree_rollouts` to sample for them, and `use_tree_attention` for AsyncGRPO.
+"""TRL: trainers for GRPO, RLOO, DPO, KTO, SFT and rewards in place of TRL's (for distillation in
+`distillation.py`), `tree_rollouts` to sample for them, and `use_tree_attention` for AsyncGRPO.
 
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
@@ -24,6 +24,9 @@ from prefixtree.integrations.trl.data_set_trainers import (  # noqa: E402
     PrefixTreeSFTTrainer,
 )
 from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer  # noqa: E402
+from prefixtree.integrations.trl.kto import PrefixTreeKTOTrainer  # noqa: E402
+from prefixtree.integrations.trl.reward import PrefixTreeRewardTrainer  # noqa: E402
+from prefixtree.integrations.trl.rloo import PrefixTreeRLOOTrainer  # noqa: E402
 from prefixtree.integrations.trl.rollouts import tree_rollouts  # noqa: E402
 from prefixtree.integrations.trl.tree_rows import use_tree_attention  # noqa: E402
 
@@ -31,6 +34,9 @@ __all__ = [
     "TESTED",
     "PrefixTreeDPOTrainer",
     "PrefixTreeGRPOTrainer",
+    "PrefixTreeKTOTrainer",
+    "PrefixTreeRLOOTrainer",
+    "PrefixTreeRewardTrainer",
     "PrefixTreeSFTTrainer",
     "tree_rollouts",
     "use_tree_attention",

@@ -34,38 +34,21 @@ from prefixtree.scoring.edges import SequenceScores
 _Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
-    """Trains as `trl.GRPOTrainer` does, and computes each distinct token once.
+class SharesGenerations(PackedTrainer, KeepsNeighbours):
+    """A base before TRL's trainers that sample groups of completions of each prompt.
 
-    Losses, gradients and metrics are the same. Tokens are shared within a micro-batch, or among all
-    micro-batches of an optimiser step. Two things differ from `GRPOTrainer`:
-
-    - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
-      micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
-    - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
-      which the completions of a prompt are next to each other. Old log-probabilities and the
-      reference's come from the same rows, computed in the same way. So the ratio is exactly 1
-      before the policy's first update, and the KL of a policy that is its reference is exactly 0.
-
-    Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
-    TRL's code. The metrics of `SharingReport` are added.
-
-    Args:
-        recompute: what the policy's layers compute again in the backward, as in
-            `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing` of the
-            arguments says.
-        max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
-            computed in steps (`prefixtree.sequence_logprobs(max_step_tokens=)`). Default: None, no
-            limit.
-        keep_trunks: whether micro-batches of one generation and one optimiser step compute common
-            prefixes once (`prefixtree.kept_trunks`), where that computes less. It holds no more at
-            once than the largest micro-batch takes alone, or max_tokens. Default: True.
-        *args: as in `trl.GRPOTrainer`.
-        **kwargs: as in `trl.GRPOTrainer`.
-
-    Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
+    Attributes:
+        trl_class: the class of TRL that is extended.
     """
+
+    trl_class: type
+    # TRL's
+    args: Any
+    accelerator: Any
+    temperature: float
+    aux_loss_enabled: bool
+    _is_vlm: bool
+    _step: int
 
     def __init__(
         self,
@@ -75,7 +58,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         keep_trunks: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_trainer(GRPOTrainer)
+        check_trainer(self.trl_class)
         super().__init__(*args, **kwargs)
         verified = "use_liger_kernel", "torch_compile", "fp16"
         self._start(recompute, verified=verified, deepspeed=True)
@@ -165,7 +148,7 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._trunks.micro_batch():
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -189,6 +172,42 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
             batches += self._batches(ids, mask, inputs["prompt_ids"].shape[1], None, images)
         each, blocks = self._trunks.together, np.argsort(self._blocks).tolist()
         return [batch for i in blocks for batch in batches[i * each : (i + 1) * each]]
+
+
+class PrefixTreeGRPOTrainer(SharesGenerations, GRPOTrainer):
+    """Trains as `trl.GRPOTrainer` does, and computes each distinct token once.
+
+    Losses, gradients and metrics are the same. Tokens are shared within a micro-batch, or among all
+    micro-batches of an optimiser step. Two things differ from `GRPOTrainer`:
+
+    - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
+      micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
+    - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
+      which the completions of a prompt are next to each other. Old log-probabilities and the
+      reference's come from the same rows, computed in the same way. So the ratio is exactly 1
+      before the policy's first update, and the KL of a policy that is its reference is exactly 0.
+
+    Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
+    TRL's code. The metrics of `SharingReport` are added.
+
+    Args:
+        recompute: what the policy's layers compute again in the backward, as in
+            `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing` of the
+            arguments says.
+        max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
+            computed in steps (`prefixtree.sequence_logprobs(max_step_tokens=)`). Default: None, no
+            limit.
+        keep_trunks: whether micro-batches of one generation and one optimiser step compute common
+            prefixes once (`prefixtree.kept_trunks`), where that computes less. It holds no more at
+            once than the largest micro-batch takes alone, or max_tokens. Default: True.
+        *args: as in `trl.GRPOTrainer`.
+        **kwargs: as in `trl.GRPOTrainer`.
+
+    Raises:
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
+    """
+
+    trl_class = GRPOTrainer
 
 
 def _completions(batch: Batch, scores: SequenceScores, prompt: int) -> _Scores:

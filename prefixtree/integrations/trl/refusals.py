@@ -336,14 +336,16 @@ ANSWERS = (
         "{name} reads the logits of all rows: leave it out, or use TRL's trainer",
     ),
 )
+#: Refusal of trainers that are verified on text alone.
+TEXT = Refusal(
+    "images",
+    is_set("_is_vlm"),
+    "a processor of images is not verified with distillation and KTO; pass the tokenizer as "
+    "processing_class",
+)
 #: Refusals of every trainer with a teacher.
 DISTILLATION = (
-    Refusal(
-        "images",
-        is_set("_is_vlm"),
-        "a processor of images is not verified with distillation; pass the tokenizer as "
-        "processing_class",
-    ),
+    TEXT,
     Refusal(
         "teacher_model",
         lambda trainer: trainer.teacher_model is None,
