@@ -16,6 +16,7 @@ from tests.integrations.trl.rank import (
     compare,
     distilled,
     in_bfloat16,
+    other_samples,
     resume,
     sampled,
     samples,
@@ -90,6 +91,7 @@ EVERY_TIME = (
     *("cut groups", "cut groups, sharded"),
     *("tree", "tree, lora, bfloat16"),
     *("resume, full", "dpo and sft, sharded", "distillation", "distillation, sharded"),
+    *("rloo", "kto and rewards"),
 )
 
 
@@ -103,7 +105,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 @pytest.mark.parametrize("name", mostly(TWO, EVERY_TIME))
 def test_two_ranks(two_ranks: dict[str, dict[str, Any]], name: str) -> None:
     ask, result = CASES[name][0], two_ranks[name]
-    if ask in (samples, distilled):
+    if ask in (samples, other_samples, distilled):
         check_samples(name, result)
         return
     check_run(name, result, 2)
