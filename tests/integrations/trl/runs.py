@@ -51,8 +51,8 @@ UNCOMPARED = {
 
 
 class OnRows:
-    """A base before ours: TRL's own forward on sdpa attention, behind the adapter's shuffle: the very
-    same batches."""
+    """A base before ours: TRL's own forward on sdpa attention, behind the adapter's shuffle: the
+    very same batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
