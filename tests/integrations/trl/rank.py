@@ -18,7 +18,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import merge_fsdp_weights
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer, RLOOConfig
+from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl import rloo_runs, sampled_runs
@@ -57,11 +57,6 @@ ARGUMENTS = {
     "num_generations": 4,
     "ddp_find_unused_parameters": False,
     "shuffle_dataset": False,
-}
-RLOO: dict[str, Any] = {
-    "arguments": {"config": RLOOConfig, "learning_rate": 0.1},
-    "rollout": None,
-    "kinds": (rloo_runs.Ours, rloo_runs.SameOrder),
 }
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 # of groups of 4
@@ -342,8 +337,8 @@ CASES: dict[str, tuple[Ask, Case]] = {
         sampled,
         Case({"bf16": True, "learning_rate": 1.0, **TWO_GENERATIONS}, {}, lora=True),
     ),
-    "rloo": (compare, Case(**RLOO)),
-    "rloo, sharded": (compare, Case(fsdp={}, **RLOO)),
+    "rloo": (compare, Case(rloo_runs.ON_RANKS, rollout=None, kinds=rloo_runs.KINDS)),
+    "rloo, sharded": (compare, Case(rloo_runs.ON_RANKS, {}, rollout=None, kinds=rloo_runs.KINDS)),
     "kto and rewards": (other_samples, Case()),
     "kto and rewards, sharded": (other_samples, Case(fsdp={})),
     "dpo and sft": (samples, Case()),

@@ -50,7 +50,7 @@ KINDS = pytest.mark.parametrize(
     "kinds",
     [
         (PrefixTreeGRPOTrainer, SameOrder, {"options": {"rollout_func": rollouts}}),
-        (rloo_runs.Ours, rloo_runs.SameOrder, {"config": RLOOConfig}),
+        (*rloo_runs.KINDS, {"config": RLOOConfig}),
     ],
     ids=["grpo", "rloo"],
 )
