@@ -27,6 +27,8 @@ class SameOrder(OnRows, Ours): ...
 class Theirs(_Given, RLOOTrainer): ...
 
 
+# a ratio is of whole completions: rounding of log-probabilities adds up
+RATIO = 5e-5
 KINDS = (Ours, SameOrder)
 # two generations, as the KL is one's
-ON_RANKS: dict[str, Any] = {"config": RLOOConfig, "learning_rate": 0.1, "max_steps": 4}
+ON_RANKS: dict[str, Any] = {"config": RLOOConfig, "learning_rate": 0.03, "max_steps": 4}

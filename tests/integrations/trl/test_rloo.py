@@ -11,7 +11,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.micro_batches import cut_losses
-from tests.integrations.trl.rloo_runs import Ours, SameOrder, Theirs
+from tests.integrations.trl.rloo_runs import RATIO, Ours, SameOrder, Theirs
 from tests.integrations.trl.runs import (
     assert_equal_runs,
     moved,
@@ -24,8 +24,6 @@ from tests.integrations.trl.runs import (
 )
 from tests.support.full import mostly
 
-# a ratio is of whole completions: rounding of log-probabilities adds up
-RATIO = 5e-5
 SGD = {"optim": "sgd", "learning_rate": 0.3, "config": RLOOConfig}
 # micro-batches cut the groups of 4
 CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}

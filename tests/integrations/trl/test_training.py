@@ -45,12 +45,12 @@ SGD = {"optim": "sgd", "learning_rate": 0.3}
 
 
 FULL = pytest.mark.full
-# ours, TRL's forward in our order, and what both get
+# ours, TRL's forward in our order, what both get, and how near they are
 KINDS = pytest.mark.parametrize(
     "kinds",
     [
-        (PrefixTreeGRPOTrainer, SameOrder, {"options": {"rollout_func": rollouts}}),
-        (*rloo_runs.KINDS, {"config": RLOOConfig}),
+        (PrefixTreeGRPOTrainer, SameOrder, {"options": {"rollout_func": rollouts}}, 1e-5),
+        (*rloo_runs.KINDS, {"config": RLOOConfig}, rloo_runs.RATIO),
     ],
     ids=["grpo", "rloo"],
 )
@@ -373,7 +373,7 @@ def test_compiled_layers(folder: Path, kinds: Any) -> None:
     assert 1 <= counters["stats"]["unique_graphs"] <= 6
     theirs = train(kinds[1], folder, **arguments)
     assert moved(theirs, folder) > 1e-3
-    assert_equal_runs(ours, theirs)
+    assert_equal_runs(ours, theirs, kinds[3])
 
 
 @FULL
@@ -403,7 +403,7 @@ def test_ligers_layers(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch
     assert modeling_qwen3.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
     theirs = train(kinds[1], folder, **arguments)
     assert moved(theirs, folder) > 1e-3
-    assert_equal_runs(ours, theirs)
+    assert_equal_runs(ours, theirs, kinds[3])
 
 
 def test_a_checkpoint_knows_nothing_of_prefixtree(folder: Path, tmp_path: Path) -> None:
