@@ -21,7 +21,7 @@ from prefixtree.errors import Refusal, UnsupportedError
 from prefixtree.integrations.core.batch import Batch, Pixels, on_host
 from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
-from prefixtree.integrations.trl.sharding import PackedTrainer
+from prefixtree.integrations.trl.sharding import BeforeTRL, PackedTrainer
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import transformer_of
@@ -188,7 +188,7 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
 # ---- DPO, and the base of KTO --------------------------------------------------------------------
 
 
-class ComparesWithReference(PackedTrainer):
+class ComparesWithReference(PackedTrainer, BeforeTRL):
     """A base before TRL's trainers whose loss compares a policy with a reference.
 
     Attributes:
@@ -200,11 +200,8 @@ class ComparesWithReference(PackedTrainer):
     trl_class: type
     reference_entries: tuple[str, str]
     refused: tuple[Refusal, ...] = ()
-    # TRL's; precompute_ref_logps: whether batches have the reference's log-probabilities
-    model: Any
-    ref_model: Any
+    # TRL's attribute: whether batches have the reference's log-probabilities
     precompute_ref_logps: bool
-    _is_vlm: bool
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(self.trl_class)
@@ -215,14 +212,14 @@ class ComparesWithReference(PackedTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         # TRL's constructor calls it
         prepare_trainer(self)
-        return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+        return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the reference's log-probabilities of the answers of a batch."""
         packed = PackedModel(model, images=self._is_vlm)
-        return super().compute_ref_log_probs(packed, inputs)  # type: ignore[misc]
+        return super().compute_ref_log_probs(packed, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         outputs = ["entropy", "mean_logits", "is_top1"]
@@ -236,7 +233,7 @@ class ComparesWithReference(PackedTrainer):
         # the batch has them, so TRL calls no model but `packed`
         with changing(self) as changes:
             changes.set(self, precompute_ref_logps=True)
-            return super()._compute_loss(packed, inputs, return_outputs)  # type: ignore[misc]
+            return super()._compute_loss(packed, inputs, return_outputs)
 
 
 class PrefixTreeDPOTrainer(ComparesWithReference, DPOTrainer):

@@ -23,7 +23,7 @@ from prefixtree.integrations.trl.micro_batches import (
     warn_of_micro_batches,
 )
 from prefixtree.integrations.trl.refusals import check_attention, check_prompts
-from prefixtree.integrations.trl.sharding import PackedTrainer
+from prefixtree.integrations.trl.sharding import BeforeTRL, PackedTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.arguments import at_least_one
@@ -34,7 +34,7 @@ from prefixtree.scoring.edges import SequenceScores
 _Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-class SharesGenerations(PackedTrainer, KeepsNeighbours):
+class SharesGenerations(PackedTrainer, KeepsNeighbours, BeforeTRL):
     """A base before TRL's trainers that sample groups of completions of each prompt.
 
     Attributes:
@@ -42,13 +42,6 @@ class SharesGenerations(PackedTrainer, KeepsNeighbours):
     """
 
     trl_class: type
-    # TRL's
-    args: Any
-    accelerator: Any
-    temperature: float
-    aux_loss_enabled: bool
-    _is_vlm: bool
-    _step: int
 
     def __init__(
         self,
@@ -148,7 +141,7 @@ class SharesGenerations(PackedTrainer, KeepsNeighbours):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._trunks.micro_batch():
-            loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
         return loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -411,7 +411,8 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     refuse(FAMILIES, trainer)
-    if trainer._is_vlm:
+    # a trainer of rewards takes no images
+    if getattr(trainer, "_is_vlm", False):
         check_images(trainer)
     # not by truth value: a compiled model has none
     others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))

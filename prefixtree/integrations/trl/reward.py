@@ -45,9 +45,6 @@ class PrefixTreeRewardTrainer(PackedTrainer, RewardTrainer):
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    # TRL has no processors of images here
-    _is_vlm = False
-
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(RewardTrainer)
         super().__init__(*args, **kwargs)
