@@ -91,7 +91,8 @@ def test_an_adapter_and_its_reference(folder: Path, pretrained: bool) -> None:
     assert rows == [1] * 16
 
 
-@pytest.mark.parametrize("loss_type", mostly(["kto", "apo_zero_unpaired"], ["kto"]))
+@pytest.mark.full
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_precomputed_references(
     folder: Path, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

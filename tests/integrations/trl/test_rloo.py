@@ -27,7 +27,6 @@ from tests.support.full import mostly
 SGD = {"optim": "sgd", "learning_rate": 0.3, "config": RLOOConfig}
 # micro-batches cut the groups of 4
 CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-TRUNKS = ("trunks", {**CUT, "beta": 0.0})
 
 
 @pytest.mark.parametrize("optimizer", mostly(["sgd", "adamw_torch"], ["sgd"]))
@@ -38,8 +37,10 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
         **SGD,
         "optim": optimizer,
         "learning_rate": 0.3 if optimizer == "sgd" else 1e-3,
+        # the third is of another generation
+        "max_steps": 3,
         "eval_strategy": "steps",
-        "eval_steps": 4,
+        "eval_steps": 3,
         "per_device_eval_batch_size": 4,
         "options": {"eval_dataset": prompts()},
     }
@@ -54,19 +55,17 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
     assert worst_parameter(ours, stock)[0] < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    mostly(
-        [
-            TRUNKS,
-            ("max_tokens", CUT),
-            ("recompute", {**CUT, "normalize_advantages": True}),
-            ("masks", {"mask_truncated_completions": True, "epsilon": 0.05}),
-            ("generations", {"steps_per_generation": 4, "reward_clip_range": (0.2, 0.4)}),
-            ("reference", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
-        ],
-        [TRUNKS],
-    ),
+    [
+        ("trunks", {**CUT, "beta": 0.0}),
+        ("max_tokens", CUT),
+        ("recompute", {**CUT, "normalize_advantages": True}),
+        ("masks", {"mask_truncated_completions": True, "epsilon": 0.05}),
+        ("generations", {"steps_per_generation": 4, "reward_clip_range": (0.2, 0.4)}),
+        ("reference", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:micro-batches cut the groups")
 def test_settings(folder: Path, name: str, arguments: dict[str, Any]) -> None:
@@ -123,7 +122,8 @@ class OurGMPO(GMPOTrainer, PrefixTreeGRPOTrainer): ...
 
 def test_gmpo(folder: Path) -> None:
     """The class in docs/trl.md."""
-    arguments = {**SGD, "config": GMPOConfig, "options": {"rollout_func": rollouts}}
+    arguments = {**SGD, "config": GMPOConfig, "max_steps": 2}
+    arguments["options"] = {"rollout_func": rollouts}
     ours, theirs = (train(kind, folder, **arguments) for kind in (OurGMPO, GMPOTrainer))
     assert moved(theirs, folder) > 1e-3
     assert ours.state.log_history[0]["prefixtree/replication_ratio"] > 1.6
