@@ -55,9 +55,11 @@ class SharesGenerations(PackedTrainer, KeepsNeighbours, BeforeTRL):
         super().__init__(*args, **kwargs)
         verified = "use_liger_kernel", "torch_compile", "fp16"
         self._start(recompute, verified=verified, deepspeed=True)
+        # RLOO's of TRL 1.15 has none, and takes no images here
+        self._sees: bool = getattr(self, "_is_vlm", False)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         limits: dict[str, Any] = {"recompute": self._recompute, "max_tokens": self._max_tokens}
-        self._trunks = StepTrunks(self, keep_trunks, **limits, sees=self._is_vlm)
+        self._trunks = StepTrunks(self, keep_trunks, **limits, sees=self._sees)
         together = self._micro_batches_together()
         self._sharing = SharingReport(
             self,
@@ -113,11 +115,11 @@ class SharesGenerations(PackedTrainer, KeepsNeighbours, BeforeTRL):
         images: dict[str, Any],
     ) -> list[Batch]:
         """Makes batches of rows that are packed together, with one copy from the device for all."""
-        shown = RowImages(images, self._is_vlm)
+        shown = RowImages(images, self._sees)
         ids, mask = on_host((input_ids, attention_mask))
         check_prompts(mask[:, :prompt].sum(1) == 0)
         scored = np.broadcast_to(np.arange(ids.shape[1]) >= prompt, ids.shape)
-        config = transformer_of(self.model).config if self._is_vlm else None
+        config = transformer_of(self.model).config if self._sees else None
         more = {"pixels": shown.of(0, len(ids)), "config": config}
         all_rows = Batch.padded(ids, mask, scored, input_ids.device, **more)
         size = batch_size or len(ids)

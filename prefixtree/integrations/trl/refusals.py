@@ -411,7 +411,7 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     refuse(FAMILIES, trainer)
-    # a trainer of rewards takes no images
+    # a trainer of rewards, and RLOO's of TRL 1.15, has none
     if getattr(trainer, "_is_vlm", False):
         check_images(trainer)
     # not by truth value: a compiled model has none
