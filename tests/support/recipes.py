@@ -93,8 +93,7 @@ def names_of_page(
 
 def code_of(text: str) -> list[str]:
     """The blocks of a page."""
-    return re.findall(r"```python
-(.*?)```", text, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def values_of(page: dict[str, Any], name: str) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""TRL: trainers for GRPO, DPO and SFT in place of TRL's (for distillation in `distillation.py`),
-`tree_rollouts` to sample for them, and `use_tree_attention` for AsyncGRPO.
+"""TRL: trainers for GRPO, RLOO, DPO, KTO, SFT and rewards in place of TRL's (for distillation in
+`distillation.py`), `tree_rollouts` to sample for them, and `use_tree_attention` for AsyncGRPO.
 
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
@@ -23,6 +23,9 @@ with importing():
         PrefixTreeSFTTrainer,
     )
     from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer
+    from prefixtree.integrations.trl.kto import PrefixTreeKTOTrainer
+    from prefixtree.integrations.trl.reward import PrefixTreeRewardTrainer
+    from prefixtree.integrations.trl.rloo import PrefixTreeRLOOTrainer
     from prefixtree.integrations.trl.rollouts import tree_rollouts
     from prefixtree.integrations.trl.tree_rows import use_tree_attention
 
@@ -30,6 +33,9 @@ __all__ = [
     "TESTED",
     "PrefixTreeDPOTrainer",
     "PrefixTreeGRPOTrainer",
+    "PrefixTreeKTOTrainer",
+    "PrefixTreeRLOOTrainer",
+    "PrefixTreeRewardTrainer",
     "PrefixTreeSFTTrainer",
     "tree_rollouts",
     "use_tree_attention",

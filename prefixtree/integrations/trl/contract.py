@@ -45,21 +45,26 @@ _GENERATES = {
     "_prepare_inputs": "self generation_batch",
     "_generate_and_score_completions": "self inputs",
 }
+_SAMPLES = {
+    SCORES: "self model input_ids attention_mask logits_to_keep batch_size compute_entropy "
+    "compute_aux_loss",
+    **_GENERATES,
+    "training_step": "self model inputs num_items_in_batch",
+    "create_accelerator_and_postprocess": "self",
+}
+_COMPARES = {
+    "_compute_loss": "self model inputs return_outputs",
+    "compute_ref_log_probs": "self model inputs",
+    "_precompute_ref_logps": "self dataset name batch_size",
+}
 #: Parameters of the methods that the adapter overrides, by TRL's trainer.
 OVERRIDDEN: dict[str, dict[str, str]] = {
-    "GRPOTrainer": {
-        SCORES: "self model input_ids attention_mask logits_to_keep batch_size compute_entropy "
-        "compute_aux_loss",
-        **_GENERATES,
-        "training_step": "self model inputs num_items_in_batch",
-        "create_accelerator_and_postprocess": "self",
-    },
-    "DPOTrainer": {
-        "_compute_loss": "self model inputs return_outputs",
-        "compute_ref_log_probs": "self model inputs",
-        "_precompute_ref_logps": "self dataset name batch_size",
-    },
+    "GRPOTrainer": _SAMPLES,
+    "RLOOTrainer": _SAMPLES,
+    "DPOTrainer": _COMPARES,
+    "KTOTrainer": _COMPARES,
     "SFTTrainer": _COMPUTE_LOSS,
+    "RewardTrainer": _COMPUTE_LOSS,
     "DistillationTrainer": {
         "_compute_loss": "self unwrapped_student inputs num_items_in_batch",
         **_GENERATES,

@@ -1,7 +1,7 @@
 """`PrefixTreeSFTTrainer` and `PrefixTreeDPOTrainer`: TRL's SFT and DPO with every distinct token of
 a batch computed once.
 
-`DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
+TRL's trainers (`KTOTrainer` too) call `model(**batch, labels=..., fused_lm_head=True)` and compute
 their losses and metrics from the returned log-probabilities. `PackedModel` answers that call from
 the packed forest of the batch's rows. Legend: B rows, padded right to L columns.
 """
@@ -17,11 +17,11 @@ from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, Refusal, UnsupportedError
 from prefixtree.integrations.core.batch import Batch, Pixels, on_host
 from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
-from prefixtree.integrations.trl.sharding import PackedTrainer
+from prefixtree.integrations.trl.sharding import BeforeTRL, PackedTrainer
 from prefixtree.integrations.trl.sharing_report import (
     DATA_SET_ADVICE,
     PACKING_ADVICE,
@@ -216,10 +216,62 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
 
 
-# ---- DPO -----------------------------------------------------------------------------------------
+# ---- DPO, and the base of KTO --------------------------------------------------------------------
 
 
-class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
+class ComparesWithReference(PackedTrainer, BeforeTRL):
+    """A base before TRL's trainers whose loss compares a policy with a reference.
+
+    Attributes:
+        trl_class: the class of TRL that is extended.
+        reference_entries: the names in a batch of what `compute_ref_log_probs` returns.
+        refused: what is refused in addition to `prepare_trainer`.
+        verified: settings of the table `ALONE` that are served.
+    """
+
+    trl_class: type
+    reference_entries: tuple[str, str]
+    refused: tuple[Refusal, ...] = ()
+    verified: tuple[str, ...] = ()
+    # TRL's attribute: whether batches have the reference's log-probabilities
+    precompute_ref_logps: bool
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_trainer(self.trl_class)
+        super().__init__(*args, **kwargs)
+        self._start(recompute, self.refused, verified=self.verified)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        # TRL's constructor calls it
+        prepare_trainer(self, self.verified)
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the reference's log-probabilities of the answers of a batch."""
+        packed = PackedModel(model, images=self._is_vlm)
+        return super().compute_ref_log_probs(packed, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        outputs = ["entropy", "mean_logits", "is_top1"]
+        if getattr(self, "use_weighting", False):
+            # DPO's
+            outputs.append("log_sum_sq_probs")
+        packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
+        if not self.precompute_ref_logps:
+            # not by truth value: a compiled model has none
+            model_of_reference = self.model if self.ref_model is None else self.ref_model
+            reference = self.compute_ref_log_probs(model_of_reference, inputs)
+            inputs = {**inputs, **dict(zip(self.reference_entries, reference, strict=True))}
+        # the batch has them, so TRL calls no model but `packed`
+        with changing(self) as changes:
+            changes.set(self, precompute_ref_logps=True)
+            return super()._compute_loss(packed, inputs, return_outputs)
+
+
+class PrefixTreeDPOTrainer(ComparesWithReference, DPOTrainer):
     """Trains as `trl.DPOTrainer` does, and computes each distinct token of a batch once.
 
     Losses, gradients and metrics are the same. Policy and reference both share tokens: the two
@@ -239,39 +291,6 @@ class PrefixTreeDPOTrainer(PackedTrainer, DPOTrainer):
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    # TRL's attribute: whether batches have the reference's log-probabilities
-    precompute_ref_logps: bool
-
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_trainer(DPOTrainer)
-        super().__init__(*args, **kwargs)
-        self._start(recompute, verified=_VERIFIED)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
-
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        # TRL's constructor calls it
-        prepare_trainer(self, _VERIFIED)
-        return super()._precompute_ref_logps(dataset, name, batch_size)
-
-    def compute_ref_log_probs(
-        self, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the reference's log-probabilities of the chosen and of the rejected answers."""
-        packed = PackedModel(model, images=self._is_vlm)
-        return super().compute_ref_log_probs(packed, inputs)
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        outputs = ["entropy", "mean_logits", "is_top1"]
-        if self.use_weighting:
-            outputs.append("log_sum_sq_probs")
-        packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
-        if not self.precompute_ref_logps:
-            # not by truth value: a compiled model has none
-            model_of_reference = self.model if self.ref_model is None else self.ref_model
-            reference = self.compute_ref_log_probs(model_of_reference, inputs)
-            names = ("ref_chosen_logps", "ref_rejected_logps")
-            inputs = {**inputs, **dict(zip(names, reference, strict=True))}
-        # the batch has them, so TRL calls no model but `packed`
-        with changing(self) as changes:
-            changes.set(self, precompute_ref_logps=True)
-            return super()._compute_loss(packed, inputs, return_outputs)
+    trl_class = DPOTrainer
+    reference_entries = "ref_chosen_logps", "ref_rejected_logps"
+    verified = _VERIFIED

@@ -23,7 +23,7 @@ from prefixtree.integrations.trl.micro_batches import (
     warn_of_micro_batches,
 )
 from prefixtree.integrations.trl.refusals import GRPO, check_attention, check_prompts
-from prefixtree.integrations.trl.sharding import PackedTrainer
+from prefixtree.integrations.trl.sharding import BeforeTRL, PackedTrainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.arguments import at_least_one
@@ -34,38 +34,14 @@ from prefixtree.scoring.edges import SequenceScores
 _Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
-    """Trains as `trl.GRPOTrainer` does, and computes each distinct token once.
+class SharesGenerations(PackedTrainer, KeepsNeighbours, BeforeTRL):
+    """A base before TRL's trainers that sample groups of completions of each prompt.
 
-    Losses, gradients and metrics are the same. Tokens are shared within a micro-batch, or among all
-    micro-batches of an optimiser step. Two things differ from `GRPOTrainer`:
-
-    - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
-      micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
-    - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
-      which the completions of a prompt are next to each other. Old log-probabilities and the
-      reference's come from the same rows, computed in the same way. So the ratio is exactly 1
-      before the policy's first update, and the KL of a policy that is its reference is exactly 0.
-
-    Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
-    TRL's code. The metrics of `SharingReport` are added.
-
-    Args:
-        recompute: what the policy's layers compute again in the backward, as in
-            `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing` of the
-            arguments says.
-        max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
-            computed in steps (`prefixtree.sequence_logprobs(max_step_tokens=)`). Default: None, no
-            limit.
-        keep_trunks: whether micro-batches of one generation and one optimiser step compute common
-            prefixes once (`prefixtree.kept_trunks`), where that computes less. It holds no more at
-            once than the largest micro-batch takes alone, or max_tokens. Default: True.
-        *args: as in `trl.GRPOTrainer`.
-        **kwargs: as in `trl.GRPOTrainer`.
-
-    Raises:
-        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
+    Attributes:
+        trl_class: the class of TRL that is extended.
     """
+
+    trl_class: type
 
     def __init__(
         self,
@@ -75,16 +51,19 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         keep_trunks: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_trainer(GRPOTrainer)
+        check_trainer(self.trl_class)
         super().__init__(*args, **kwargs)
         verified = "use_liger_kernel", "torch_compile", "fp16", "cast_lm_head_to_fp32"
         self._start(recompute, GRPO, verified=verified, deepspeed=True)
-        if self.args.cast_lm_head_to_fp32:
+        # RLOO has no such setting
+        if getattr(self.args, "cast_lm_head_to_fp32", False):
             for each in (self.model, self.ref_model):
                 _take_head_out_of_autocast(each)
+        # RLOO's of TRL 1.15 has none, and takes no images here
+        self._sees: bool = getattr(self, "_is_vlm", False)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         limits: dict[str, Any] = {"recompute": self._recompute, "max_tokens": self._max_tokens}
-        self._trunks = StepTrunks(self, keep_trunks, **limits, sees=self._is_vlm)
+        self._trunks = StepTrunks(self, keep_trunks, **limits, sees=self._sees)
         together = self._micro_batches_together()
         self._sharing = SharingReport(
             self,
@@ -141,11 +120,11 @@ class PrefixTreeGRPOTrainer(PackedTrainer, KeepsNeighbours, GRPOTrainer):
         images: dict[str, Any],
     ) -> list[Batch]:
         """Makes batches of rows that are packed together, with one copy from the device for all."""
-        shown = RowImages(images, self._is_vlm)
+        shown = RowImages(images, self._sees)
         ids, mask = on_host((input_ids, attention_mask))
         check_prompts(mask[:, :prompt].sum(1) == 0)
         scored = np.broadcast_to(np.arange(ids.shape[1]) >= prompt, ids.shape)
-        config = transformer_of(self.model).config if self._is_vlm else None
+        config = transformer_of(self.model).config if self._sees else None
         more = {"pixels": shown.of(0, len(ids)), "config": config}
         all_rows = Batch.padded(ids, mask, scored, input_ids.device, **more)
         size = batch_size or len(ids)
@@ -208,6 +187,42 @@ def _take_head_out_of_autocast(model: nn.Module | None) -> None:
         return logits
 
     lm_head.forward = in_float32
+
+
+class PrefixTreeGRPOTrainer(SharesGenerations, GRPOTrainer):
+    """Trains as `trl.GRPOTrainer` does, and computes each distinct token once.
+
+    Losses, gradients and metrics are the same. Tokens are shared within a micro-batch, or among all
+    micro-batches of an optimiser step. Two things differ from `GRPOTrainer`:
+
+    - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
+      micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
+    - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
+      which the completions of a prompt are next to each other. Old log-probabilities and the
+      reference's come from the same rows, computed in the same way. So the ratio is exactly 1
+      before the policy's first update, and the KL of a policy that is its reference is exactly 0.
+
+    Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
+    TRL's code. The metrics of `SharingReport` are added.
+
+    Args:
+        recompute: what the policy's layers compute again in the backward, as in
+            `prefixtree.sequence_logprobs`. Default: None, as `gradient_checkpointing` of the
+            arguments says.
+        max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
+            computed in steps (`prefixtree.sequence_logprobs(max_step_tokens=)`). Default: None, no
+            limit.
+        keep_trunks: whether micro-batches of one generation and one optimiser step compute common
+            prefixes once (`prefixtree.kept_trunks`), where that computes less. It holds no more at
+            once than the largest micro-batch takes alone, or max_tokens. Default: True.
+        *args: as in `trl.GRPOTrainer`.
+        **kwargs: as in `trl.GRPOTrainer`.
+
+    Raises:
+        UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
+    """
+
+    trl_class = GRPOTrainer
 
 
 def _completions(batch: Batch, scores: SequenceScores, prompt: int) -> _Scores:

@@ -3,8 +3,8 @@ once.
 
 TRL shuffles the rows of a generation batch, which scatters those that begin alike. Here whole
 micro-batches are shuffled. The cut of the data into micro-batches decides how much is shared and,
-for GRPO with some settings, the loss. Warnings about settings come when the trainer is made, those
-about batches after the first of them.
+with some settings, the loss. Warnings about settings come when the trainer is made, those about
+batches after the first of them.
 """
 
 from __future__ import annotations
@@ -161,13 +161,18 @@ def sharing_advice(args: Any) -> str:
 
 def cut_losses(args: Any, aux_loss: bool = False) -> str:
     """The warning for settings whose loss depends on the rows of a micro-batch; "" without them."""
+    # RLOO has none of the first four
+    given = vars(args)
     settings = [
-        setting
+        setting.format(**given)
         for setting, used in (
-            (f"loss_type={args.loss_type!r}", args.loss_type == "bnpo"),
-            (f"entropy_coef={args.entropy_coef}", args.entropy_coef != 0.0),
-            ("use_adaptive_entropy=True", args.use_adaptive_entropy),
-            (f"top_entropy_quantile={args.top_entropy_quantile}", args.top_entropy_quantile < 1.0),
+            ("loss_type={loss_type!r}", given.get("loss_type") == "bnpo"),
+            ("entropy_coef={entropy_coef}", given.get("entropy_coef", 0.0) != 0.0),
+            ("use_adaptive_entropy=True", given.get("use_adaptive_entropy", False)),
+            (
+                "top_entropy_quantile={top_entropy_quantile}",
+                given.get("top_entropy_quantile", 1.0) < 1.0,
+            ),
             ("the load-balancing loss of experts (router_aux_loss_coef)", aux_loss),
         )
         if used
@@ -176,8 +181,8 @@ def cut_losses(args: Any, aux_loss: bool = False) -> str:
         return ""
     return (
         f"with {', '.join(settings)} TRL's loss depends on which rows make up a micro-batch, and "
-        "PrefixTreeGRPOTrainer keeps rows together that GRPOTrainer's shuffle scatters: losses and "
-        "gradients differ from those of GRPOTrainer. They do not depend on the micro-batches with "
+        "this trainer keeps rows together that TRL's shuffle scatters: losses and gradients differ "
+        "from those of TRL's trainer. They do not depend on the micro-batches with "
         "steps_per_generation=1 (one micro-batch per generation), or with another loss_type and "
         "without these settings"
     )

@@ -358,14 +358,16 @@ ANSWERS = (
         "{name} reads the logits of all rows: leave it out, or use TRL's trainer",
     ),
 )
+#: Refusal of trainers that are verified on text alone.
+TEXT = Refusal(
+    "images",
+    is_set("_is_vlm"),
+    "a processor of images is not verified with distillation and KTO; pass the tokenizer as "
+    "processing_class",
+)
 #: Refusals of every trainer with a teacher.
 DISTILLATION = (
-    Refusal(
-        "images",
-        is_set("_is_vlm"),
-        "a processor of images is not verified with distillation; pass the tokenizer as "
-        "processing_class",
-    ),
+    TEXT,
     Refusal(
         "teacher_model",
         lambda trainer: trainer.teacher_model is None,
@@ -452,7 +454,8 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     refuse(FAMILIES, trainer)
-    if trainer._is_vlm:
+    # a trainer of rewards, and RLOO's of TRL 1.15, has none
+    if getattr(trainer, "_is_vlm", False):
         check_images(trainer)
     # not by truth value: a compiled model has none
     others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))

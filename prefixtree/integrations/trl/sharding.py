@@ -12,6 +12,9 @@ from prefixtree.errors import Refusal, refuse
 from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
 from prefixtree.recompute.choose import Recompute
 
+#: The trainer of TRL that a base stands before, to a checker of types.
+BeforeTRL: Any = object
+
 
 class PackedTrainer:
     """A base before every trainer of TRL on packed forests."""

@@ -25,6 +25,7 @@ from trl import GRPOTrainer
 import prefixtree as pt
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.integrations.trl import rloo_runs
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
 from tests.integrations.trl.runs import SameOrder, make, parameters, rollouts, worst_metric
 from tests.integrations.trl.sample_runs import ratios
@@ -75,6 +76,7 @@ class Case:
         rollout: makes completions. None: the model generates.
         model: the folder with the model, below the one with a Qwen3.
         lora: whether an adapter and the lm_head are trained.
+        kinds: ours, and one that runs TRL's forward on our batches.
     """
 
     config: dict[str, Any]
@@ -82,6 +84,7 @@ class Case:
     rollout: Callable[..., Any] | None = rollouts
     model: str = "."
     lora: bool = False
+    kinds: tuple[type, type] = (PrefixTreeGRPOTrainer, SameOrder)
 
     def trainer(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
         options: dict[str, Any] = {}
@@ -133,7 +136,7 @@ def by_step(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
 
 def compare(case: Case, folder: Path) -> dict[str, Any]:
     """Our trainer against TRL's forward on the same batches."""
-    runs = [case.train(kind, folder) for kind in (PrefixTreeGRPOTrainer, SameOrder)]
+    runs = [case.train(kind, folder) for kind in case.kinds]
     return _differences(*runs, case.starting_weights(folder))
 
 
@@ -169,7 +172,7 @@ def _differences(ours: GRPOTrainer, theirs: GRPOTrainer, start: Weights) -> dict
         "head moved": float((wanted[head] - before).abs().max()),
         "trained": len(wanted),
         "scored": scored,
-        "kl": max(log["kl"] for log in logs),
+        "kl": max(abs(log.get("kl", 0)) for log in logs),
         "ratio": min(log["prefixtree/replication_ratio"] for log in logs),
     }
 
@@ -323,6 +326,7 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "stage 1": (compare, Case(zero(1), SHORT, None)),
     "stage 2": (compare, Case(zero(2), LONG)),
     "stage 3": (compare, Case(zero(3), LONG)),
+    "rloo": (compare, Case(zero(3), rloo_runs.ON_RANKS, None, kinds=rloo_runs.KINDS)),
     "generation": (generate, Case(zero(3), SHORT, None)),
     "unequal ranks": (compare, Case(zero(2), TRUNCATED, unequal)),
     "unequal ranks, tied": (compare, Case(zero(3), TRUNCATED, unequal, "tied")),

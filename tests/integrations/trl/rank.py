@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
-from tests.integrations.trl import sampled_runs
+from tests.integrations.trl import rloo_runs, sampled_runs
 from tests.integrations.trl.cpu_ranks import fsdp_on_a_cpu
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
 from tests.integrations.trl.runs import (
@@ -40,7 +40,7 @@ from tests.integrations.trl.runs import (
     worst_metric,
     worst_parameter,
 )
-from tests.integrations.trl.sample_runs import SFT, compare_on_ranks
+from tests.integrations.trl.sample_runs import KTO, REWARD, SFT, compare_on_ranks
 
 CONFIGS = {
     "tied": lambda: tiny_config(tie_word_embeddings=True),
@@ -83,7 +83,8 @@ class Case:
         fsdp: its fsdp_config. None: DDP.
         model: the folder with the model, below the one with a Qwen3.
         lora: whether an adapter is trained. options: of the trainer.
-        rollout: makes completions. None: the model generates.
+        rollout: makes completions. None: the model generates, or the trainers are given some.
+        kinds: ours, and one that runs TRL's forward on our batches.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Case:
     lora: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     rollout: Callable[..., Any] | None = rollouts
+    kinds: tuple[type, type] = (PrefixTreeGRPOTrainer, SameOrder)
 
     def trainer(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
         options = dict(self.options)
@@ -134,7 +136,7 @@ def longer_on_rank_1(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
 def compare(case: Case, folder: Path) -> dict[str, Any]:
     """Our trainer against TRL's forward on the same batches."""
     start = parameters(AutoModelForCausalLM.from_pretrained(folder / case.model))
-    ours, theirs = (case.train(kind, folder) for kind in (PrefixTreeGRPOTrainer, SameOrder))
+    ours, theirs = (case.train(kind, folder) for kind in case.kinds)
     shapes: list[Any] = [None] * dist.get_world_size()
     batch = (ours._buffered_inputs or [])[0]
     dist.all_gather_object(
@@ -159,7 +161,8 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         result["metrics"] = worst_metric(ours, theirs)
         result["evaluated"] = sum("eval_loss" in log for log in ours.state.log_history)
         result["ratio"] = min(log["prefixtree/replication_ratio"] for log in logs)
-        result["kl"] = max(log["kl"] for log in logs)
+        # RLOO's is of a generation, and may be negative
+        result["kl"] = max(abs(log.get("kl", 0)) for log in logs)
     return result
 
 
@@ -223,6 +226,11 @@ def samples(case: Case, folder: Path) -> dict[str, Any]:
 def joined(case: Case, folder: Path) -> dict[str, Any]:
     """The trainer for SFT on rows of several samples against TRL's."""
     return compare_on_ranks(folder, {"sft": SFT}, **_sharded(case))
+
+
+def other_samples(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainers for KTO and rewards against TRL's."""
+    return compare_on_ranks(folder, {"kto": KTO, "reward": REWARD}, **_sharded(case))
 
 
 def distilled(case: Case, folder: Path) -> dict[str, Any]:
@@ -334,6 +342,10 @@ CASES: dict[str, tuple[Ask, Case]] = {
         sampled,
         Case({"bf16": True, "learning_rate": 1.0, **TWO_GENERATIONS}, {}, lora=True),
     ),
+    "rloo": (compare, Case(rloo_runs.ON_RANKS, rollout=None, kinds=rloo_runs.KINDS)),
+    "rloo, sharded": (compare, Case(rloo_runs.ON_RANKS, {}, rollout=None, kinds=rloo_runs.KINDS)),
+    "kto and rewards": (other_samples, Case()),
+    "kto and rewards, sharded": (other_samples, Case(fsdp={})),
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),
     "joined rows": (joined, Case({"padding_free": True, "max_length": None})),

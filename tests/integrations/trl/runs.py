@@ -9,6 +9,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,17 +50,22 @@ UNCOMPARED = {
 }
 
 
-class SameOrder(PrefixTreeGRPOTrainer):
-    """TRL's own forward on sdpa attention, behind the adapter's shuffle: the very same batches."""
-
-    _get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies
+class OnRows:
+    """A base before ours: TRL's own forward on sdpa attention, behind the adapter's shuffle: the
+    very same batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._get_per_token_logps_and_entropies: Any = partial(
+            self.trl_class._get_per_token_logps_and_entropies, self
+        )
         for model in (m for m in (self.model, self.ref_model) if m is not None):
             model.set_attn_implementation("sdpa")
         # it packs nothing, as it should
         self.remove_callback(SharingReport)
+
+
+class SameOrder(OnRows, PrefixTreeGRPOTrainer): ...
 
 
 def sharing_report(metrics: dict[str, list[float]] | None = None) -> SharingReport:
@@ -192,10 +198,11 @@ def make(
     *,
     model: PreTrainedModel | Any = None,
     options: dict[str, Any] | None = None,
+    config: type = GRPOConfig,
     **arguments: Any,
-) -> GRPOTrainer:
+) -> Any:
     """A trainer with small defaults: two iterations a generation, two micro-batches of a group
-    each, a reference, gradient checkpointing. `arguments` are the GRPOConfig's, `options` the
+    each, a reference, gradient checkpointing. `arguments` are those of `config`, `options` the
     trainer's."""
     small: dict[str, Any] = {
         "output_dir": str(folder / "out"),
@@ -222,7 +229,7 @@ def make(
         model = AutoModelForCausalLM.from_pretrained(folder)
     return trainer(
         model=model,
-        args=GRPOConfig(**settings),
+        args=config(**settings),
         **{
             "processing_class": AutoTokenizer.from_pretrained(folder),
             "reward_funcs": reward,
@@ -282,11 +289,11 @@ def assert_equal_runs(ours: Any, theirs: Any, tolerance: float = 1e-5, **options
 
 
 def moved(trainer: GRPOTrainer, folder: Path) -> float:
-    """How far training has moved any parameter: what the differences are small against."""
+    """How far training has moved any parameter that the folder has (a head for rewards is not
+    there): what the differences are small against."""
     start = parameters(AutoModelForCausalLM.from_pretrained(folder))
-    return max(
-        float((p - start[name]).abs().max()) for name, p in parameters(trainer.model).items()
-    )
+    trained = parameters(trainer.model)
+    return max(float((trained[n] - start[n]).abs().max()) for n in start.keys() & trained.keys())
 
 
 def squared_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Runs of TRL's trainers for DPO and SFT and of the adapter's, from the same weights and seeds."""
+"""Runs of TRL's trainers of samples and of the adapter's, from the same weights and seeds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
-from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
+from prefixtree.integrations.trl import (
+    PrefixTreeDPOTrainer,
+    PrefixTreeKTOTrainer,
+    PrefixTreeRewardTrainer,
+    PrefixTreeSFTTrainer,
+)
 from tests.integrations.trl.runs import moved, worst_metric, worst_parameter
 
 SYSTEM = {"role": "system", "content": "Count the letters."}
@@ -33,6 +52,16 @@ def pairs(prompts: int = 4, each: int = 2) -> Dataset:
             answers = [start + letters((prompt, pair, side), 2, 14) for side in "cr"]
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
             rows.append({"prompt": chat, "chosen": chosen, "rejected": rejected})
+    return Dataset.from_list(rows)
+
+
+def answers(prompts: int = 4, each: int = 2) -> Dataset:
+    """The answers of `pairs`, one sample each."""
+    rows = []
+    for pair in pairs(prompts, each):
+        for side in ("chosen", "rejected"):
+            row = {"completion": pair[side], "label": side == "chosen"}
+            rows.append({"prompt": pair["prompt"], **row})
     return Dataset.from_list(rows)
 
 
@@ -115,11 +144,64 @@ def make_sft(
     )
 
 
+def make_kto(
+    trainer: type[KTOTrainer],
+    folder: Path,
+    *,
+    model: Any = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> KTOTrainer:
+    """A KTO trainer, as `make_dpo`: two steps of two batches, each of four answers."""
+    small = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "train_sampling_strategy": "sequential",
+        "output_dir": str(folder / "out"),
+    }
+    return trainer(
+        model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
+        args=KTOConfig(**{**SMALL, **small, **arguments}),
+        **{
+            "processing_class": AutoTokenizer.from_pretrained(folder),
+            "train_dataset": answers(),
+            **(options or {}),
+        },
+    )
+
+
+def classifier(folder: Path) -> Any:
+    """The saved model with a head for rewards, the same each time."""
+    torch.manual_seed(3)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+
+
+def make_reward(
+    trainer: type[RewardTrainer],
+    folder: Path,
+    *,
+    model: Any = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> RewardTrainer:
+    """A trainer of rewards, as `make_dpo`."""
+    small = {"per_device_train_batch_size": 2, "max_steps": 2, "output_dir": str(folder / "out")}
+    return trainer(
+        model=classifier(folder) if model is None else model,
+        args=RewardConfig(**{**SMALL, **small, **arguments}),
+        **{
+            "processing_class": AutoTokenizer.from_pretrained(folder),
+            "train_dataset": pairs(),
+            **(options or {}),
+        },
+    )
+
+
 class Maker(NamedTuple):
     """Makes the trainers of a method, ours and TRL's, from the same arguments.
 
     Attributes:
-        make: `make_dpo` or `make_sft`. ours, stock: their first argument. data: a data set.
+        make: `make_dpo` or one of its kind. ours, stock: their first argument. data: a data set.
     """
 
     make: Callable[..., Any]
@@ -144,6 +226,8 @@ class Maker(NamedTuple):
 
 DPO = Maker(make_dpo, PrefixTreeDPOTrainer, DPOTrainer, pairs)
 SFT = Maker(make_sft, PrefixTreeSFTTrainer, SFTTrainer, turns)
+KTO = Maker(make_kto, PrefixTreeKTOTrainer, KTOTrainer, answers)
+REWARD = Maker(make_reward, PrefixTreeRewardTrainer, RewardTrainer, pairs)
 
 
 def ratios(trainer: Any) -> list[float]:

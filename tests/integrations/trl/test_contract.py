@@ -13,17 +13,20 @@ import pytest
 import trl
 from packaging.version import Version
 from transformers import Trainer
+from transformers.modeling_layers import GenericForSequenceClassification
 from trl import (
     DistillationTrainer,
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gold import GOLDTrainer
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
@@ -37,6 +40,7 @@ except (ImportError, AttributeError) as problem:
     missing = str(problem)
 
 SCORES = contract.SCORES
+BOTH = pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
 
 
 def source(function: Any) -> ast.AST:
@@ -118,13 +122,14 @@ def test_distillation() -> None:
     assert keywords(loss).keys() == {*expected, "temperature"}
 
 
-def test_all_scores_come_from_one_method() -> None:
+@BOTH
+def test_all_scores_come_from_one_method(trainer: Any) -> None:
     """Policy once, old policy once, reference twice (with an adapter and without)."""
-    assert methods(GRPOTrainer, lambda f: calls(f, SCORES)) == {
+    assert methods(trainer, lambda f: calls(f, SCORES)) == {
         "_generate_and_score_completions": 3,
         "_compute_loss": 1,
     }
-    (policy,) = calls(GRPOTrainer._compute_loss, SCORES)
+    (policy,) = calls(trainer._compute_loss, SCORES)
     assert [ast.unparse(a) for a in policy.args] == [
         *("model", "input_ids", "attention_mask", "logits_to_keep")
     ]
@@ -133,25 +138,25 @@ def test_all_scores_come_from_one_method() -> None:
         "compute_aux_loss",
         *contract.IMAGE_PARAMETERS,
     }
-    for call in calls(GRPOTrainer._generate_and_score_completions, SCORES):
-        assert [ast.unparse(a) for a in call.args[1:]] == [
-            *("prompt_completion_ids", "attention_mask", "logits_to_keep")
-        ]
+    for call in calls(trainer._generate_and_score_completions, SCORES):
+        given = [ast.unparse(a) for a in call.args[1:]]
+        assert given[:3] == ["prompt_completion_ids", "attention_mask", "logits_to_keep"]
         # the rest is in forward_kwargs, which only a batch with images fills
-        assert keywords(call) == {
+        assert {**keywords(call), **dict(zip(["batch_size"], given[3:], strict=False))} == {
             "batch_size": "batch_size",
             "num_images": "num_images",
             "num_tiles": "num_tiles",
         }
 
 
-def test_where_a_kept_trunk_lives() -> None:
+@BOTH
+def test_where_a_kept_trunk_lives(trainer: Any) -> None:
     """From the first micro-batch of a step to the backward of the last, before the clip."""
-    step = ast.unparse(source(GRPOTrainer.training_step))
+    step = ast.unparse(source(trainer.training_step))
     assert step.index("super().training_step(") < step.index("self._step += 1")
-    prepare = ast.unparse(source(GRPOTrainer._prepare_inputs))
+    prepare = ast.unparse(source(trainer._prepare_inputs))
     assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare
-    loss = ast.unparse(source(GRPOTrainer._compute_loss))
+    loss = ast.unparse(source(trainer._compute_loss))
     for kind in ("ids", "mask"):
         assert f"torch.cat([prompt_{kind}, completion_{kind}], dim=1)" in loss
     assert len(calls(Trainer.training_step, "backward")) == 1
@@ -164,24 +169,26 @@ def test_where_a_kept_trunk_lives() -> None:
     assert "_set_sync_gradients(do_sync_step)" in loop
 
 
-def test_no_other_method_runs_a_model() -> None:
+@BOTH
+def test_no_other_method_runs_a_model(trainer: Any) -> None:
     """`model(...)` and the fused head are called in the replaced method alone."""
     forwards = methods(
-        GRPOTrainer,
+        trainer,
         lambda f: [c for name in ("model", "ref_model", "self_model") for c in calls(f, name)],
     )
     assert forwards == {SCORES: 1}
     fused = methods(
-        GRPOTrainer,
+        trainer,
         lambda f: [n for n in ast.walk(source(f)) if getattr(n, "arg", "") == "fused_lm_head"],
     )
     assert fused == {SCORES: 1}
-    assert methods(GRPOTrainer, lambda f: calls(f, "add_fused_lm_head")) == {"__init__": 2}
+    assert methods(trainer, lambda f: calls(f, "add_fused_lm_head")) == {"__init__": 2}
 
 
-def test_what_the_replaced_method_means() -> None:
+@BOTH
+def test_what_the_replaced_method_means(trainer: Any) -> None:
     """Labels are completion tokens under the mask, logits are divided by the temperature."""
-    code = ast.unparse(source(inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)))
+    code = ast.unparse(source(inspect.unwrap(trainer._get_per_token_logps_and_entropies)))
     for line in (
         "batch_size = batch_size or input_ids.size(0)",
         "labels = input_ids_batch.masked_fill(attention_mask_batch == 0, -100)",
@@ -194,7 +201,7 @@ def test_what_the_replaced_method_means() -> None:
         "return (logps, entropies, aux_loss)",
     ):
         assert line in code, f"{SCORES} no longer says: {line}"
-    for call in calls(GRPOTrainer.__init__, "add_fused_lm_head"):
+    for call in calls(trainer.__init__, "add_fused_lm_head"):
         assert keywords(call)["temperature"] == "self.temperature"
 
 
@@ -225,9 +232,10 @@ def test_masks_of_the_loss_are_trls_own() -> None:
     }
 
 
-def test_the_shuffle() -> None:
+@BOTH
+def test_the_shuffle(trainer: Any) -> None:
     """Generated, shuffled, cut into micro-batches and kept, all in `_prepare_inputs`."""
-    body = inspect.unwrap(GRPOTrainer._prepare_inputs)
+    body = inspect.unwrap(trainer._prepare_inputs)
     order = ("_generate_and_score_completions", "shuffle_sequence_dict", "split_tensor_dict")
     code = ast.unparse(source(body))
     places = [code.index(f"{name}(") for name in order]
@@ -235,22 +243,23 @@ def test_the_shuffle() -> None:
     assert "self._buffered_inputs = [" in code
     assert "inputs = self._buffered_inputs[" in code
     assert [len(calls(body, name)) for name in order] == [2, 1, 1]
-    used = methods(GRPOTrainer, lambda f: calls(f, "shuffle_sequence_dict"))
+    used = methods(trainer, lambda f: calls(f, "shuffle_sequence_dict"))
     assert used == {"_prepare_inputs": 1}
-    assert hasattr(grpo_trainer, "shuffle_sequence_dict")
+    assert hasattr(inspect.getmodule(trainer), "shuffle_sequence_dict")
 
 
-def test_groups_are_neighbours() -> None:
+@BOTH
+def test_groups_are_neighbours(trainer: Any) -> None:
     """Rewards are compared within runs of num_generations rows; micro-batches of old scores are
     runs of the rows that a micro-batch of the loss has."""
-    code = ast.unparse(source(GRPOTrainer._generate_and_score_completions))
+    code = ast.unparse(source(trainer._generate_and_score_completions))
     for line in (
         "rewards.view(-1, num_generations)",
         "mode = 'train' if self.model.training else 'eval'",
         "batch_size = self.args.per_device_train_batch_size if mode == 'train'",
     ):
         assert line in code, f"_generate_and_score_completions no longer says: {line}"
-    loader = ast.unparse(source(GRPOTrainer.get_train_dataloader))
+    loader = ast.unparse(source(trainer.get_train_dataloader))
     assert "batch_size=self._train_batch_size * self.args.steps_per_generation" in loader
 
 
@@ -393,6 +402,52 @@ def test_attributes_of_dpo_and_sft(trainer: type) -> None:
             assert code.index(f"self.{name} = ") < first
     for name in ("packing", "eval_packing", "padding_free", "label_smoothing_factor"):
         assert name in SFTConfig.__dataclass_fields__, f"SFTConfig has no {name}"
+
+
+# ---- KTO and rewards -----------------------------------------------------------------------------
+
+
+def test_kto_scores_in_three_methods() -> None:
+    """Policy, logits, and the reference with an adapter or without; mismatched answers; the
+    reference's, both of which are packed. A batch says what to take for the reference's."""
+    contract.check_trainer(KTOTrainer)
+
+    def forwards(function: Any) -> list[ast.Call]:
+        return [c for name in ("model", "ref_model") for c in calls(function, name)]
+
+    assert methods(KTOTrainer, forwards) == {
+        "compute_ref_log_probs": 2,
+        "_compute_kl_logps": 1,
+        "_compute_loss": 4,
+    }
+    code = ast.unparse(source(KTOTrainer._compute_loss))
+    for line in (
+        "KL_logps = self._compute_kl_logps(model, batch)",
+        "if self.precompute_ref_logps:\n        ref_chosen_logps = batch['ref_logps']",
+        "ref_KL_logps = batch['ref_KL_logps']",
+    ):
+        assert line in code, f"KTOTrainer._compute_loss no longer says: {line}"
+    assert code.count("precompute_ref_logps") == 1
+    assert entries_read(KTOTrainer._compute_loss) == {
+        *("log_probs", "entropy", "mean_logits", "aux_loss")
+    }
+    # it takes no images, which is why they are refused
+    assert "pixel_values" not in ast.unparse(source(KTOTrainer.compute_ref_log_probs))
+
+
+def test_where_rewards_are_read() -> None:
+    contract.check_trainer(RewardTrainer)
+    assert methods(RewardTrainer, lambda f: calls(f, "model")) == {"compute_loss": 1}
+    assert entries_read(RewardTrainer.compute_loss) == {"logits"}
+    assert names_read(RewardTrainer.compute_loss, "inputs") == {
+        *("use_cache", "margin", "attention_mask")
+    }
+    code = ast.unparse(source(inspect.unwrap(GenericForSequenceClassification.forward)))
+    for line in (
+        "non_pad_mask = (input_ids != self.config.get_text_config().pad_token_id)",
+        "last_non_pad_token = (token_indices * non_pad_mask).argmax(-1)",
+    ):
+        assert line in code, f"transformers' classifiers no longer say: {line}"
 
 
 # ---- AsyncGRPO -----------------------------------------------------------------------------------

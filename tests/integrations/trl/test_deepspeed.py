@@ -25,6 +25,7 @@ RANK = "tests.integrations.trl.deepspeed_rank"
 COMPARED = {
     # stages 2 and 3 in one process as well (below)
     "stage 1": 1,
+    "rloo": 3,
     "generation": 3,
     "unequal ranks": 2,
     "unequal ranks, tied": 3,

@@ -17,6 +17,7 @@ from tests.integrations.trl.rank import (
     distilled,
     in_bfloat16,
     joined,
+    other_samples,
     resume,
     sampled,
     samples,
@@ -91,6 +92,7 @@ EVERY_TIME = (
     *("cut groups", "cut groups, sharded"),
     *("tree", "tree, lora, bfloat16"),
     *("resume, full", "dpo and sft, sharded", "distillation", "distillation, sharded"),
+    *("rloo", "kto and rewards"),
 )
 
 
@@ -104,7 +106,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 @pytest.mark.parametrize("name", mostly(TWO, EVERY_TIME))
 def test_two_ranks(two_ranks: dict[str, dict[str, Any]], name: str) -> None:
     ask, result = CASES[name][0], two_ranks[name]
-    if ask in (samples, joined, distilled):
+    if ask in (samples, other_samples, joined, distilled):
         check_samples(name, result)
         return
     check_run(name, result, 2)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
+from trl.experimental.bema_for_ref_model import BEMACallback
+from trl.experimental.bema_for_ref_model import DPOTrainer as BEMA
 
 from prefixtree.integrations.trl import PrefixTreeDPOTrainer
 from tests.integrations.trl.runs import (
@@ -108,6 +110,25 @@ def test_a_reference_with_other_weights(folder: Path) -> None:
     assert_equal_runs(*runs)
     # 2 steps of 2 batches, each packed to one row
     assert rows == ([1] * 4, [1] * 4)
+
+
+class OurBEMA(BEMA, PrefixTreeDPOTrainer): ...
+
+
+@pytest.mark.full
+def test_a_reference_that_follows_by_bema(folder: Path) -> None:
+    """TRL's experimental subclass, before ours as docs/trl.md says."""
+    often = {"update_freq": 1, "update_ref_model": True, "ref_model_update_freq": 1}
+    runs = []
+    for trainer in (OurBEMA, BEMA):
+        options = {"callbacks": [BEMACallback(**often)]}
+        runs.append(make_dpo(trainer, folder, options=options, max_steps=3))
+        runs[-1].train()
+    start = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    reference = runs[0].ref_model.state_dict()
+    assert max(float((p - start[name]).abs().max()) for name, p in reference.items()) > 1e-4
+    assert_equal_runs(*runs)
+    assert min(ratios(runs[0])) > 1.8
 
 
 @pytest.mark.usefixtures("unprobed")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import trl
 from typer.testing import CliRunner
 
 from prefixtree.cli import app
@@ -180,3 +181,18 @@ def test_the_page_names_what_is_tested_and_refused() -> None:
     refused = (ROOT / "docs" / "refusals.md").read_text()
     for row in (*refusals.ARGUMENTS, *refusals.ALONE):
         assert f"{row.name}=" in refused, row.name
+
+
+def test_the_page_names_every_trainer_of_trl() -> None:
+    """Those of subfolders too, of which most are experimental."""
+    folder = Path(trl.__file__).parent
+    names = {
+        name
+        for file in folder.rglob("*_trainer.py")
+        for name in re.findall(r"^class (\w+Trainer)\(", file.read_text(), re.MULTILINE)
+    }
+    assert {"GRPOTrainer", "ORPOTrainer"} < names
+    page = (ROOT / "docs" / "trl.md").read_text()
+    # of 1.15, and gone since
+    missing = {n for n in names if n not in page} - {"_BaseTrainer", "SSDTrainer"}
+    assert not missing

@@ -1,4 +1,4 @@
-"""GRPO, SFT and DPO with images: beside TRL's trainers, from equal weights and seeds."""
+"""GRPO, RLOO, SFT and DPO with images: beside TRL's trainers, from equal weights and seeds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from accelerate import Accelerator
+from packaging.version import Version
 from transformers import AutoModelForImageTextToText
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 
 import prefixtree as pt
 from prefixtree.integrations.core import batch as core
@@ -17,6 +19,7 @@ from prefixtree.integrations.core import trunks
 from prefixtree.integrations.trl import (
     PrefixTreeDPOTrainer,
     PrefixTreeGRPOTrainer,
+    PrefixTreeRLOOTrainer,
     PrefixTreeSFTTrainer,
     kept_windows,
 )
@@ -36,6 +39,7 @@ from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
 from tests.support.hooks import lose_images, lose_keys, wrap
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
+OLD = Version(trl.__version__) < Version("1.16")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,20 @@ def start(folder: Path) -> dict[str, torch.Tensor]:
     return parameters(AutoModelForImageTextToText.from_pretrained(folder))
 
 
-def test_a_run_is_trls_own(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stock", "given"),
+    [
+        (PrefixTreeGRPOTrainer, GRPOTrainer, {}),
+        pytest.param(
+            *(PrefixTreeRLOOTrainer, RLOOTrainer, {"config": RLOOConfig}),
+            marks=[pytest.mark.full, pytest.mark.skipif(OLD, reason="TRL 1.16's sees images")],
+        ),
+    ],
+    ids=["grpo", "rloo"],
+)
+def test_a_run_is_trls_own(
+    vision: Path, kind: type, stock: type, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One micro-batch a generation. The vision encoder and deepstack's mergers learn too."""
     seen: list[pt.Images] = []
     score = core.sequence_logprobs
@@ -83,13 +100,13 @@ def test_a_run_is_trls_own(vision: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return score(*args, **kwargs)
 
     monkeypatch.setattr(core, "sequence_logprobs", scored)
-    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    ours = trained(PrefixTreeGRPOTrainer, vision, **arguments)
+    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, **given}
+    ours = trained(kind, vision, **arguments)
     assert ours._is_vlm
     config = ours.model.config
     assert config.text_config._attn_implementation == "prefixtree"
     assert config.vision_config._attn_implementation == "sdpa"
-    theirs = trained(GRPOTrainer, vision, **arguments)
+    theirs = trained(stock, vision, **arguments)
     assert_equal_runs(ours, theirs)
     before = start(vision)
     change = {n: float((p - before[n]).abs().max()) for n, p in parameters(ours.model).items()}

@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.trl import (
     PrefixTreeGRPOTrainer,
+    PrefixTreeKTOTrainer,
     PrefixTreeSFTTrainer,
     refusals,
     tree_rollouts,
@@ -240,8 +241,9 @@ CASES: dict[str, tuple[Case, ...]] = {
             PrefixTreeGKDTrainer, run.folder, options={"compute_metrics": lambda prediction: {}}
         ),
     ),
-    "DISTILLATION: images": (
+    "TEXT: images": (
         lambda run: refuse(refusals.DISTILLATION, SimpleNamespace(_is_vlm=True)),
+        lambda run: refuse(PrefixTreeKTOTrainer.refused, SimpleNamespace(_is_vlm=True)),
     ),
     "DISTILLATION: teacher_model": (
         lambda run: make_distillation(

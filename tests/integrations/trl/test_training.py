@@ -12,10 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers.models.qwen3 import modeling_qwen3
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOConfig
 
 import prefixtree as pt
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from tests.integrations.trl import rloo_runs
 from tests.integrations.trl.runs import (
     SameOrder,
     assert_equal_runs,
@@ -44,6 +45,18 @@ SGD = {"optim": "sgd", "learning_rate": 0.3}
 
 
 FULL = pytest.mark.full
+# ours, TRL's forward in our order, what both get, and how near they are
+KINDS = pytest.mark.parametrize(
+    "kinds",
+    [
+        (PrefixTreeGRPOTrainer, SameOrder, {"options": {"rollout_func": rollouts}}, 1e-5),
+        pytest.param(
+            (*rloo_runs.KINDS, {"config": RLOOConfig, "learning_rate": 0.1}, rloo_runs.RATIO),
+            marks=FULL,
+        ),
+    ],
+    ids=["grpo", "rloo"],
+)
 
 
 @pytest.mark.parametrize("optimizer", [{}, pytest.param(SGD, marks=FULL)], ids=["adamw", "sgd"])
@@ -290,13 +303,13 @@ def test_layers_compiled_one_by_one(folder: Path) -> None:
     assert_equal_runs(compiled, plain)
 
 
-def test_mixed_precision(folder: Path) -> None:
+@KINDS
+def test_mixed_precision(folder: Path, kinds: Any) -> None:
     """`bf16=True`, TRL's default: as near to a float32 run as TRL's own."""
     # one iteration: a token that rounding puts on the other side of a clip drowns the rest
-    arguments = {**SGD, "num_iterations": 1, "options": {"rollout_func": rollouts}}
-    exact = train(SameOrder, folder, **arguments)
-    ours = train(PrefixTreeGRPOTrainer, folder, bf16=True, **arguments)
-    theirs = train(SameOrder, folder, bf16=True, **arguments)
+    arguments = {**SGD, "num_iterations": 1, **kinds[2]}
+    exact = train(kinds[1], folder, **arguments)
+    ours, theirs = (train(kind, folder, bf16=True, **arguments) for kind in kinds[:2])
     wanted = parameters(exact.model)
     errors = [squared_distance(parameters(run.model), wanted) for run in (ours, theirs)]
     print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
@@ -316,18 +329,14 @@ class ScalesLosses:
         self.accelerator.scaler = scaler
 
 
-class OursScaled(ScalesLosses, PrefixTreeGRPOTrainer): ...
-
-
-class TheirsScaled(ScalesLosses, SameOrder): ...
-
-
 @FULL
-def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@KINDS
+def test_half_precision(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fp16=True`: as near to a float32 run as TRL's own; steps that overflow are skipped."""
-    arguments = {**SGD, "num_iterations": 1, "options": {"rollout_func": rollouts}}
-    exact = train(SameOrder, folder, **arguments)
-    ours, theirs = (train(k, folder, fp16=True, **arguments) for k in (OursScaled, TheirsScaled))
+    arguments = {**SGD, "num_iterations": 1, **kinds[2]}
+    scaled = [type(kind.__name__, (ScalesLosses, kind), {}) for kind in kinds[:2]]
+    exact = train(kinds[1], folder, **arguments)
+    ours, theirs = (train(kind, folder, fp16=True, **arguments) for kind in scaled)
     wanted = parameters(exact.model)
     errors = [squared_distance(parameters(run.model), wanted) for run in (ours, theirs)]
     print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
@@ -337,7 +346,7 @@ def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.accelerator.scaler.get_scale() == 2.0**16
     # gradients of float16 overflow
     monkeypatch.setattr(ScalesLosses, "scale", 2.0**40)
-    ours, theirs = (train(k, folder, fp16=True, **arguments) for k in (OursScaled, TheirsScaled))
+    ours, theirs = (train(kind, folder, fp16=True, **arguments) for kind in scaled)
     for run in (ours, theirs):
         norms = [log["grad_norm"] for log in run.state.log_history if "grad_norm" in log]
         assert not math.isfinite(norms[0]) and all(map(math.isfinite, norms[1:]))
@@ -348,14 +357,15 @@ def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @FULL
 # dynamo looks at it while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_layers(folder: Path) -> None:
+@KINDS
+def test_compiled_layers(folder: Path, kinds: Any) -> None:
     """`torch_compile=True`: the policy and the reference are compiled, and a few graphs serve all
     shapes."""
-    arguments = {**SGD, "max_steps": 2, "options": {"rollout_func": rollouts}}
+    arguments = {**SGD, "max_steps": 2, **kinds[2]}
     torch._dynamo.reset()
     counters.clear()
     ours = train(
-        PrefixTreeGRPOTrainer,
+        kinds[0],
         folder,
         torch_compile=True,
         torch_compile_backend="eager",
@@ -364,9 +374,9 @@ def test_compiled_layers(folder: Path) -> None:
     for model in (ours.model_wrapped, ours.ref_model):
         assert type(model).__name__ == "OptimizedModule"
     assert 1 <= counters["stats"]["unique_graphs"] <= 6
-    theirs = train(SameOrder, folder, **arguments)
+    theirs = train(kinds[1], folder, **arguments)
     assert moved(theirs, folder) > 1e-3
-    assert_equal_runs(ours, theirs)
+    assert_equal_runs(ours, theirs, kinds[3])
 
 
 @FULL
@@ -374,7 +384,8 @@ def test_compiled_layers(folder: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:`past_key_values` is deprecated:FutureWarning"
 )  # Liger passes it
-def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@KINDS
+def test_ligers_layers(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_liger_kernel=True` as TRL applies it, without its fused loss."""
     pytest.importorskip("liger_kernel")
     keep_transformers(monkeypatch)
@@ -387,15 +398,15 @@ def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "gradient_checkpointing": False,
         "use_liger_kernel": True,
         "liger_kernel_config": {"rms_norm": False},
-        "options": {"rollout_func": rollouts},
+        **kinds[2],
     }
-    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    ours = train(kinds[0], folder, **arguments)
     assert ours.args.liger_kernel_config["fused_linear_cross_entropy"] is False
     assert "LigerSwiGLU" in repr(ours.model)
     assert modeling_qwen3.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
-    theirs = train(SameOrder, folder, **arguments)
+    theirs = train(kinds[1], folder, **arguments)
     assert moved(theirs, folder) > 1e-3
-    assert_equal_runs(ours, theirs)
+    assert_equal_runs(ours, theirs, kinds[3])
 
 
 def test_a_checkpoint_knows_nothing_of_prefixtree(folder: Path, tmp_path: Path) -> None:
