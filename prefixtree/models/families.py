@@ -246,7 +246,7 @@ def check_tokens(config: Any, tokens: np.ndarray, sees: bool = True) -> None:
         if token is None or not (tokens == token).any():
             continue
         mend = "which is not verified here: drop them"
-        if sees and modality != "audio":
+        if sees and modality != "audio" and not family_of(config).is_text_alone:
             mend = (
                 "make the forest of images.sequences and pass images=images, with images = "
                 "Images.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
