@@ -263,6 +263,23 @@ PROOFS = {
     "sampler": ("sampling.test_families", "test_equals_generate_and_eager[{}]"),
 }
 
+# the page's code runs in tests/models/test_text_of_vision.py
+_TEXT_OF_VISION = r"""
+## Text of a vision checkpoint
+
+Gemma 3, Mistral Small 3.1, Ministral 3 and InternVL run whole, on text; their images are refused. Ministral 3's
+checkpoints are of the type `mistral3`: load them with `AutoModelForImageTextToText`. A text class leaves all
+weights random unless it is told their names, and the lm_head where the text's configuration does not tie it:
+
+```python
+whole = AutoConfig.from_pretrained(path)
+text = whole.get_text_config()
+text.tie_word_embeddings = whole.tie_word_embeddings
+names = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
+model = AutoModelForCausalLM.from_pretrained(path, config=text, key_mapping=names)
+```
+"""
+
 _REFUSED = """
 ## Refused
 
@@ -335,7 +352,7 @@ def table(
         ran = _ran(versions[family], set().union(*versions.values()))
         figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
         rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
-    return _head() + "".join(rows) + states(passed) + refused()
+    return _head() + "".join(rows) + states(passed) + _TEXT_OF_VISION + refused()
 
 
 def _ran(versions: set[str], tested: set[str]) -> str:
