@@ -24,6 +24,7 @@ from prefixtree.models.family_table import (
 )
 from prefixtree.models.layers import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
+from prefixtree.models.path_keys import KEYS, path_keys, seed_of
 from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
@@ -289,8 +290,8 @@ MODULES = (
         "dropout",
         _dropout,
         "{layer} is an active dropout (p = {p}): a shared token would draw one mask where the "
-        "replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter) or call "
-        "model.eval()",
+        "replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter), or call "
+        "model.eval(), or prefixtree.share_dropout(model, seed) for one mask of LoRA's dropout",
     ),
 )
 
@@ -308,11 +309,13 @@ def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
         refuse(MODULES, (name, module))
 
 
-def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
-    """Makes the keywords of a forward over a packed forest, with the rows of positions it takes."""
+def forward_inputs(packed: PackedForest, transformer: Any) -> dict[str, Any]:
+    """Makes the keywords of a model's forward over a packed forest, as its family takes them."""
     inputs = packed.model_inputs()
-    if (rows := family_of(config).position_rows) > 1:
+    if (rows := family_of(transformer.config).position_rows) > 1:
         inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    if (seed := seed_of(transformer)) is not None:
+        inputs[KEYS] = path_keys(packed, seed)
     return inputs
 
 

@@ -257,7 +257,7 @@ class CachedForward:
         self.cache.begin_prefill()
         if self.has_states:
             self.cache.states.begin_prefill(packed.mask, last, slots)
-        inputs = forward_inputs(packed, self._causal_lm.config)
+        inputs = forward_inputs(packed, self._causal_lm)
         with every_layer_attends(self._causal_lm, packed.mask):
             of_last = torch.from_numpy(last).to(self.device)
             logits = self._eager(**inputs, logits_to_keep=of_last)

@@ -116,7 +116,7 @@ def kept_trunks(
             planned = temperature, loss_mask, batches[0].num_planned
             temperatures, masks = of_plan(*planned, members)
         packed, wings = asked_wings.open(model, causal_lm, packed, packed)
-        inputs = inputs_of(packed, causal_lm.config, wings)
+        inputs = inputs_of(packed, causal_lm, wings)
         forward = ModelForward(model, causal_lm, packed, options, wings)
         return _KeptScores(forward, inputs, find_edges(packed, temperatures, masks))
 
@@ -182,7 +182,7 @@ def kept_values(
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptValues:
         classifier = checked_classifier(model, packed, CUT_BY_TRUNKS)
-        return _KeptValues(model, classifier, packed, forward_inputs(packed, classifier.config))
+        return _KeptValues(model, classifier, packed, forward_inputs(packed, classifier))
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run

@@ -116,7 +116,7 @@ def test_use_cache(model_type, packed):
 def test_use_cache_where_it_cannot_be_seen(model_type, packed):
     """An empty cache is filled and changes nothing; to go on with it is refused."""
     model = pt.prepare(build(model_type))
-    inputs = families.forward_inputs(packed, model.config)
+    inputs = families.forward_inputs(packed, model)
     with torch.no_grad():
         expected = model(**inputs).logits
         output = model(**{**inputs, "use_cache": True})

@@ -1,0 +1,178 @@
+"""`share_dropout`: LoRA's dropout with one mask per distinct token of a forest.
+
+A mask is a hash of (seed, module, path, feature). So it is the same in a recomputation, in a step,
+in a kept trunk, on a rank and in another micro-batch. Keys of paths (`models.path_keys`) reach each
+layer as a keyword, inside of its checkpoint; the layer's class keeps them for the dropouts in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from prefixtree._numbers import integer
+from prefixtree.errors import Refusal, UnsupportedError, refuse
+from prefixtree.kernels.splitmix import GAMMA, mix, wrapped
+from prefixtree.models.along_tree import along_tree
+from prefixtree.models.checks import transformer_of
+from prefixtree.models.layers import layers_of
+from prefixtree.models.path_keys import KEYS, SEED
+from prefixtree.models.rows_alone import is_sharded
+
+_Model = TypeVar("_Model", bound=nn.Module)
+# values of a hash: 16 bits decide on a feature
+_VALUES = 2**16
+# hashes that are in memory at once, in some 32 bytes each
+_AT_ONCE = 2**22
+
+
+def share_dropout(model: _Model, seed: int) -> _Model:
+    """Has LoRA's dropout draw one mask per distinct token of a forest, in place.
+
+    The mask of a token is a function of the seed, the module, the token ids of its path, and the
+    feature. So every sequence alone has LoRA's dropout; sequences share the masks of what they
+    share. Recomputation, steps, kept trunks, groups and micro-batches change no bit of a mask, and
+    a second forward gives the same log-probabilities. Call it again with another seed in front of
+    each optimizer step, and at no other time.
+
+    Dropouts other than those of linear LoRA and AdaLoRA layers stay refused. Batches that are no
+    forests get torch's dropout.
+
+    Args:
+        model: a model of transformers with adapters of PEFT, before it is sharded; wrapped or not.
+        seed: any integer. Drops are drawn in steps of 2^-16 of a probability.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: not a module, or a seed that is no integer.
+        UnsupportedError: a sharded model whose dropouts are not shared yet.
+    """
+    transformer = transformer_of(model)
+    seed = integer("seed", seed, wrong=TypeError)
+    layers = layers_of(transformer)
+    if found := list(_dropouts_in(layers)):
+        refuse(SHARED, model)
+        count = sum(isinstance(m, SharedDropout) for m in transformer.modules())
+        for number, (dropouts, name, p) in enumerate(found, count):
+            shared = SharedDropout(p, number).train(dropouts[name].training)
+            dropouts[name] = shared
+        for layer in layers:
+            kind: Any = type(layer)
+            if not hasattr(kind, "_keeps_keys"):
+                layer.__class__ = along_tree(kind, _keeping_keys)
+    setattr(transformer, SEED, seed)
+    return model
+
+
+#: Refusals of a model whose dropouts would be shared.
+SHARED = (
+    Refusal(
+        "share_dropout",
+        is_sharded,
+        "share_dropout changes classes of layers, which is not verified in a sharded model: call it "
+        "before fully_shard, deepspeed.initialize or a tp_plan",
+    ),
+)
+
+
+def _dropouts_in(layers: list[nn.Module]) -> Iterator[tuple[nn.ModuleDict, str, float]]:
+    """Yields the active-able dropouts of linear LoRA layers: where they are, and p."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.lora import LoraLayer
+
+    # one that stands in two layers would draw one mask for both
+    uses = Counter(module for layer in layers for module in layer.modules())
+    for module, count in uses.items():
+        if count > 1 or not isinstance(module, LoraLayer):
+            continue
+        base = module.get_base_layer()
+        if not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
+            continue
+        for name, dropout in module.lora_dropout.items():
+            if type(dropout) is nn.Dropout:
+                yield module.lora_dropout, name, dropout.p
+
+
+class _Now(threading.local):
+    """Keys int64 [T] of the layer that this thread runs, and the dropouts that used them."""
+
+    keys: torch.Tensor | None = None
+    used: tuple[int, ...] = ()
+
+
+_now = _Now()
+
+
+def _keeping_keys(original: Any) -> dict[str, Any]:
+    """Makes the forward of a decoder layer that keeps the keys of its tokens."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        keys = kwargs.pop(KEYS, None)
+        if keys is None and self.training and kwargs.get("tree_mask") is not None:
+            raise UnsupportedError(
+                "the model shares dropout, whose masks a bare call of it over a forest does not "
+                "have: score with sequence_logprobs, or call model.eval()"
+            )
+        before = _now.keys, _now.used
+        _now.keys, _now.used = keys, ()
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            _now.keys, _now.used = before
+
+    return {"forward": forward, "_keeps_keys": True}
+
+
+class SharedDropout(nn.Module):
+    """A dropout whose masks the keys of tokens decide; torch's where there are no keys."""
+
+    def __init__(self, p: float, number: int) -> None:
+        super().__init__()
+        self.p, self.number = p, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Drops features of x [..., F], which has a row per key."""
+        if not self.training:
+            return x
+        keys = _now.keys
+        if keys is None:
+            return functional.dropout(x, self.p)
+        rows = x.shape[:-1].numel()
+        if rows != len(keys) or self.number in _now.used:
+            raise UnsupportedError(
+                f"a LoRA layer with shared dropout gets {rows} rows in a layer of {len(keys)} "
+                "tokens, or a second time: its masks are not verified there; leave this module out "
+                "of target_modules, or set lora_dropout=0"
+            )
+        _now.used = (*_now.used, self.number)
+        dropped = round(self.p * _VALUES)
+        kept = _kept(keys, self.number, x.shape[-1], dropped).view(x.shape)
+        return x.masked_fill(~kept, 0) * (_VALUES / max(1, _VALUES - dropped))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def _kept(keys: torch.Tensor, number: int, features: int, dropped: int) -> torch.Tensor:
+    """Draws which features are kept, bool [T, F]; of all values, `dropped` drop one."""
+    # the last ones may be unused
+    hashes = -(-features * 16 // 64)
+    steps = torch.arange(1, hashes + 1, device=keys.device) * GAMMA
+    states = mix(keys + wrapped((number + 1) * GAMMA))
+    parts = [
+        mix(some[:, None] + steps).view(torch.int16) >= dropped - _VALUES // 2
+        for some in states.split(max(1, _AT_ONCE // hashes))
+    ]
+    return torch.cat(parts)[:, :features]
