@@ -63,9 +63,10 @@ def share_dropout(model: _Model, seed: int) -> _Model:
     if found := list(_dropouts_in(layers)):
         refuse(SHARED, model)
         count = sum(isinstance(m, SharedDropout) for m in transformer.modules())
-        for number, (dropouts, name, p) in enumerate(found, count):
-            shared = SharedDropout(p, number).train(dropouts[name].training)
-            dropouts[name] = shared
+        for number, (lora, name) in enumerate(found, count):
+            plain, like = lora.lora_dropout[name], next(lora.parameters())
+            shared = SharedDropout(plain.p, number, like).train(plain.training)
+            lora.lora_dropout[name] = shared
         for layer in layers:
             kind: Any = type(layer)
             if not hasattr(kind, "_keeps_keys"):
@@ -85,8 +86,8 @@ SHARED = (
 )
 
 
-def _dropouts_in(layers: list[nn.Module]) -> Iterator[tuple[nn.ModuleDict, str, float]]:
-    """Yields the active-able dropouts of linear LoRA layers: where they are, and p."""
+def _dropouts_in(layers: list[nn.Module]) -> Iterator[tuple[Any, str]]:
+    """Yields the linear LoRA layers that have a dropout, with its adapter's name."""
     if "peft" not in sys.modules:
         return
     from peft.tuners.lora import LoraLayer
@@ -101,14 +102,15 @@ def _dropouts_in(layers: list[nn.Module]) -> Iterator[tuple[nn.ModuleDict, str, 
             continue
         for name, dropout in module.lora_dropout.items():
             if type(dropout) is nn.Dropout:
-                yield module.lora_dropout, name, dropout.p
+                yield module, name
 
 
 class _Now(threading.local):
-    """Keys int64 [T] of the layer that this thread runs, and the dropouts that used them."""
+    """Whether this thread runs a layer, its keys int64 [T], and the dropouts that used them."""
 
+    in_layer: bool = False
     keys: torch.Tensor | None = None
-    used: tuple[int, ...] = ()
+    used: tuple[nn.Module, ...] = ()
 
 
 _now = _Now()
@@ -125,12 +127,12 @@ def _keeping_keys(original: Any) -> dict[str, Any]:
                 "the model shares dropout, whose masks a bare call of it over a forest does not "
                 "have: score with sequence_logprobs, or call model.eval()"
             )
-        before = _now.keys, _now.used
-        _now.keys, _now.used = keys, ()
+        before = _now.in_layer, _now.keys, _now.used
+        _now.in_layer, _now.keys, _now.used = True, keys, ()
         try:
             return original.forward(self, *args, **kwargs)
         finally:
-            _now.keys, _now.used = before
+            _now.in_layer, _now.keys, _now.used = before
 
     return {"forward": forward, "_keeps_keys": True}
 
@@ -138,41 +140,47 @@ def _keeping_keys(original: Any) -> dict[str, Any]:
 class SharedDropout(nn.Module):
     """A dropout whose masks the keys of tokens decide; torch's where there are no keys."""
 
-    def __init__(self, p: float, number: int) -> None:
+    def __init__(self, p: float, number: int, like: torch.Tensor) -> None:
         super().__init__()
-        self.p, self.number = p, number
+        self.p = p
+        # a tensor, as compiled code would specialise on a number: one graph per layer
+        salt = torch.tensor(wrapped((number + 1) * GAMMA), device=like.device)
+        self.register_buffer("salt", salt, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drops features of x [..., F], which has a row per key."""
-        if not self.training:
+        dropped = round(self.p * _VALUES)
+        if not self.training or not dropped:
             return x
-        keys = _now.keys
-        if keys is None:
+        if not _now.in_layer:
+            raise UnsupportedError(
+                "a part of a layer is computed again apart from it, which shared dropout does not "
+                "follow: checkpoint whole layers, as recompute= does"
+            )
+        if (keys := _now.keys) is None:
             return functional.dropout(x, self.p)
         rows = x.shape[:-1].numel()
-        if rows != len(keys) or self.number in _now.used:
+        if rows != len(keys) or self in _now.used:
             raise UnsupportedError(
                 f"a LoRA layer with shared dropout gets {rows} rows in a layer of {len(keys)} "
                 "tokens, or a second time: its masks are not verified there; leave this module out "
                 "of target_modules, or set lora_dropout=0"
             )
-        _now.used = (*_now.used, self.number)
-        dropped = round(self.p * _VALUES)
-        kept = _kept(keys, self.number, x.shape[-1], dropped).view(x.shape)
+        _now.used = (*_now.used, self)
+        kept = _kept(keys + self.salt, x.shape[-1], dropped).view(x.shape)
         return x.masked_fill(~kept, 0) * (_VALUES / max(1, _VALUES - dropped))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def _kept(keys: torch.Tensor, number: int, features: int, dropped: int) -> torch.Tensor:
+def _kept(keys: torch.Tensor, features: int, dropped: int) -> torch.Tensor:
     """Draws which features are kept, bool [T, F]; of all values, `dropped` drop one."""
     # the last ones may be unused
     hashes = -(-features * 16 // 64)
     steps = torch.arange(1, hashes + 1, device=keys.device) * GAMMA
-    states = mix(keys + wrapped((number + 1) * GAMMA))
     parts = [
-        mix(some[:, None] + steps).view(torch.int16) >= dropped - _VALUES // 2
-        for some in states.split(max(1, _AT_ONCE // hashes))
+        mix(some[:, None] + steps).view(torch.int16) > dropped - 1 - _VALUES // 2
+        for some in mix(keys).split(max(1, _AT_ONCE // hashes))
     ]
     return torch.cat(parts)[:, :features]
