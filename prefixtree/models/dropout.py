@@ -40,8 +40,8 @@ def share_dropout(model: _Model, seed: int) -> _Model:
     The mask of a token is a function of the seed, the module, the token ids of its path, and the
     feature. So every sequence alone has LoRA's dropout; sequences share the masks of what they
     share. Recomputation, steps, kept trunks, groups and micro-batches change no bit of a mask, and
-    a second forward gives the same log-probabilities. Call it again with another seed in front of
-    each optimizer step, and at no other time.
+    a second forward gives the same log-probabilities. Before each optimizer step's first forward,
+    call it again with another seed.
 
     Dropouts other than those of linear LoRA and AdaLoRA layers stay refused. Batches that are no
     forests get torch's dropout.
@@ -122,7 +122,8 @@ def _keeping_keys(original: Any) -> dict[str, Any]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = kwargs.pop(KEYS, None)
-        if keys is None and self.training and kwargs.get("tree_mask") is not None:
+        # all keywords of forests begin so, TRL's too
+        if keys is None and self.training and any(name.startswith("tree_") for name in kwargs):
             raise UnsupportedError(
                 "the model shares dropout, whose masks a bare call of it over a forest does not "
                 "have: score with sequence_logprobs, or call model.eval()"

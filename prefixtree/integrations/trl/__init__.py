@@ -23,6 +23,7 @@ from prefixtree.integrations.trl.data_set_trainers import (  # noqa: E402
     PrefixTreeDPOTrainer,
     PrefixTreeSFTTrainer,
 )
+from prefixtree.integrations.trl.dropout import ShareDropout  # noqa: E402
 from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer  # noqa: E402
 from prefixtree.integrations.trl.rollouts import tree_rollouts  # noqa: E402
 from prefixtree.integrations.trl.tree_rows import use_tree_attention  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "PrefixTreeDPOTrainer",
     "PrefixTreeGRPOTrainer",
     "PrefixTreeSFTTrainer",
+    "ShareDropout",
     "tree_rollouts",
     "use_tree_attention",
 ]
