@@ -80,8 +80,8 @@ SHARED = (
     Refusal(
         "share_dropout",
         is_sharded,
-        "share_dropout changes classes of layers, which is not verified in a sharded model: call it "
-        "before fully_shard, deepspeed.initialize or a tp_plan",
+        "share_dropout, which changes classes of layers, is not verified in a sharded model: call "
+        "it before fully_shard and the like",
     ),
 )
 
@@ -140,6 +140,8 @@ def _keeping_keys(original: Any) -> dict[str, Any]:
 
 class SharedDropout(nn.Module):
     """A dropout whose masks the keys of tokens decide; torch's where there are no keys."""
+
+    salt: torch.Tensor
 
     def __init__(self, p: float, number: int, like: torch.Tensor) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ def seed_of(transformer: Any) -> int | None:
 
 def path_keys(packed: PackedForest, seed: int) -> torch.Tensor:
     """Hashes the seed and the token ids of each packed token's path: int64 [T]."""
+    assert packed.input_ids is not None
     of_token = mix(mix(packed.position_ids * GAMMA) + packed.input_ids * GAMMA)
     ended = of_token.new_zeros(len(of_token) + 1)
     ended.index_add_(0, packed.subtree_end.long(), of_token)

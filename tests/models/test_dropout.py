@@ -1,5 +1,5 @@
-"""`share_dropout`: LoRA's dropout with one mask per distinct token, beside copies that draw the same
-masks, in every way to run a forest."""
+"""`share_dropout`: LoRA's dropout with one mask per distinct token, in every way to run a forest,
+beside copies that draw the same masks."""
 
 from __future__ import annotations
 

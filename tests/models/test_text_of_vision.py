@@ -80,7 +80,8 @@ def test_images_are_refused(name: str, packed: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", cases(NAMES))
 def test_verify_loads_the_whole(name: str, tmp_path: Any) -> None:
-    from prefixtree.testing.models import Setting, build as build_for_verify
+    from prefixtree.testing.models import Setting
+    from prefixtree.testing.models import build as build_for_verify
 
     _saved(name, tmp_path)
     model = build_for_verify(Setting(str(tmp_path), device="cpu"), "prefixtree")

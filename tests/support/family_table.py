@@ -263,13 +263,14 @@ PROOFS = {
     "sampler": ("sampling.test_families", "test_equals_generate_and_eager[{}]"),
 }
 
-# the page's code runs in tests/models/test_text_of_vision.py
+# its code runs in tests/models/test_text_of_vision.py
 _TEXT_OF_VISION = r"""
 ## Text of a vision checkpoint
 
-Gemma 3, Mistral Small 3.1, Ministral 3 and InternVL run whole, on text; their images are refused. Ministral 3's
-checkpoints are of the type `mistral3`: load them with `AutoModelForImageTextToText`. A text class leaves all
-weights random unless it is told their names, and the lm_head where the text's configuration does not tie it:
+Gemma 3, Mistral Small 3.1, Ministral 3 and InternVL run whole, on text; their images are refused.
+Ministral 3's checkpoints are of the type `mistral3`: load them with `AutoModelForImageTextToText`.
+A text class leaves all weights random unless it is told their names, and the lm_head where the
+text's configuration does not tie it:
 
 ```python
 whole = AutoConfig.from_pretrained(path)

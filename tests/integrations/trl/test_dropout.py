@@ -10,8 +10,8 @@ import torch
 
 from prefixtree import PrefixForest, pack
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, ShareDropout
-from prefixtree.models.path_keys import KEYS, SEED, path_keys
 from prefixtree.models.checks import transformer_of
+from prefixtree.models.path_keys import KEYS, SEED, path_keys
 from tests.integrations.trl.runs import assert_equal_runs, make, parameters
 from tests.integrations.trl.sample_runs import DPO, SFT, Maker
 
@@ -45,9 +45,7 @@ def _with_own_keys(model: torch.nn.Module) -> None:
         pytest.param(DPO, "sgd", id="DPO", marks=pytest.mark.full),
     ],
 )
-def test_equals_copies_that_draw_the_same_masks(
-    folder: Path, maker: Maker, optimizer: str
-) -> None:
+def test_equals_copies_that_draw_the_same_masks(folder: Path, maker: Maker, optimizer: str) -> None:
     runs, moved = [], []
     for kind in (maker.ours, maker.stock):
         options = {"peft_config": _adapter(), "callbacks": [ShareDropout(seed=3)]}
