@@ -27,6 +27,8 @@ from prefixtree.models.layers import layers_of
 from prefixtree.models.path_keys import KEYS, SEED
 from prefixtree.models.rows_alone import is_sharded
 
+# an attribute of the classes of layers that keep keys
+_MARK = "_prefixtree_keeps_keys"
 _Model = TypeVar("_Model", bound=nn.Module)
 # values of a hash: 16 bits decide on a feature
 _VALUES = 2**16
@@ -60,17 +62,17 @@ def share_dropout(model: _Model, seed: int) -> _Model:
     transformer = transformer_of(model)
     seed = integer("seed", seed, wrong=TypeError)
     layers = layers_of(transformer)
-    if found := list(_dropouts_in(layers)):
+    found, fresh = list(_dropouts_in(layers)), [x for x in layers if not hasattr(x, _MARK)]
+    if found or fresh:
         refuse(SHARED, model)
-        count = sum(isinstance(m, SharedDropout) for m in transformer.modules())
-        for number, (lora, name) in enumerate(found, count):
-            plain, like = lora.lora_dropout[name], next(lora.parameters())
-            shared = SharedDropout(plain.p, number, like).train(plain.training)
-            lora.lora_dropout[name] = shared
-        for layer in layers:
-            kind: Any = type(layer)
-            if not hasattr(kind, "_keeps_keys"):
-                layer.__class__ = along_tree(kind, _keeping_keys)
+    count = sum(isinstance(m, SharedDropout) for m in transformer.modules())
+    for number, (lora, name) in enumerate(found, count):
+        plain, like = lora.lora_dropout[name], next(lora.parameters())
+        shared = SharedDropout(plain.p, number, like).train(plain.training)
+        lora.lora_dropout[name] = shared
+    for layer in fresh:
+        kind: Any = type(layer)
+        layer.__class__ = along_tree(kind, _keeping_keys)
     setattr(transformer, SEED, seed)
     return model
 
@@ -135,7 +137,7 @@ def _keeping_keys(original: Any) -> dict[str, Any]:
         finally:
             _now.in_layer, _now.keys, _now.used = before
 
-    return {"forward": forward, "_keeps_keys": True}
+    return {"forward": forward, _MARK: True}
 
 
 class SharedDropout(nn.Module):

@@ -36,6 +36,7 @@ from prefixtree.models.checks import (
     find_causal_lm,
 )
 from prefixtree.models.families import check_tokens, family_of, forward_inputs
+from prefixtree.models.path_keys import seed_of
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rope import fixed_lengths, longest_row
 from prefixtree.models.rows_alone import check_layers
@@ -250,6 +251,7 @@ class CachedForward:
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
+        self._check_dropout()
         self._rope_length = longest_row(self._causal_lm, packed.mask.host)
         prepare_layers(self._causal_lm)
         check_layers(self._causal_lm, self._causal_lm, packed.device)
@@ -404,6 +406,14 @@ class CachedForward:
                 "its keys are of other weights: call sampler.start again"
             )
         check_parts(self._model, self._causal_lm)
+        self._check_dropout()
+
+    def _check_dropout(self) -> None:
+        if seed_of(self._causal_lm) is not None:
+            raise UnsupportedError(
+                "shared dropout is not verified in sampling, as single tokens have no masks: call "
+                "model.eval() while it samples"
+            )
 
     @torch.no_grad()
     def _some_numbers(self) -> bytes:

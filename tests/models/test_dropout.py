@@ -271,6 +271,12 @@ def test_copies_and_pickles_keep_their_masks():
     assert not any("salt" in name for name in shared().state_dict())
 
 
+def test_a_model_without_adapters_runs_as_before():
+    model = pt.share_dropout(build("qwen3"), 0)
+    run = run_packed(model, ragged_packed(), ragged_objective())
+    assert same_bits(run, run_packed(build("qwen3"), ragged_packed(), ragged_objective()))
+
+
 def test_ordinary_batches_get_torchs_dropout():
     model = shared("eager")
     ids = torch.from_numpy(ragged_objective().sequences[0])[None]
@@ -301,6 +307,12 @@ def test_what_stays_refused():
     bare = shared()
     with pytest.raises(pt.UnsupportedError, match="a bare call of it over a forest does not have"):
         bare(**ragged_packed().model_inputs())
+    sampler, forest = pt.TreeSampler(bare.eval(), 99), pt.PrefixForest.from_sequences([[5, 6, 7]])
+    rows = sampler.start(forest)
+    bare.train()
+    for sample in (lambda: rows.generate(1), lambda: sampler.start(forest)):
+        with pytest.raises(pt.UnsupportedError, match="shared dropout is not verified in sampling"):
+            sample()
     for targets, name in (("lm_head", "lm_head"), ("embed_tokens", "embed_tokens")):
         model = with_random_lora(build("qwen3"), "q_proj", targets, lora_dropout=0.1).train()
         with pytest.raises(pt.UnsupportedError, match=rf"{name}\.lora_dropout.* an active dropout"):
