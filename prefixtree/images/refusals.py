@@ -12,9 +12,8 @@ from prefixtree.errors import ForestError, Refusal, refuse
 from prefixtree.images.images import Images
 from prefixtree.images.inputs import check_served
 from prefixtree.models.checks import runs_deepspeed
-from prefixtree.models.families import check_noise
+from prefixtree.models.families import check_noise, seed_of
 from prefixtree.models.layers import groups_of, layers_of
-from prefixtree.models.path_keys import seed_of
 from prefixtree.models.rope import fixed_lengths
 from prefixtree.packing.layout import PackedForest
 

@@ -1,14 +1,13 @@
 """`share_dropout`: LoRA's dropout with one mask per distinct token of a forest.
 
 A mask is a hash of (seed, module, path, feature). So it is the same in a recomputation, in a step,
-in a kept trunk, on a rank and in another micro-batch. Keys of paths (`models.path_keys`) reach each
+in a kept trunk, on a rank and in another micro-batch. Keys of paths reach each
 layer as a keyword, inside of its checkpoint; the layer's class keeps them for the dropouts in it.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ from prefixtree.errors import Refusal, UnsupportedError, refuse
 from prefixtree.kernels.splitmix import GAMMA, mix, wrapped
 from prefixtree.models.along_tree import along_tree
 from prefixtree.models.checks import transformer_of
+from prefixtree.models.families import KEYS, SEED
 from prefixtree.models.layers import layers_of
-from prefixtree.models.path_keys import KEYS, SEED
 from prefixtree.models.rows_alone import is_sharded
 
 # an attribute of the classes of layers that keep keys
@@ -90,24 +89,19 @@ SHARED = (
 
 def _dropouts_in(layers: list[nn.Module]) -> Iterator[tuple[Any, str]]:
     """Yields the linear LoRA layers that have a dropout, with its adapter's name."""
-    if "peft" not in sys.modules:
-        return
-    from peft.tuners.lora import LoraLayer
-
     # one that stands in two layers would draw one mask for both
     uses = Counter(module for layer in layers for module in layer.modules())
     for module, count in uses.items():
-        if count > 1 or not isinstance(module, LoraLayer):
+        base, dropouts = (getattr(module, name, None) for name in ("base_layer", "lora_dropout"))
+        is_linear = isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D"
+        if count > 1 or not is_linear or not isinstance(dropouts, nn.ModuleDict):
             continue
-        base = module.get_base_layer()
-        if not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
-            continue
-        for name, dropout in module.lora_dropout.items():
+        for name, dropout in dropouts.items():
             if type(dropout) is nn.Dropout:
                 yield module, name
 
 
-class _Now(threading.local):
+class _Running(threading.local):
     """Whether this thread runs a layer, its keys int64 [T], and the dropouts that used them."""
 
     in_layer: bool = False
@@ -115,7 +109,7 @@ class _Now(threading.local):
     used: tuple[nn.Module, ...] = ()
 
 
-_now = _Now()
+now = _Running()
 
 
 def _keeping_keys(original: Any) -> dict[str, Any]:
@@ -130,12 +124,12 @@ def _keeping_keys(original: Any) -> dict[str, Any]:
                 "the model shares dropout, whose masks a bare call of it over a forest does not "
                 "have: score with sequence_logprobs, or call model.eval()"
             )
-        before = _now.in_layer, _now.keys, _now.used
-        _now.in_layer, _now.keys, _now.used = True, keys, ()
+        before = now.in_layer, now.keys, now.used
+        now.in_layer, now.keys, now.used = True, keys, ()
         try:
             return original.forward(self, *args, **kwargs)
         finally:
-            _now.in_layer, _now.keys, _now.used = before
+            now.in_layer, now.keys, now.used = before
 
     return {"forward": forward, _MARK: True}
 
@@ -157,21 +151,21 @@ class SharedDropout(nn.Module):
         dropped = round(self.p * _VALUES)
         if not self.training or not dropped:
             return x
-        if not _now.in_layer:
+        if not now.in_layer:
             raise UnsupportedError(
                 "a part of a layer is computed again apart from it, which shared dropout does not "
                 "follow: checkpoint whole layers, as recompute= does"
             )
-        if (keys := _now.keys) is None:
+        if (keys := now.keys) is None:
             return functional.dropout(x, self.p)
         rows = x.shape[:-1].numel()
-        if rows != len(keys) or self in _now.used:
+        if rows != len(keys) or self in now.used:
             raise UnsupportedError(
                 f"a LoRA layer with shared dropout gets {rows} rows in a layer of {len(keys)} "
                 "tokens, or a second time: its masks are not verified there; leave this module out "
                 "of target_modules, or set lora_dropout=0"
             )
-        _now.used = (*_now.used, self)
+        now.used = (*now.used, self)
         kept = _kept(keys + self.salt, x.shape[-1], dropped).view(x.shape)
         return x.masked_fill(~kept, 0) * (_VALUES / max(1, _VALUES - dropped))
 

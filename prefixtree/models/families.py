@@ -14,6 +14,7 @@ from packaging import version
 from torch import nn
 
 from prefixtree.errors import Refusal, UnsupportedError, refuse
+from prefixtree.kernels.splitmix import path_keys
 from prefixtree.models.family_table import (
     FAMILIES,
     INDEXED,
@@ -24,7 +25,6 @@ from prefixtree.models.family_table import (
 )
 from prefixtree.models.layers import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
-from prefixtree.models.path_keys import KEYS, path_keys, seed_of
 from prefixtree.models.rope import check_rope_types
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
@@ -88,6 +88,9 @@ COUNTS_COPIES = "router_loss_counts_copies"
 # the keyword of recorded routes, and the mark of attention layers in a model that replays them
 ROUTES = "tree_routes"
 REPLAYS = "_prefixtree_replays"
+# the seed of a model that shares dropout (`models.dropout`), and the keyword of its tokens' keys
+SEED = "_prefixtree_dropout_seed"
+KEYS = "tree_dropout_keys"
 ROUTER_LOGITS = (
     "output_router_logits asks the model for its load-balancing loss, which counts a shared token "
     "once where the replicated batch counts every copy: take scores.aux_loss of "
@@ -315,8 +318,14 @@ def forward_inputs(packed: PackedForest, transformer: Any) -> dict[str, Any]:
     if (rows := family_of(transformer.config).position_rows) > 1:
         inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
     if (seed := seed_of(transformer)) is not None:
-        inputs[KEYS] = path_keys(packed, seed)
+        of_tokens = inputs["input_ids"][0], packed.position_ids, packed.subtree_end
+        inputs[KEYS] = path_keys(*of_tokens, seed)
     return inputs
+
+
+def seed_of(transformer: Any) -> int | None:
+    """Gives the seed of the dropout that a model shares and that is active, or None."""
+    return vars(transformer).get(SEED) if transformer.training else None
 
 
 def check_checkpointing(model: nn.Module, config: Any) -> None:

@@ -35,8 +35,7 @@ from prefixtree.models.checks import (
     every_layer_attends,
     find_causal_lm,
 )
-from prefixtree.models.families import check_tokens, family_of, forward_inputs
-from prefixtree.models.path_keys import seed_of
+from prefixtree.models.families import check_tokens, family_of, forward_inputs, seed_of
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rope import fixed_lengths, longest_row
 from prefixtree.models.rows_alone import check_layers

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.models.path_keys import seed_of
+from prefixtree.models.families import seed_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import Parts
 from prefixtree.planning.costs import CostModel, ImportCost, cost_model_of, import_cost_of

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import refuse
-from prefixtree.models.families import ROUTES
-from prefixtree.models.path_keys import KEYS
+from prefixtree.models.families import KEYS, ROUTES
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.kernels.splitmix import path_keys
 from prefixtree.models import dropout
-from prefixtree.models.path_keys import KEYS, path_keys
+from prefixtree.models.families import KEYS
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.scoring.kept_cases import plan_of
+from tests.support.dropout_ranks import SEED, TARGETS, shared
 from tests.support.full import mostly
 from tests.support.models import (
     Run,
@@ -34,6 +35,7 @@ from tests.support.models import (
     with_random_lora,
 )
 from tests.support.spawn import run_ranks
+from tests.support.step_ranks import LIGHT
 
 peft = pytest.importorskip("peft")
 
@@ -44,22 +46,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 
-SEED = 7
-_TARGETS = ("q_proj", "o_proj", "down_proj")
 
-
-def shared(implementation: str = "prefixtree", seed: int = SEED, **options: Any) -> Any:
-    """A tiny model whose adapters drop 3 of 10 features."""
-    options = {"lora_dropout": 0.3, **options}
-    model = with_random_lora(build("qwen3", implementation), *_TARGETS, **options).train()
-    return pt.share_dropout(model, seed)
+def keys_of(sequences: Any, seed: int) -> torch.Tensor:
+    """Of the packed tokens of sequences."""
+    packed = sequences if isinstance(sequences, pt.PackedForest) else pack_sequences(sequences)
+    of_tokens = packed.input_ids, packed.position_ids, packed.subtree_end
+    return path_keys(*of_tokens, seed)
 
 
 def with_own_keys(model: nn.Module, seed: int = SEED) -> nn.Module:
     """A model of ordinary rows: each copy of a token draws the mask of its path."""
 
     def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        keys = path_keys(pack_sequences([*kwargs["input_ids"].numpy()]), seed)
+        keys = keys_of([*kwargs["input_ids"].numpy()], seed)
         return args, {**kwargs, KEYS: keys}
 
     model.register_forward_pre_hook(give, with_kwargs=True)
@@ -79,30 +78,30 @@ def _packed_run() -> Run:
 def test_keys_are_of_paths():
     sequences = [[5, 6, 7, 8], [5, 6, 9], [6, 5, 7], [5, 6, 7, 8, 8], [5]]
     packed = pack_sequences(sequences)
-    keys = path_keys(packed, 3)
+    keys = keys_of(packed, 3)
     assert len(set(keys.tolist())) == packed.num_tokens == 9
     for row, tokens in zip(packed.unpack(keys), sequences, strict=True):
-        assert torch.equal(row, path_keys(pack_sequences([tokens]), 3))
-    assert not (keys == path_keys(packed, 4)).any()
+        assert torch.equal(row, keys_of([tokens], 3))
+    assert not (keys == keys_of(packed, 4)).any()
     padded = pt.pack(packed.forest, 16)
-    assert torch.equal(path_keys(padded, 3)[:9], keys)
-    assert path_keys(packed, 2**80 - 1).shape == (9,)
+    assert torch.equal(keys_of(padded, 3)[:9], keys)
+    assert keys_of(packed, 2**80 - 1).shape == (9,)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 1.0])
 def test_masks_are_as_those_of_a_dropout(p):
     """Every feature, token and module drops a share p, and none knows of another."""
-    keys = path_keys(pack_sequences([np.arange(2000)]), 0)
+    keys = keys_of([np.arange(2000)], 0)
     layer = dropout.SharedDropout(p, 0, keys)
     other = dropout.SharedDropout(p, 1, keys)
     with pytest.raises(pt.UnsupportedError, match="computed again apart from it"):
         layer(torch.ones(1, 2000, 30))
-    dropout._now.in_layer, dropout._now.keys = True, keys
+    dropout.now.in_layer, dropout.now.keys = True, keys
     try:
         first, second = (m(torch.ones(1, 2000, 30)) for m in (layer, other))
     finally:
-        del dropout._now.in_layer, dropout._now.keys
-        dropout._now.used = ()
+        del dropout.now.in_layer, dropout.now.keys
+        dropout.now.used = ()
     if p == 1:
         assert not first.any()
         return
@@ -170,7 +169,7 @@ def test_other_methods(more):
             return shared(implementation, **more)
         torch.manual_seed(0)
         config = peft.AdaLoraConfig(
-            init_r=4, total_step=10, target_modules=list(_TARGETS), lora_dropout=0.3
+            init_r=4, total_step=10, target_modules=list(TARGETS), lora_dropout=0.3
         )
         model = peft.get_peft_model(build("qwen3", implementation), config)
         with torch.no_grad():
@@ -225,7 +224,8 @@ def test_micro_batches_and_a_second_forward_draw_the_same_masks():
 def test_kept_trunks(again):
     """Gradients of micro-batches that keep a trunk are those of one forest."""
     model = shared().double()
-    plan = plan_of(ragged_objective())
+    sequences, more = ragged_objective().sequences, {"trunks": True, "import_cost": LIGHT}
+    plan = pt.plan_micro_batches(sequences, 24, **more)
     found: dict[int, torch.Tensor] = {}
     with pt.kept_trunks(model, plan[0], recompute_trunks=again) as scored:
         assert scored.packed.num_tokens == ragged_packed().num_tokens
@@ -251,7 +251,7 @@ def test_values():
     """Of a reward model, in steps too, beside each sequence alone."""
 
     def reward(implementation: str) -> Any:
-        model = with_random_lora(reward_model("qwen3", implementation), *_TARGETS, lora_dropout=0.3)
+        model = with_random_lora(reward_model("qwen3", implementation), *TARGETS, lora_dropout=0.3)
         return pt.share_dropout(model.train(), SEED)
 
     ours, stock = reward("prefixtree"), with_own_keys(reward("eager"))
@@ -284,7 +284,7 @@ def test_ordinary_batches_get_torchs_dropout():
     assert not torch.allclose(first, second)
     torch.manual_seed(0)
     first = model(input_ids=ids, use_cache=False).logits
-    plain = with_random_lora(build("qwen3", "eager"), *_TARGETS, lora_dropout=0.3).train()
+    plain = with_random_lora(build("qwen3", "eager"), *TARGETS, lora_dropout=0.3).train()
     torch.manual_seed(0)
     assert torch.equal(first, plain(input_ids=ids, use_cache=False).logits)
 

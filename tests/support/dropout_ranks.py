@@ -1,4 +1,5 @@
-"""One rank of test_dropout.py: LoRA's dropout in a forest that two ranks divide, and sharded."""
+"""A model that shares dropout, and one rank of test_dropout.py: two divide a forest, or shard the
+model."""
 
 from __future__ import annotations
 
@@ -11,10 +12,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
-from tests.models.test_dropout import SEED, shared
 from tests.support.distributed_ranks import whole
-from tests.support.models import Run, ragged_objective, ragged_packed, run_packed
+from tests.support.models import (
+    Run,
+    build,
+    ragged_objective,
+    ragged_packed,
+    run_packed,
+    with_random_lora,
+)
 from tests.support.spawn import results_of
+
+SEED = 7
+TARGETS = ("q_proj", "o_proj", "down_proj")
+
+
+def shared(implementation: str = "prefixtree", seed: int = SEED, **options: Any) -> Any:
+    """A tiny model whose adapters drop 3 of 10 features."""
+    options = {"lora_dropout": 0.3, **options}
+    model = with_random_lora(build("qwen3", implementation), *TARGETS, **options).train()
+    return pt.share_dropout(model, seed)
+
 
 _WAYS: dict[str, dict[str, Any]] = {
     "parts": {"recompute": "all"},

@@ -11,7 +11,7 @@ import torch
 from prefixtree import PrefixForest, pack
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, ShareDropout
 from prefixtree.models.checks import transformer_of
-from prefixtree.models.path_keys import KEYS, SEED, path_keys
+from prefixtree.models.families import KEYS, SEED, forward_inputs
 from tests.integrations.trl.runs import assert_equal_runs, make, parameters
 from tests.integrations.trl.sample_runs import DPO, SFT, Maker
 
@@ -28,9 +28,8 @@ def _with_own_keys(model: torch.nn.Module) -> None:
     """Each row of a padded batch draws the masks of its own paths."""
 
     def give(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        rows = kwargs["input_ids"].numpy()
-        seed = getattr(transformer_of(model), SEED)
-        keys = [path_keys(pack(PrefixForest.from_sequences([row])), seed) for row in rows]
+        rows = (pack(PrefixForest.from_sequences([row])) for row in kwargs["input_ids"].numpy())
+        keys = [forward_inputs(row, transformer_of(model))[KEYS] for row in rows]
         return args, {**kwargs, KEYS: torch.cat(keys)}
 
     model.register_forward_pre_hook(give, with_kwargs=True)
