@@ -268,7 +268,8 @@ _TEXT_OF_VISION = r"""
 ## Text of a vision checkpoint
 
 Gemma 3, Mistral Small 3.1, Ministral 3 and InternVL run whole, on text; their images are refused.
-Ministral 3's checkpoints are of the type `mistral3`: load them with `AutoModelForImageTextToText`.
+A trainer gets the tokenizer, not the processor. Ministral 3's checkpoints are of the type
+`mistral3`: load them with `AutoModelForImageTextToText`.
 A text class leaves all weights random unless it is told their names, and the lm_head where the
 text's configuration does not tie it:
 
