@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import prefixtree as pt
@@ -62,6 +63,22 @@ def test_a_checkpoint_loads_whole_and_as_text(name: str, packed: Any, tmp_path: 
         with_names = {"config": own, "key_mapping": code["names"]}
         torn = AutoModelForCausalLM.from_pretrained(tmp_path, **with_names)
         assert _difference(pt.prepare(torn), saved, packed) > 0.1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["language_model.model.", "model.language_model."])
+def test_names_of_other_versions(start: str, packed: Any, tmp_path: Any) -> None:
+    """The page's names fit what any version of transformers saves."""
+    saved = _saved("internvl", tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    kept = {
+        re.sub(r"^(model\.)?language_model\.(model\.)?", start, name): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(kept, path, metadata={"format": "pt"})
+    code = {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    exec(_page(), code := {**code, "path": tmp_path})
+    assert _difference(pt.prepare(code["model"]), saved, packed) < 1e-6
 
 
 @pytest.mark.parametrize("name", cases(NAMES[:1]))

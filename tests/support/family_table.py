@@ -277,7 +277,8 @@ text's configuration does not tie it:
 whole = AutoConfig.from_pretrained(path)
 text = whole.get_text_config()
 text.tie_word_embeddings = whole.tie_word_embeddings
-names = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
+part = r"^(?:model\.)?language_model\."
+names = {part + "lm_head": "lm_head", part + r"(?:model\.)?": "model."}
 model = AutoModelForCausalLM.from_pretrained(path, config=text, key_mapping=names)
 ```
 """
