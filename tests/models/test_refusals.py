@@ -79,6 +79,7 @@ def test_a_batch_of_two(model_type, packed):
 _CACHE_UNSEEN = [
     "cwm",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "gemma3n_text",
     "gemma4",
