@@ -24,17 +24,19 @@ Message = dict[str, str]
 
 
 class Task(Protocol):
-    """What a question is made of. `facts` are what the environment knows of one question.
+    """What a question is made of. `facts` are what the environment knows of one question."""
 
-    Attributes:
-        system: the system message.
-        shots: worked examples in a prompt.
-        new_tokens: tokens of a completion, replies included.
-    """
+    @property
+    def system(self) -> str:
+        """The system message."""
 
-    system: str
-    shots: int
-    new_tokens: int
+    @property
+    def shots(self) -> int:
+        """Worked examples in a prompt."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a completion, replies included."""
 
     def make(self, rng: random.Random, number: int) -> Any:
         """Draws the facts of a question."""

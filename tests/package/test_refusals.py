@@ -58,6 +58,7 @@ TESTED = {
     "integrations/slime.py": "integrations/megatron/test_slime.py",
     "integrations/trl/refusals.py": "integrations/trl/test_refusals.py",
     "integrations/verl/refusals.py": "integrations/verl/test_refusals.py",
+    "models/dropout.py": "models/test_refused_models.py",
     "models/families.py": "models/test_refused_models.py",
     "models/prepared.py": "models/test_refused_models.py",
     "images/refusals.py": "models/test_refused_models.py",
