@@ -322,8 +322,7 @@ def in_runs(
     divided: Callable[[], tuple[EncoderShape, list[Run], list[Run]]],
     blank: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[..., Any]:
-    """Makes a vision encoder's forward that takes images in runs; it returns the same features
-    alone.
+    """Makes a vision encoder's forward that takes images in runs, and returns only features.
 
     Args:
         divided: gives the sizes of a call, and its `EncoderShape.runs`.

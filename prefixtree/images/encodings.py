@@ -227,10 +227,9 @@ def blank(config: Any, device: torch.device, modality: Modality = "image") -> En
 
 
 def blank_image(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes pixels [P, D] and grid [1, 3] of an image without content (Gemma 4: [1, P, D], [1, P,
-    2]).
+    """Makes an image without content, of `side` placeholders in height and in width.
 
-    `side`: its placeholders in height and in width.
+    Returns its pixels [P, D] and grid [1, 3], for Gemma 4 [1, P, D] and [1, P, 2].
     """
     vision = config.vision_config
     if config.model_type in ENCODERS:

@@ -318,8 +318,7 @@ def grid_keyword_of(config: Any) -> str:
 def _position_ids(
     base: Any, packed: PackedForest, images: Images, paths: list[PathImages]
 ) -> torch.Tensor:
-    """Makes positions int64 [4, 1, T]: those in the text, for masks, then those of the model's 3-D
-    RoPE.
+    """Makes positions int64 [4, 1, T]: in the text, for masks, and of the model's 3-D RoPE.
 
     The latter are the model's own for each sequence alone, so that copies of a token agree.
     """
@@ -344,6 +343,8 @@ def positions_alone(
 
 def alone_inputs(images: Images, tokens: np.ndarray, numbers: list[int]) -> dict[str, Any]:
     """Makes transformers' inputs of one sequence alone, on the CPU, as its processor gives them.
+
+    These are input_ids and mm_token_type_ids [1, n], and the pixels and grids of its images.
 
     Args:
         tokens: integers [n], one of `images.sequences`.

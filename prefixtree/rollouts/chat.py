@@ -284,7 +284,8 @@ def _written_spans(
 ) -> list[tuple[int, int]]:
     """Finds the assistant's parts of `text` as (start, end) in characters, between other messages.
 
-    Left out are turns next to a message that is not found, and those of the first `num_given`.
+    Left out are turns next to a message that is not found, and those of the first `num_given`. An
+    image is searched as its placeholder.
     """
     spans = []
     # where the last other message ended, None where it was not found; how far was searched

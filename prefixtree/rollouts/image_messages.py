@@ -55,8 +55,10 @@ class RolloutImage:
         return f"[image {self.number}]"
 
     def processed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes pixel_values, float32 [patches, values], and image_grid_thw, int64 [3], at every
-        call.
+        """Computes the image processor's output, at every call.
+
+        Returns:
+            pixel_values, float32 [patches, values of a patch], and image_grid_thw, int64 [3].
 
         Raises:
             InputError: the file is gone, or is another image by now.
@@ -273,11 +275,10 @@ def expand(
 
 
 def place(token_ids: np.ndarray, placeholder: int, images: list[RolloutImage]) -> np.ndarray:
-    """Puts each image's number, `FIRST_IMAGE` + k, on its run of placeholders in token_ids, int64
-    [n].
+    """Puts each image's number on its run of placeholders in token_ids, int64 [n].
 
-    Raises:
-        InputError: other runs of placeholders than the images have.
+    Returns int64 [n], the tokens of image k as `FIRST_IMAGE` + k. Raises InputError for other runs
+    of placeholders than the images have.
     """
     is_image = np.concatenate([[False], token_ids == placeholder, [False]])
     begins, ends = np.flatnonzero(np.diff(is_image.astype(np.int8))).reshape(-1, 2).T

@@ -121,8 +121,7 @@ class Rollouts:
         )
 
     def first_groups(self, count: int) -> Rollouts:
-        """Selects the sequences of the first `count` groups in order of appearance, or all if
-        fewer.
+        """Selects the sequences of the first `count` groups, or all, in order of appearance.
 
         Raises:
             InputError: a rollout without a group.

@@ -23,8 +23,7 @@ _FILES = [_WORDS, _SETTINGS, _TEMPLATE, _MORE_SETTINGS]
 
 
 class TokenizerFiles:
-    """The words, special tokens and chat template of a folder, or of a name on the Hugging Face
-    hub.
+    """The words, special tokens and chat template of a folder or a name on the Hugging Face hub.
 
     Raises InputError without a tokenizer.json, ModuleNotFoundError without the package tokenizers.
     """
@@ -72,7 +71,11 @@ class TokenizerFiles:
         return self._words.token_to_id(token)
 
     def encode(self, text: str, *, special: bool = False) -> tuple[np.ndarray, list[int]]:
-        """Finds token ids int64 [n] and where each ends in `text`; `special` adds outer ones."""
+        """Finds token ids int64 [n], and the character at which each ends.
+
+        Special tokens are those of the text, and with `special` those that the tokenizer puts
+        around it.
+        """
         encoded = self._words.encode(text, add_special_tokens=special)
         return np.array(encoded.ids, np.int64), [end for _, end in encoded.offsets]
 

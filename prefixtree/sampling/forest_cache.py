@@ -398,10 +398,13 @@ class ForestCache:
         window: int | None,
         **options: Any,
     ) -> torch.Tensor:
-        """Writes keys and values [B, Hk, ..], and attends by q [B, H, D] to all that each token
-        sees.
+        """Writes new keys and values, and attends to all keys that each token sees.
 
-        Returns [B, H, Dv] in q's dtype.
+        Args:
+            q: [B, H, D]. k: [B, Hk, D]. v: [B, Hk, Dv].
+
+        Returns:
+            [B, H, Dv] in q's dtype.
         """
         assert self._works is not None
         if self._calls == len(self._pools) or window not in self._works:

@@ -72,7 +72,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def size_of(self, rows: int) -> int:
-        """Finds a step's size for so many rows; if captured, few sizes, at most a quarter more."""
+        """Rounds rows up to a step's size, by a quarter at most, where steps are captured."""
         if self.reason is not None:
             return rows
         step = max(8, 1 << max(0, (rows - 1).bit_length() - 3))

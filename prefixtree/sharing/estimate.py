@@ -48,8 +48,7 @@ _GPUS = {"80 GB": int(79.2 * 2**30), "141 GB": int(139.8 * 2**30)}
 
 
 def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
-    """Computes a token's cost in the model of a folder, a config.json or a name; no weights are
-    read.
+    """Computes the cost of a token in the model of a folder, config.json or name, without weights.
 
     Args:
         dtype: torch's name of a dtype. Default: that of the config, or bfloat16.
@@ -149,7 +148,7 @@ def estimate(
 
 
 def _fits(memory: ModelMemory | None, held: int, scored_share: float) -> list[dict[str, Any]]:
-    """Finds the most distinct tokens of a micro-batch per GPU, which holds `held` bytes besides."""
+    """Finds how many distinct tokens fit a GPU, all recomputed or nothing, next to `held` bytes."""
     if memory is None:
         return []
     from prefixtree.recompute.plan import reserve, tokens_that_fit

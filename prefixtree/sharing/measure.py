@@ -80,8 +80,8 @@ def _spread(lengths: np.ndarray) -> dict[str, Any]:
 def measure_images(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any] | None:
     """Measures the images, ready for JSON; None where no sequence has one.
 
-    `replicated` is what every sequence alone has, `packed` what stands in the forest, and
-    `distinct` what the vision encoder has to read.
+    `replicated` is what every sequence alone has, `packed` what stands in the forest (twice if in
+    two branches), and `distinct` what the vision encoder has to read.
     """
     assert forest.tokens is not None
     count = len(rollouts.images)

@@ -82,11 +82,11 @@ class NearMisses:
 
 @dataclass(frozen=True)
 class _Chains:
-    """The forest's chains [C], in preorder; `realign.best_partners` explains trunk, fork and
-    previous.
+    """The forest's chains [C], in preorder, for `realign`.
 
     begins and ends are packed tokens, position that of the first in its sequences; sequence is one
-    that ends at the leaf. fork_id numbers the forks.
+    that ends at the leaf. trunk, fork and previous are `realign.best_partners`'s; fork_id numbers
+    the forks.
     """
 
     begins: np.ndarray
@@ -148,8 +148,7 @@ def find_near_misses(
 
 
 def tokens_to_win(forest: PrefixForest, loss_masks: Sequence[np.ndarray] | None = None) -> int:
-    """Counts a batch's tokens that run again after forks that the policy did not sample, for
-    training.
+    """Counts tokens of a batch that run again after forks that the policy did not sample.
 
     Args:
         loss_masks: bool [n] per sequence, true where the policy sampled. Default: it sampled none.
@@ -226,8 +225,10 @@ def _run_again(
     origins: np.ndarray,
     watch: Watch,
 ) -> _Again | None:
-    """Finds the runs; None without any. groups, origins: int64 [S], of sequences' questions and
-    rollouts."""
+    """Finds the runs that come again; None without any.
+
+    groups, origins: int64 [S], numbers of a sequence's question and of its rollout.
+    """
     assert forest.tokens is not None
     chains = _chains(forest, groups)
     sampled_before = _sampled_before(chains, forest.num_tokens, loss_masks)

@@ -93,10 +93,10 @@ class _Windows:
 def _entries(
     module: Any, rotate: Any, hidden_states: torch.Tensor, windows: _Windows, overlaps: bool
 ) -> torch.Tensor:
-    """Compresses hidden_states [1, T, C] to entries [1, T, D], in the rows that end windows; 0
-    elsewhere.
+    """Compresses hidden_states [1, T, C] to entries [1, T, D], in the rows that end windows.
 
-    `overlaps`: a window takes in the one before it, by the first halves of the projections.
+    Other rows are 0. `overlaps`: a window takes in the one before it, by the first halves of the
+    projections.
     """
     dim, bias = module.head_dim, module.position_bias
     values, gates = module.kv_proj(hidden_states)[0], module.gate_proj(hidden_states)[0]

@@ -49,7 +49,10 @@ class QueryPath:
         self._keys: torch.Tensor | None = None
 
     def spans(self, heads: int) -> Iterator[slice]:
-        """Cuts queries into runs of one path, by heads; the object stands for the latest run."""
+        """Cuts queries into runs of one path, few enough for the scores of `heads` heads.
+
+        The object stands for the run that came last.
+        """
         for start, length, runs in self._host.blocks():
             above, at, begin = runs[:-1], 0, runs[-1][0]
             depth = sum(end - first for first, end, _ in above)
