@@ -126,14 +126,15 @@ class Divergence:
     """The generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
 
     beta is 0 for KL(teacher || model) and 1 for KL(model || teacher). Between them are the
-    divergences to the mixture beta teacher + (1 - beta) model, weighed likewise. `output` gives the
-    output of the teacher's lm_head for edges, [r, V], without gradients, and `rule` turns it into
-    logits. Both distributions are of the first `vocabulary` tokens alone; None: of all.
+    divergences to the mixture beta teacher + (1 - beta) model, weighed likewise.
     """
 
     beta: float
+    # edges -> output of the teacher's lm_head, [r, V], no gradients
     output: Callable[[MeasuredEdges], torch.Tensor]
+    # turns that output into logits
     rule: LogitRule
+    # both distributions are of this many first tokens; None: of all
     vocabulary: int | None = None
 
     def __call__(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
@@ -256,10 +257,8 @@ class BoundMeasure:
         return (slice(at, min(at + rows_at_once, rows)) for at in range(0, rows, rows_at_once))
 
     def of(self, x: torch.Tensor, at: int) -> torch.Tensor:
-        """Computes the values [r, C] of x [r, V], for the edges from `at` on; differentiable.
-
-        The second call for a block, in the backward, is compared with the first.
-        """
+        """Computes the values [r, C] of x [r, V], for the edges from `at` on; differentiable."""
+        # the second call for a block, in the backward, is compared with the first
         edges = self._at(at, len(x))
         if self._rule != LogitRule():
             x = self._rule.apply(x.to(self._dtype))
