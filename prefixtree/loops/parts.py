@@ -23,11 +23,11 @@ def _grown(rows):
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
     """Finds every part's pieces: its runs and the ancestors it imports, cut where owners change.
 
-    Nodes are in preorder; tokens after the last node are padding, which has no ancestors. run_start
-    int64 [Q + 1] are runs of one owner from 0 to T, run_part int64 [Q] their owners. Returns ptr
-    int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part after part and
-    ascending within a part. No piece spans two runs.
+    run_start int64 [Q + 1] are runs of one owner from 0 to T, run_part int64 [Q] their owners.
+    Returns ptr int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part
+    after part and ascending within a part. No piece spans two runs.
     """
+    # nodes are in preorder; tokens after the last node are padding, which has no ancestors
     num_runs = len(run_part)
     num_packed = node_end[-1]
     # the runs of each part, ascending
@@ -133,10 +133,10 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
 
     A step that starts at token t imports all position[t] tokens above t, and each counts `weight`.
     It ends early at the end of a branch, within the last `slack` of its room, if this saves the
-    next step at least as many imported tokens as the step leaves unused. It never ends where
-    further steps cannot reach the last token. There are such ends only above a weight of 1, where a
-    step that starts deep in a branch may have no room to finish the branch.
+    next step at least as many imported tokens as the step leaves unused.
     """
+    # it never ends where further steps cannot reach the last token; there are such ends only above
+    # a weight of 1, where a step that starts deep in a branch may have no room to finish the branch
     num_tokens = len(position)
     starts = np.empty(16, np.int64)
     # whether further steps from a token reach the last one: all do, if every token has room
@@ -179,11 +179,9 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
 
 @njit(cache=True)
 def deal(seconds, order, is_long, num_parts, each):
-    """Deals chunks in `order`, heaviest first, to the part with the least work so far: int64 [C].
-
-    A part takes `each` chunks, and its share of the long ones (one tile longer) while another part
-    has room. seconds, float64 [C], is the work.
-    """
+    """Deals chunks of work `seconds`, float64 [C], in `order`; the part of each, int64 [C]."""
+    # to the part with the least work so far; a part takes `each` chunks, and its share of the long
+    # ones (one tile longer) while another part has room
     share = (is_long.sum() + num_parts - 1) // num_parts
     short_share = each - is_long.sum() // num_parts
     part = np.empty(len(seconds), np.int64)

@@ -146,18 +146,16 @@ def _descending(sizes):
 
 @njit(cache=True)
 def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep, limit):
-    """Joins units to pieces that weigh at most `capacity`, the path above them included.
-
-    It goes from the leaves up. Pieces below a node are joined there, first-fit decreasing, before
-    the parent gets them. So units meet as deep as possible, where they share most. A node that does
-    not fit as a whole is repeated in as few pieces as first-fit needs. A unit heavier than the
-    capacity is a piece alone. A piece may also weigh `keep` times the path above it, and up to
-    `limit` with the path, so that it stays whole if it costs much to cut.
+    """Joins units to pieces of at most `capacity` with the path above: int64 [U], by first unit.
 
     unit_node int64 [U] is the deepest node that all of a unit's sequences share (-1 for none),
-    unit_size int64 [U] the weight below it. Returns the piece of each unit, int64 [U], numbered by
-    first unit.
+    unit_size int64 [U] the weight below it. A heavier unit is a piece alone. A piece may also weigh
+    `keep` times the path above it, and up to `limit` with the path, so that it stays whole if it
+    costs much to cut.
     """
+    # it goes from the leaves up: pieces below a node are joined there, first-fit decreasing, before
+    # the parent gets them, so units meet as deep as possible, where they share most; a node that
+    # does not fit as a whole is repeated in as few pieces as first-fit needs
     n = len(parent)
     num_units = len(unit_node)
     path = path_weights(parent, weight)
@@ -433,12 +431,10 @@ def _pass_on(i, origin, target, own, shared_ptr, shared, shared_weight, held):
 
 @njit(cache=True)
 def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
-    """Moves items off the heaviest rank, or exchanges them for others, in place.
-
-    A move is taken if it gives the least sum of the heavier of the two ranks and the mean of all,
-    as long as that sum falls. `work` bounds the moves that are tried, each counted with what its
-    items share.
-    """
+    """Moves items off the heaviest rank, or exchanges them for others, in place."""
+    # a move is taken if it gives the least sum of the heavier of the two ranks and the mean of all,
+    # as long as that sum falls; `work` bounds the moves that are tried, each counted with what its
+    # items share
     num_items = len(own)
     load = rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks)
     held = np.zeros((len(shared_weight), num_ranks), np.int32)

@@ -90,11 +90,9 @@ def fingerprints(tokens, begins, ends):
 
 @njit(cache=True)
 def _anchors(pointers, hashes, positions, a, a_from, b, b_from):
-    """Lists common hashes of chains a, at or after a_from, and b, each as one int64 key.
-
-    Keys ascend in b. At one place of b they descend in a, so an ascending chain takes each place
-    once.
-    """
+    """Lists common hashes of chains a, at or after a_from, and b, each as one int64 key."""
+    # keys ascend in b; at one place of b they descend in a, so an ascending chain takes each place
+    # once
     low, high = pointers[a], pointers[a + 1]
     keys = np.empty(_MOST_COPIES * (pointers[b + 1] - pointers[b]), np.int64)
     count = 0
@@ -148,10 +146,10 @@ def _longest_ascending(values):
 def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
     """Finds runs of equal tokens of chain a from a_from and of chain b, in order in both.
 
-    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM). Each
-    run is as long as it can be. If two chains have only one common run of GRAM + WINDOW - 1 tokens
-    or more, it is found.
+    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM).
     """
+    # each run is as long as it can be; if two chains have only one common run of GRAM + WINDOW - 1
+    # tokens or more, it is found
     b_from = begins[b]
     keys = _anchors(pointers, hashes, positions, a, a_from, b, b_from)
     in_b = (keys >> 31) + b_from
@@ -253,12 +251,10 @@ def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout, question):
 
 @njit(cache=True)
 def _question(blocks, a_from, b_from, a_prompt, b_prompt):
-    """Finds the difference of two prompts that is their questions, and the length of their end.
-
-    It is the first with at least half the tokens of the longest: stamps and ids are short.
-    Differences are numbered as the blocks that they stand before. The prompts end at the packed
-    tokens a_prompt and b_prompt. A run of less than GRAM is the end that a template writes.
-    """
+    """Finds the difference of two prompts that is their questions, and the length of their end."""
+    # the first with at least half the tokens of the longest: stamps and ids are short; differences
+    # are numbered as the blocks that they stand before; the prompts end at the packed tokens
+    # a_prompt and b_prompt; a run of less than GRAM is the end that a template writes
     sizes = np.zeros(len(blocks) + 1, np.int64)
     instruction = 0
     for i in range(len(blocks) + 1):

@@ -32,14 +32,11 @@ def _stable_by_token(flat, offsets, position, perm, lo, hi):
 
 @njit(cache=True)
 def find_prefixes(flat, offsets, perm, namespace_of):
-    """Builds a path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]].
+    """Builds a path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]], per namespace.
 
-    Each token is compared once. `perm` lists the sequences grouped by namespace, in input order
-    within one; it is reordered in place. Sequences of different namespaces never meet. Parents come
-    before their children.
-
+    `perm`, reordered in place, lists the sequences grouped by namespace, in input order within one.
     Returns parent, length, source (where in `flat` the node's tokens stand) and first (the smallest
-    sequence index below the node), each [N], and sequence_node [S].
+    sequence index below the node), each [N], and sequence_node [S]; parents come before children.
     """
     num_sequences = len(perm)
     capacity = 2 * num_sequences + 1
@@ -164,9 +161,7 @@ def levels(parent):
 
 @njit(cache=True)
 def preorder(parent, length, siblings):
-    """Renumbers nodes depth first.
-
-    `siblings` lists all nodes, those of one parent adjacent and in the order wanted, roots first.
+    """Renumbers nodes depth first; `siblings` lists one parent's adjacent, in order, roots first.
 
     Returns new_id [N] (old -> new) and, in the new numbering, parent, start, length, position
     (tokens above the node) and subtree_end (packed token), each int32 [N].

@@ -294,9 +294,11 @@ def _changes(table: np.ndarray) -> np.ndarray:
 
 
 def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
-    """Lists spans of keys that rows read together, int64 [E, 5], sorted."""
-    # a span is (first row, stop row, first key, keys, depth); the rows of a run read it together if
-    # that saves enough, otherwise each leaf below (rows of one tail) reads it, with its tail
+    """Lists spans of keys that rows read together, int64 [E, 5], sorted.
+
+    A span is (first row, stop row, first key, keys, depth). The rows of a run read it together if
+    that saves enough, otherwise each leaf below (rows of one tail) reads it, with its tail.
+    """
     begins = _changes(tails[:, [0, 3]])
     leaf, leaf_first = np.cumsum(begins) - 1, np.flatnonzero(begins)
     leaf_rows = np.stack([leaf_first, np.append(leaf_first[1:], len(tails))], 1)

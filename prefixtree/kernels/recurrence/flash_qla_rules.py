@@ -210,8 +210,11 @@ def gradients(
     tables: SegmentTables,
     scale: float,
 ) -> list[torch.Tensor]:
-    """Computes the gradients of query, key, value, g and beta; `states` is of that function."""
-    # dends fp32 [N, HV, K, V], the gradient of each segment's end state, is overwritten
+    """Computes the gradients of query, key, value, g and beta.
+
+    `states` is the result of the function of this name. dends fp32 [N, HV, K, V], the gradient of
+    each segment's end state, is overwritten.
+    """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
     dq, dk, dv = (torch.empty_like(value[None]) for _ in range(3))
