@@ -78,16 +78,13 @@ def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
 
 
 class Span(NamedTuple):
-    """The life of a part, in micro-batches.
+    """The life of a part, in micro-batches."""
 
-    Attributes:
-        first: the micro-batch before which it runs forward.
-        last: the micro-batch after which it runs its backward.
-        is_trunk: whether others import from it; otherwise it is the part of micro-batch `first`.
-    """
-
+    # the micro-batch before which it runs forward
     first: int
+    # the micro-batch after which it runs its backward
     last: int
+    # whether others import from it; otherwise it is the part of micro-batch `first`
     is_trunk: bool
 
 
@@ -133,10 +130,8 @@ class Trunks:
         return _states(self.forest, self._owner, len(self.spans))
 
     def extra_tokens(self, max_tokens: int, has_backward: bool) -> int:
-        """The cost of trunks over one pass over every token, in tokens of an update.
-
-        A small trunk leaves a GPU idle: it takes as long as a part of the budget does.
-        """
+        """The cost of trunks over one pass over every token, in tokens of an update."""
+        # a small trunk leaves a GPU idle: it takes as long as a part of the budget does
         sizes = np.bincount(self._owner, minlength=len(self.spans))
         sizes = sizes[[span.is_trunk for span in self.spans]]
         least = int(_LEAST * max_tokens)
@@ -162,21 +157,17 @@ def plan_trunks(
     import_cost: ImportCost | None = None,
     micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks:
-    """Divides a forest into micro-batches and trunks, and computes every token once.
+    """Divides a rank's forest into micro-batches and trunks, and computes every token once.
 
     Where trunks do not fit with their graphs, they keep none and their forward runs twice. Where
-    their exports do not fit either, these wait on the host.
+    their exports do not fit either, these wait on the host. Otherwise a ForestError names the least
+    budget that works.
 
     Args:
-        forest: the forest of one rank.
         max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
             `import_cost.trunk_weight`. A sequence may be longer.
         micro_batches: the sequences of each micro-batch, in the order in which they run; each
             sequence in one. Default: as few as fit.
-
-    Raises:
-        ForestError: a path whose trunk does not fit, with the least budget that works.
-        ValueError: an import_cost without token_bytes.
     """
     cost = ImportCost() if import_cost is None else import_cost
     if micro_batches is not None:
@@ -423,11 +414,9 @@ def _merged(
 def _pieces(
     parts: _Parts, forest: PrefixForest, max_tokens: int, weights: _Weights, share: float
 ) -> tuple[np.ndarray, list[Span]] | None:
-    """The owner of each token, and the parts, with those that do not fit cut into pieces.
-
-    All pieces of a micro-batch but its last are trunks that it alone imports from. A piece of a
-    trunk fills at most `share` of its room.
-    """
+    """The owner of each token, and the parts, with those that do not fit cut into pieces."""
+    # all pieces of a micro-batch but its last are trunks that it alone imports from; a piece of a
+    # trunk fills at most `share` of its room
     of_token = np.repeat(parts.of_node, forest.node_length)
     ends_node = np.zeros(forest.num_tokens, bool)
     ends_node[forest.node_start + forest.node_length - 1] = True
