@@ -29,12 +29,7 @@ Parts = Mapping[str, Any]
 
 
 def num_ranks(group: Any) -> int:
-    """Counts the ranks of a process group that this rank is a member of.
-
-    Raises:
-        TypeError: anything else, with the way to a group.
-        ValueError: a group without this rank.
-    """
+    """Counts the ranks of a process group that this rank is a member of."""
     import torch.distributed as dist
 
     if isinstance(group, dist.ProcessGroup):
@@ -60,19 +55,15 @@ def agree(
 ) -> _T:
     """Prepares a call on every rank, and goes on only if it is the same call on all of them.
 
-    It costs one all-gather of a few numbers, which waits for the slowest rank.
+    One all-gather of a few numbers waits for the slowest rank; all ranks of the group must call.
 
     Args:
-        group: the process group. All its ranks must call this.
         device: where the group's collectives take tensors.
         prepare: prepares the call, and gives the parts of each fact by its name. It may raise, but
             must not communicate.
         facts: name of each fact that must be the same on all ranks -> the beginning of the error's
             message. The message ends with the ranks that differ from the group's first, and in
             which parts.
-
-    Returns:
-        What `prepare` returned.
 
     Raises:
         ValueError: on every rank, a fact that differs.
@@ -186,14 +177,9 @@ def among_ranks(events: schedule.Schedule, order: str) -> schedule.Schedule:
 
 
 def common_order(orders: Sequence[str]) -> str:
-    """Finds an order of forwards and backwards in which all ranks can run, with dummies added.
-
-    Wherever any rank's next run is a forward, all run one. So a rank has a dummy's graph to run
-    backward wherever it has no backward of its own. Dummies that are left run backward at the end.
-
-    Args:
-        orders: one per rank, "F" for a forward and "B" for a backward.
-    """
+    """Finds an order, of "F" forward and "B" backward, in which all ranks can run, with dummies."""
+    # wherever any rank's next run is a forward, all run one, so a rank has a dummy's graph to run
+    # backward wherever it has no backward of its own; dummies that are left run backward at the end
     places = [0] * len(orders)
     common = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -209,10 +195,8 @@ def common_order(orders: Sequence[str]) -> str:
 def agree_on_order(groups: Sequence[Any], device: torch.device, order: str | None) -> str | None:
     """The order in which all ranks of some groups run; None if any rank cannot run.
 
-    Args:
-        groups: process groups, in an order that all ranks share; a mesh has one per dimension.
-        device: where their collectives take tensors.
-        order: of this rank; None where it cannot run.
+    groups are in an order that all ranks share (a mesh has one per dimension); `order` is this
+    rank's, None where it cannot run.
     """
     import torch.distributed as dist
 

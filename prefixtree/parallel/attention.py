@@ -28,34 +28,25 @@ from prefixtree.wings import DividedMask
 
 
 class KeyValueExchange(Protocol):
-    """Brings keys and values of one layer from the parts that own them, and gradients back.
+    """Brings keys and values of one layer from the parts that own them, and gradients back."""
 
-    `import_rows` is called once per forward of the layer, also when a forward is recomputed;
-    `give_back` once per backward, unless neither keys nor values need gradients.
-    """
+    # `import_rows` is called once per forward of the layer, also when a forward is recomputed;
+    # `give_back` once per backward, unless neither keys nor values need gradients
 
     def import_rows(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exports own rows to other parts and joins the own rows with the imported ones.
+        """Exports own rows, and joins them with the imported ones: [K, ...] each, as `Part.tokens`.
 
-        Args:
-            own: [t, Hk, D] and [t, Hk, Dv], keys and values; or [t, D], those of an indexer, which
-                get no gradient back.
-
-        Returns:
-            [K, ...] each in the dtypes given, rows in the order of `Part.tokens`.
+        own are keys [t, Hk, D] and values [t, Hk, Dv]; or [t, D], those of an indexer, which get no
+        gradient back.
         """
         ...
 
     def give_back(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of imported rows to their owners, and adds up those of own rows.
+        """Returns imported rows' gradients to their owners, and gives the own rows' sums.
 
-        Args:
-            gradients: [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), from the
-                part's queries. In the dtype of the keys if the part neither exports nor imports.
-
-        Returns:
-            [t, Hk, D] and [t, Hk, Dv] in the dtypes given: the gradients of the own rows, with
-            those that importers returned added in a fixed order.
+        gradients are [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), from the part's
+        queries; in the dtype of the keys if the part neither exports nor imports. Results are [t,
+        ...] in the own rows' dtypes, added in a fixed order.
         """
         ...
 
@@ -63,13 +54,11 @@ class KeyValueExchange(Protocol):
 class PartMask(DividedMask):
     """The stand-in for a mask in a model's forward over the own tokens of a part with imports.
 
-    It is not a dataclass, for the reason that `TreeMask` is none.
-
-    Attributes:
-        exchange_of: gives the exchange of an attention layer, or of an indexer, from its module.
-        states_of: gives the stand-in for this mask in a recurrent layer, from its module. None if
-            states are not handed on.
+    exchange_of gives the exchange of an attention layer, or of an indexer, from its module;
+    states_of the stand-in in a recurrent layer, or is None if states are not handed on.
     """
+
+    # not a dataclass, for the reason that `TreeMask` is none
 
     def __init__(
         self,
@@ -105,10 +94,8 @@ class PartMask(DividedMask):
         return self.exchange_of(layer)
 
     def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
-        """Joins an indexer's own keys [t, D] with imported ones to [K, D], as `Part.tokens`.
-
-        They carry no gradient, as transformers trains no indexer, so nothing is given back.
-        """
+        """Joins an indexer's own keys [t, D] with imported ones to [K, D], as `Part.tokens`."""
+        # they carry no gradient, as transformers trains no indexer, so nothing is given back
         return self.exchange_of(indexer).import_rows(own)[0]
 
     @uncompiled
@@ -149,15 +136,12 @@ class Stays:
 
 @dataclass(frozen=True)
 class ByHeads:
-    """The exchange by which each rank computes some heads of all tokens of a slot.
-
-    Attributes:
-        part: all tokens of the slot.
-        exchange_of: gives the exchange of this rank's heads of a turn, by its number.
-    """
+    """The exchange by which each rank computes some heads of all tokens of a slot."""
 
     flight: TokensForHeads
+    # all tokens of the slot
     part: Part
+    # gives the exchange of this rank's heads of a turn, by its number
     exchange_of: Callable[[int], KeyValueExchange]
 
 
@@ -187,16 +171,11 @@ def part_attention(
         key, value: [t, Hk, D] and [t, Hk, Dv], of the same tokens.
         exchange: brings the imported rows, and takes their gradients back; or says how ranks
             exchange tokens for heads.
-        scale, window, softcap, sinks, chosen, deterministic, backend: as in `tree_attention`. The
-            part's mask has the defaults of the last two. The flash backend serves parts that export
-            or import where query heads share kv heads.
+        deterministic, backend: default: those of the part's mask. The flash backend serves parts
+            that export or import where query heads share kv heads.
 
     Returns:
         [t, H, Dv] in the dtype of `query`.
-
-    Raises:
-        ValueError: arguments that do not fit together, with what was expected.
-        UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
     mask = part.mask
     options = checked_call(

@@ -27,21 +27,15 @@ _Start = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 def divides(heads: int, shared: int, ranks: int) -> bool:
-    """Whether heads, and the heads that several of them share, divide among ranks.
-
-    A shared head goes to several ranks if there are more ranks than shared heads.
-    """
+    """Whether heads, and the heads that several of them share, divide among ranks."""
+    # a shared head goes to several ranks if there are more ranks than shared heads
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 class TokensForHeads:
-    """The exchange of tokens for heads among n ranks. All layers may share it, as it keeps nothing.
+    """The exchange of tokens for heads among n ranks; owner, int [T], is the rank of each token."""
 
-    Args:
-        owner: int [T], the rank that owns each token of the slot.
-        index: this rank's place in the group.
-        device: of the tokens.
-    """
+    # all layers may share it, as it keeps nothing
 
     def __init__(
         self, owner: np.ndarray, index: int, group: ProcessGroup, device: torch.device
@@ -80,11 +74,9 @@ class TokensForHeads:
         return [0 if rank == self.index else count for rank, count in enumerate(counts)]
 
     def turns(self, *heads: int) -> int:
-        """The number of turns in which so many heads each may be exchanged and computed.
-
-        While a turn's heads are computed, those of the next travel here, and those of the last
-        travel back. 1 if a rank's heads cannot be halved.
-        """
+        """The number of turns in which so many heads each may be exchanged and computed."""
+        # while a turn's heads are computed, those of the next travel here, and those of the last
+        # travel back; 1 if a rank's heads cannot be halved
         return 2 if all(count % (2 * self.ranks) == 0 for count in heads) else 1
 
     def of_turns(self, rows: Sequence[torch.Tensor], turns: int) -> list[list[torch.Tensor]]:
@@ -103,12 +95,12 @@ class TokensForHeads:
         return torch.stack([x.unflatten(1, (self.ranks, -1)) for x in of_turns], 2).flatten(1, 3)
 
     def start_to_heads(self, rows: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Sends [t, n h, d] or [t, n, h, d] each. Rows of several dtypes travel as bits.
+        """Sends [t, n h, d] or [t, n, h, d] each; returns a function that waits for the rows.
 
-        Returns:
-            A function that waits for the rows, on a GPU in the stream alone, and returns [T, h, d]
-            each of this rank's heads, in packed order.
+        They are [T, h, d] each of this rank's heads, in packed order. On a GPU the stream alone
+        waits.
         """
+        # rows of several dtypes travel as bits
         ranks, own = self.ranks, self._counts[self.index]
         pieces = [
             (x if x.ndim == 4 else x.unflatten(1, (ranks, -1))).flatten(2)
@@ -180,10 +172,8 @@ def _in_its_dtype(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Says why heads cannot be divided among ranks; None if they can.
-
-    A kv head goes to several ranks if there are more ranks than kv heads.
-    """
+    """Says why heads cannot be divided among ranks; None if they can."""
+    # a kv head goes to several ranks if there are more ranks than kv heads
     if divides(heads, kv_heads, ranks):
         return None
     return (
@@ -194,12 +184,8 @@ def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
-    """Says why the heads of a recurrence cannot be divided among ranks; None if they can.
-
-    Args:
-        heads: of values, each with a state. shared: heads of keys, or groups of Mamba-2, that
-            several of them share. ranks: n.
-    """
+    """Says why the heads of a recurrence cannot be divided among ranks; None if they can."""
+    # `heads` are of values, each with a state; `shared` of keys, or groups of Mamba-2
     if divides(heads, shared, ranks):
         return None
     return (
@@ -217,9 +203,7 @@ def in_turns(
 ) -> torch.Tensor:
     """Computes with some heads of all tokens: [t, H] or [t, H, d] each -> [t, H, V].
 
-    Args:
-        rows: of all heads of the own tokens.
-        compute: (a turn's [T, h] or [T, h, d] each, the turn, the number of turns) -> [T, h, V].
+    compute takes a turn's [T, h] or [T, h, d] each, the turn and their number, and gives [T, h, V].
     """
     turns = exchange.turns(*(x.shape[1] for x in rows))
     with_size = [x if x.ndim == 3 else x[..., None] for x in rows]
@@ -238,14 +222,9 @@ def in_turns(
 
 
 class _Flight:
-    """Rows on their way in a forward, and their gradients on their way back in its backward.
+    """Rows on their way in a forward, and their gradients on their way back in its backward."""
 
-    Args:
-        there: sends them, and returns a function that waits for their arrival. back: the reverse.
-
-    Attributes:
-        waited: the function to wait with, while something is on its way.
-    """
+    # `there`, or `back`, starts a flight, and returns a function that waits for the arrival
 
     def __init__(self, there: _Start, back: _Start) -> None:
         self.there, self.back = there, back
@@ -258,11 +237,10 @@ class _Flight:
 
 
 class _Sent(torch.autograd.Function):
-    """Starts a flight, and returns a token [0] on which the waiting depends.
+    """Starts a flight, and returns a token [0] on which the waiting depends."""
 
-    The backward waits for the gradients. Heads [t, H, d] that are fewer than ranks go to several
-    ranks, and get the sum of their gradients.
-    """
+    # the backward waits for the gradients; heads [t, H, d] that are fewer than ranks go to several
+    # ranks, and get the sum of their gradients
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, ranks: int, *rows: torch.Tensor) -> torch.Tensor:
@@ -287,10 +265,9 @@ class _Sent(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """Ends a flight, and returns the rows that arrived.
+    """Ends a flight, and returns the rows that arrived."""
 
-    The backward starts the flight of the gradients, which overlaps the backward of another turn.
-    """
+    # the backward starts the flight of the gradients, which overlaps the backward of another turn
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, token: torch.Tensor) -> tuple[torch.Tensor, ...]:

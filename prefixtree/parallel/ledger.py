@@ -49,23 +49,20 @@ Key = tuple[Hashable, int]
 
 @dataclass(eq=False)
 class Export:
-    """Rows that one cell exports, all of which the same slots read.
+    """Rows that one cell exports, all of which the same slots read."""
 
-    Attributes:
-        exporter: the slot of the cell.
-        readers: the slots that read them, ascending.
-        tokens: int64 [r], their packed tokens, ascending.
-        rows: [r], their places among the rows that the exporter makes, ascending.
-        values: by layer and call, [r, ...] each; on the host while no slot needs them.
-        gradients: by layer and call, the sums of the gradients that readers returned so far.
-    """
-
+    # the slot of the cell
     exporter: int
+    # the slots that read them, ascending
     readers: tuple[int, ...]
+    # int64 [r], their packed tokens, ascending
     tokens: np.ndarray
+    # [r], their places among the rows that the exporter makes, ascending
     rows: RowRuns
     life: Life
+    # by layer and call, [r, ...] each; on the host while no slot needs them
     values: dict[Key, Rows] = field(default_factory=dict)
+    # by layer and call, the sums of the gradients that readers returned so far
     gradients: dict[Key, Rows] = field(default_factory=dict)
 
 
@@ -102,16 +99,14 @@ class Exports:
 class Ledger:
     """The rows that cells of a rank export over a schedule, and the gradients that come back.
 
-    It holds nothing until a layer asks.
-
     Args:
         events: the order in which the slots run.
         parks: whether rows wait on the host between the last forward and the first backward that
             read them, as steps need it. Otherwise they stay.
         on_host: whether rows wait on the host until a layer reads them.
-        rank: this rank's place in the group.
-        group: the process group, if there are several ranks.
     """
+
+    # it holds nothing until a layer asks
 
     def __init__(
         self,
@@ -176,11 +171,7 @@ class Ledger:
 
     @contextmanager
     def running(self, event: int) -> Iterator[CellExchanges]:
-        """Runs a forward of a slot; its exchanges serve the slot's backward too.
-
-        Args:
-            event: its place in the schedule.
-        """
+        """Runs the forward at place `event` of the schedule; its exchanges serve the backward."""
         slot = self.schedule[event].at
         if self._parks:
             for export in self._at("fetching", event):
@@ -193,11 +184,7 @@ class Ledger:
         self._after(event)
 
     def end_backward(self, event: int) -> None:
-        """Ends the backward of a slot.
-
-        Raises:
-            RuntimeError: a layer's backward did not take the gradients that readers returned.
-        """
+        """Ends a slot's backward, in which layers must have taken the returned gradients."""
         self.close(self.schedule[event].at)
         self._after(event)
 
@@ -242,11 +229,7 @@ class Ledger:
         return to_device(rows, self._device)
 
     def most_waiting(self, kind: int) -> np.ndarray:
-        """Rows, and rows of gradients, that wait on the device while a slot has a graph.
-
-        Returns:
-            int64 [slots, 2], the most of each.
-        """
+        """Most rows, and rows of gradients, waiting on the device at a slot's graph, [slots, 2]."""
         backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
         change = np.zeros((len(self.schedule) + 1, 2), np.int64)
         found = np.zeros((len(self.division), 2), np.int64)
@@ -282,13 +265,10 @@ class Ledger:
         )
 
     def order_of(self, slot: int, kind: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The packed order of rows that a cell reads of this rank and of its own rows.
+        """The packed order of rows that a cell reads of this rank and of its own rows, int64.
 
-        They come export after export, and own rows last; states have no own rows.
-
-        Returns:
-            int64, the place of each row in packed order, and the reverse; None if both orders are
-            one, as for keys of steps.
+        Returns the place of each row and the reverse; None if both orders are one, as for keys of
+        steps. Rows come export after export, own rows last; states have no own rows.
         """
         tokens = [export.tokens for export in self.exports(kind).of_reader[slot]]
         if kind != STATES:
@@ -310,19 +290,16 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Divided:
-    """A divided forest, of which this process computes its own cells.
-
-    Attributes:
-        on_host: whether imports of slots wait on the host.
-        rank: this rank's place in the group.
-        group: the process group, if there are several ranks.
-        by_heads: whether ranks exchange tokens for heads in attention too.
-    """
+    """A divided forest, of which this process computes its own cells."""
 
     division: Division
+    # whether imports of slots wait on the host
     on_host: bool = False
+    # this rank's place in the group
     rank: int = 0
+    # None without several ranks
     group: ProcessGroup | None = None
+    # whether ranks exchange tokens for heads in attention too
     by_heads: bool = False
 
     @property
@@ -346,11 +323,7 @@ class Divided:
 
 
 class CellExchanges:
-    """The exchanges of one cell's layers: `PartMask.exchange_of`.
-
-    Attributes:
-        exports: whether forwards export rows.
-    """
+    """The exchanges of one cell's layers: `PartMask.exchange_of`; forwards may have `exports`."""
 
     def __init__(self, ledger: Ledger, slot: int, exports: bool) -> None:
         self.ledger, self.slot = ledger, slot
@@ -388,21 +361,14 @@ class CellExchanges:
             self.of_heads.exports = False
 
     def __call__(self, layer: Hashable) -> Exchange:
-        """The exchange of the keys of an attention layer, or of an indexer, known by its module.
-
-        Raises:
-            UnsupportedError: a module that attends twice per forward, in a cell's first forward.
-        """
+        """The exchange of the keys of an attention layer, or an indexer, known by its module."""
+        # a module that attends twice in a cell's first forward is refused
         self.note(layer, "attends", "keys")
         return self.exchange(KEYS, (layer, 1), in_place=True)
 
     def exchange(self, kind: int, key: Key, in_place: bool = False) -> Exchange:
-        """The exchange of one call of a layer.
-
-        Args:
-            in_place: whether it may overwrite the gradients that come, which are in float32 if the
-                cell shares rows, as those of attention are.
-        """
+        """The exchange of one call; `in_place`: it may overwrite the gradients that come."""
+        # they are in float32 if the cell shares rows, as those of attention are
         if kind not in self._orders:
             self._orders[kind] = self.ledger.order_of(self.slot, kind)
         return Exchange(self, kind, key, self._orders[kind], in_place)
@@ -422,11 +388,7 @@ class CellExchanges:
         return self._exported[kind]
 
     def note(self, layer: Hashable, does: str, rows: str) -> None:
-        """Notes that a layer runs.
-
-        Raises:
-            UnsupportedError: for the second time in a forward that exports.
-        """
+        """Notes that a layer runs, and refuses it the second time in a forward that exports."""
         if self.exports and layer in self._seen:
             raise UnsupportedError(
                 f"{type(_module_of(layer)).__name__} {does} twice in one forward: the {rows} of "
@@ -439,10 +401,7 @@ class CellExchanges:
 class Exchange:
     """One call of one layer in one cell, for one kind of rows: a `KeyValueExchange`.
 
-    Attributes:
-        key: the call.
-        exported: exports of the cell to later slots.
-        read: exports of this rank that the slot reads.
+    `exported` go to later slots; `read` are this rank's exports that the slot reads.
     """
 
     def __init__(
@@ -480,8 +439,8 @@ class Exchange:
     def import_rows(self, *own: torch.Tensor) -> Rows:
         """Exports own rows [t, ...] each and joins them with those that the cell reads to [K, ...].
 
-        Rows are in packed order; see `KeyValueExchange`. States are exported apart, and only those
-        that the cell reads come back.
+        Rows are in packed order. States are exported apart, and only those that the cell reads come
+        back.
         """
         own = tuple(x.detach() for x in own)
         self.export(*own)
@@ -496,11 +455,9 @@ class Exchange:
         return tuple(x.index_select(0, self._order[0]) for x in joined)
 
     def give_back(self, *gradients: torch.Tensor) -> Rows:
-        """Takes gradients [K, ...] of imported rows, and gives those of the own rows [t, ...].
-
-        They include what others returned; for states there are none. Readers add up in the order of
-        their backwards.
-        """
+        """Takes gradients [K, ...] of imported rows, and gives those of the own rows [t, ...]."""
+        # they include what others returned; for states there are none; readers add up in the order
+        # of their backwards
         own, of_ranks = gradients, list[Rows]()
         if self._transport is not None:
             held, own, of_ranks = self._transport.back(gradients, self._in_place)
@@ -517,10 +474,8 @@ class Exchange:
         return self._added(own, [*zip(lanes, of_ranks, strict=True), *self.take()])
 
     def take(self) -> list[tuple[RowRuns, Rows]]:
-        """Takes gradients [r, ...] that later slots returned, with the places of their rows.
-
-        Places are among the rows that the cell makes, each once.
-        """
+        """Takes gradients [r, ...] that later slots returned, with the places of their rows."""
+        # places are among the rows that the cell makes, each once
         found = []
         for export in self.exported:
             # there are none in layers whose readers need no gradients
@@ -544,10 +499,7 @@ class Exchange:
             export.gradients[self.key] = self.ledger.park(total)
 
     def _added(self, own: Rows, returned: list[tuple[RowRuns, Rows]]) -> Rows:
-        """Adds returned gradients to own ones [t, ...] each, in float32 or wider.
-
-        The sums have the dtypes of the own ones.
-        """
+        """Adds returned gradients to own ones [t, ...], in float32 or wider; keeps their dtypes."""
         if not returned:
             return own
         out = []

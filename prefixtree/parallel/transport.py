@@ -41,13 +41,7 @@ class Lane:
 
 
 class Transport:
-    """The exchange of one kind of rows in one slot.
-
-    Args:
-        kind: of rows, as in `Division.reads`.
-        rank: this rank's place in the group.
-        held: int64 [H], the packed tokens of the rows that are held.
-    """
+    """The exchange of one kind of rows in one slot; held, int64 [H], are packed tokens of rows."""
 
     def __init__(
         self,
@@ -118,14 +112,10 @@ class Transport:
     def back(self, gradients: Rows, in_float32: bool) -> tuple[Rows, Rows, list[Rows]]:
         """Brings gradients [K, ...] of `there`'s rows back to their owners.
 
-        Args:
-            in_float32: whether they travel in float32 or wider, which they have if the cell shares
-                rows. Otherwise they travel as they are.
-
-        Returns:
-            Gradients of the held rows [H, ...] in float32 or wider, summed over ranks; those of the
-            own rows [t, ...] from this cell alone; and those that each rank returned for the rows
-            of `exported`.
+        Returns those of the held rows [H, ...] in float32 or wider, summed over ranks; those of the
+        own rows [t, ...] from this cell alone; and those that each rank returned for the rows of
+        `exported`. `in_float32` they travel so or wider, which they have if the cell shares rows;
+        otherwise as they are.
         """
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         dtype = wide if in_float32 else gradients[0].dtype
@@ -185,10 +175,8 @@ def _row_size(both: Rows) -> int:
 
 
 def _pieces(numbers: torch.Tensor, both: Rows, counts: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Cuts a buffer into keys and values of each rank with rows.
-
-    A rank's keys stand before its values, so that either is contiguous.
-    """
+    """Cuts a buffer into keys and values of each rank with rows."""
+    # a rank's keys stand before its values, so that either is contiguous
     rows = [(x.shape[1:], math.prod(x.shape[1:])) for x in both]
     at = 0
     for count in filter(None, counts):

@@ -46,7 +46,7 @@ class LayerCost:
     window: int | None
     # multiply-adds that a token has with the layer's state and its chunk
     state: int = 0
-    # of the convolution before a state
+    # channels of the convolution before a state
     channels: int = 0
     # numbers of the layer's state, over all heads
     state_numbers: int = 0
@@ -59,7 +59,7 @@ class ModelCost:
     """The cost of a token in a causal language model."""
 
     model_type: str
-    # of the whole model; a tied weight counts once
+    # parameters of the whole model; a tied weight counts once
     parameters: int
     layers: tuple[LayerCost, ...]
     # linear weights a token meets outside layers, embedding and lm_head
@@ -68,7 +68,7 @@ class ModelCost:
     lm_head_weights: int
     hidden: int
     vocabulary: int
-    # of the config, as the head dims; single layers may have others
+    # heads and head dims are of the config; single layers may have others
     heads: int
     # the most of any layer
     kv_heads: int

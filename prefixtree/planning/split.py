@@ -33,18 +33,18 @@ class SplitStats:
 
     # tokens that the rank computes
     own_tokens: tuple[int, ...]
-    # of an update of these, by the cost model
+    # FLOPs of an update of these, by the cost model
     flops: tuple[float, ...]
-    # predicted, to compute these
+    # predicted seconds to compute these
     seconds: tuple[float, ...]
-    # that the rank imports, per layer and exchange
+    # rows that the rank imports, per layer and exchange
     received_rows: tuple[int, ...]
-    # that the rank exports, once per importer, per layer and exchange
+    # rows that the rank exports, once per importer, per layer and exchange
     sent_rows: tuple[int, ...]
-    # of an update, that the rank receives as an importer, and sends back as gradients, in all
+    # bytes of an update that the rank receives as an importer, and sends back as gradients, in all
     # layers
     received_bytes: tuple[int, ...]
-    # predicted, of all exchanges of an update
+    # predicted seconds of all exchanges of an update
     exchange_seconds: float
     # predicted seconds of one rank with all tokens, over n times those of n ranks
     efficiency: float
@@ -79,9 +79,9 @@ class SplitStats:
 class Split(Parts):
     """A packed forest divided among ranks. Made by `split_tokens`."""
 
-    # that were dealt to each rank
+    # the number of chunks that were dealt to each rank
     chunks_per_part: int
-    # in tokens; each chunk starts at a multiple of it
+    # tokens; each chunk starts at a multiple of it
     tile: int
     _costs: tuple[CostModel, Edges | None, ImportCost]
 

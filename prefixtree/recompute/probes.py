@@ -49,16 +49,11 @@ Made = Callable[[torch.Tensor], torch.Tensor]
 def probe(
     causal_lm: Any, device: torch.device, dtype: torch.dtype, modes: Sequence[Mode]
 ) -> Iterator[Run]:
-    """Runs a copy of a model's first layers forward and backward, under the caller's autocast.
+    """Runs a copy of a model's first layers forward and backward, once per mode of all of them.
 
-    Args:
-        causal_lm: the transformers model, prepared, with weights.
-        device: where it computes. dtype: in which FSDP2 gathers a layer's weights.
-        modes: one run per mode, which every layer has.
-
-    Raises:
-        NotMeasuredError: FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one.
+    Autocast is the caller's; FSDP2 gathers a layer's weights in `dtype`.
     """
+    # FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one, raise a NotMeasuredError
     in_pieces = any(p.numel() == 0 for p in causal_lm.parameters())
     if in_pieces or any(isinstance(m, FullyShardedDataParallel) for m in causal_lm.modules()):
         raise NotMeasuredError(
@@ -87,11 +82,9 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
-    """Makes what a copy has in the place of a tensor.
-
-    A weight that trains shares its memory. One that does not is the model's own. A sharded one is
-    zeros in one piece.
-    """
+    """Makes what a copy has in the place of a tensor."""
+    # a weight that trains shares its memory; one that does not is the model's own; a sharded one is
+    # zeros in one piece
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         trains = tensor.requires_grad
@@ -109,10 +102,8 @@ def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
 
 
 def twin(model: nn.Module, made: Made) -> Any:
-    """Copies a module with the same classes and attributes, and other tensors.
-
-    The copy has only hooks of known packages, and FSDP2 does not know it.
-    """
+    """Copies a module with the same classes and attributes, and other tensors."""
+    # the copy has only hooks of known packages, and FSDP2 does not know it
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
 
@@ -163,11 +154,7 @@ def _runs(
     fake: Any = None,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Run]:
-    """Runs a model whose tensors stand for others.
-
-    Args:
-        fake: the mode of its tensors. autocast: of its forwards. Default: as it is.
-    """
+    """Runs a model whose tensors stand for others; `fake` is their mode, autocast the forwards'."""
     model.train()
     prepare_layers(model)
     layers = layers_of(model)
@@ -304,16 +291,10 @@ def memory_of_config(
 ) -> ModelMemory:
     """The memory of the model of a config, all of whose weights train; nothing is computed.
 
-    Layers count as if they were not compiled.
-
-    Args:
-        config: of a causal language model, or of a model with a text config.
-        dtype: of the weights. autocast: the dtype of autocast. Default: it is off.
-
-    Raises:
-        UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
-            at numbers, so that shapes alone do not run.
+    dtype is of the weights; autocast its dtype, or None: off. A family that transformers does not
+    checkpoint, or whose layers look at numbers, is refused (UnsupportedError).
     """
+    # layers count as if they were not compiled
     return _of_config(_Config(config), dtype, autocast)
 
 
