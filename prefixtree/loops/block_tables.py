@@ -147,31 +147,31 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
     cost = np.full(num_tokens + 1, unreached, np.int64)
     come_from = np.empty(num_tokens + 1, np.int64)
     cost[0] = 0
-    for s in range(num_tokens):
-        if cost[s] == unreached:
+    for begin in range(num_tokens):
+        if cost[begin] == unreached:
             continue
-        limit = min(s + tile_k, num_tokens)
-        last = np.int64(subtree_end[s])
-        e = s
-        while e < limit:
-            last = max(last, np.int64(subtree_end[e]))
-            e = min(border[e], limit)
+        limit = min(begin + tile_k, num_tokens)
+        last = np.int64(subtree_end[begin])
+        end = begin
+        while end < limit:
+            last = max(last, np.int64(subtree_end[end]))
+            end = min(border[end], limit)
             # of equal query runs take the fewest tiles
-            step = (max(started[last] - ended[s], 0) << 20) + 1
-            if cost[s] + step < cost[e]:
-                cost[e] = cost[s] + step
-                come_from[e] = s
+            step = (max(started[last] - ended[begin], 0) << 20) + 1
+            if cost[begin] + step < cost[end]:
+                cost[end] = cost[begin] + step
+                come_from[end] = begin
     count = 0
-    e = num_tokens
-    while e > 0:
-        e = come_from[e]
+    end = num_tokens
+    while end > 0:
+        end = come_from[end]
         count += 1
     tiles = np.empty((count, 2), np.int32)
-    e = num_tokens
+    end = num_tokens
     for j in range(count - 1, -1, -1):
-        tiles[j, 0] = come_from[e]
-        tiles[j, 1] = e - come_from[e]
-        e = come_from[e]
+        tiles[j, 0] = come_from[end]
+        tiles[j, 1] = end - come_from[end]
+        end = come_from[end]
     return tiles
 
 
@@ -263,11 +263,11 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
             pending += 1
             if k_ends[j, 1] <= q0:
                 continue
-            whole = 1 if k_ends[j, 0] > q0 and k_tiles[j, 1] == tile_k else 0
-            if top > 0 and stack[top - 1, 1] == j and stack[top - 1, 2] == whole:
+            is_whole = 1 if k_ends[j, 0] > q0 and k_tiles[j, 1] == tile_k else 0
+            if top > 0 and stack[top - 1, 1] == j and stack[top - 1, 2] == is_whole:
                 stack[top - 1, 1] = j + 1
             else:
-                stack[top] = (j, j + 1, whole)
+                stack[top] = (j, j + 1, is_whole)
                 top += 1
         low, high = q_positions[i, 0], q_positions[i, 1]
         for partial in range(2):

@@ -144,36 +144,36 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
     reaches = np.ones(1 if anywhere else num_tokens + 1, np.bool_)
     if not anywhere:
         furthest = np.int64(0)
-        for at in range(num_tokens):
-            if at <= furthest:
-                furthest = max(furthest, at + _room(position[at], max_step_tokens, weight))
+        for token in range(num_tokens):
+            if token <= furthest:
+                furthest = max(furthest, token + _room(position[token], max_step_tokens, weight))
         if furthest < num_tokens:
             return starts[:0].copy(), furthest
         next_one = np.int64(num_tokens)
-        for at in range(num_tokens - 1, -1, -1):
-            reaches[at] = at + _room(position[at], max_step_tokens, weight) >= next_one
-            if reaches[at]:
-                next_one = np.int64(at)
+        for token in range(num_tokens - 1, -1, -1):
+            reaches[token] = token + _room(position[token], max_step_tokens, weight) >= next_one
+            if reaches[token]:
+                next_one = np.int64(token)
     count = 0
-    t = np.int64(0)
-    while t < num_tokens:
+    begin = np.int64(0)
+    while begin < num_tokens:
         if count == len(starts):
             starts = np.concatenate((starts, np.empty_like(starts)))
-        starts[count] = t
+        starts[count] = begin
         count += 1
-        room = _room(position[t], max_step_tokens, weight)
-        if t + room >= num_tokens:
+        room = _room(position[begin], max_step_tokens, weight)
+        if begin + room >= num_tokens:
             break
-        best = t + room
+        best = begin + room
         while not (anywhere or reaches[best]):
             best -= 1
-        least = max(t, best - np.int64(slack * room))
+        least = max(begin, best - np.int64(slack * room))
         for end in range(best - 1, least, -1):
             gain = position[best] - position[end]
             wins = predictor[end] != end - 1 and gain > 0 and gain >= best - end
             if wins and (anywhere or reaches[end]):
                 best = np.int64(end)
-        t = best
+        begin = best
     return starts[:count].copy(), np.int64(-1)
 
 

@@ -255,20 +255,22 @@ class _PartAttention(torch.autograd.Function):
                 *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options, chosen
             )
             of_sinks += dsinks
-            own: tuple[torch.Tensor, ...] = ()
+            own_gradients: tuple[torch.Tensor, ...] = ()
             # the same on all ranks: the model says which tensors need gradients
             if any(ctx.needs_input_grad[1:3]):
-                own = exchange.give_back(dkey, dvalue)
+                own_gradients = exchange.give_back(dkey, dvalue)
                 if ctx.copies == 1:
-                    own = tuple(x.to(dtype) for x, dtype in zip(own, dtypes, strict=True))
-            back.append(flight.start_to_tokens([dquery, *own]))
-        each = zip(*(arrived() for arrived in back), strict=True)
-        dquery, *both = (flight.joined(of_turns) for of_turns in each)
+                    own_gradients = tuple(
+                        x.to(dtype) for x, dtype in zip(own_gradients, dtypes, strict=True)
+                    )
+            back.append(flight.start_to_tokens([dquery, *own_gradients]))
+        by_tensor = zip(*(arrived() for arrived in back), strict=True)
+        dquery, *kv_gradients = (flight.joined(of_turns) for of_turns in by_tensor)
         if ctx.copies > 1:
-            both = [
+            kv_gradients = [
                 x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype)
-                for x, dtype in zip(both, dtypes, strict=False)
+                for x, dtype in zip(kv_gradients, dtypes, strict=False)
             ]
-        dkey, dvalue = both or (None, None)
+        dkey, dvalue = kv_gradients or (None, None)
         dsink = flight.all_ranks(torch.cat(of_sinks)).to(sinks_dtype) if of_sinks else None
         return dquery, dkey, dvalue, dsink, *(None,) * 5

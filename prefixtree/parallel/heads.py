@@ -101,25 +101,25 @@ class TokensForHeads:
         waits.
         """
         # rows of several dtypes travel as bits
-        ranks, own = self.ranks, self._counts[self.index]
+        ranks, own_count = self.ranks, self._counts[self.index]
         pieces = [
             (x if x.ndim == 4 else x.unflatten(1, (ranks, -1))).flatten(2)
             for x in _in_one_dtype(rows)
         ]
         widths = [x.shape[2] for x in pieces]
-        sent = pieces[0].new_empty(ranks - 1, own, sum(widths))
+        sent = pieces[0].new_empty(ranks - 1, own_count, sum(widths))
         other_ranks = [rank for rank in range(ranks) if rank != self.index]
         for to_rank, rank in zip(sent, other_ranks, strict=True):
             torch.cat([x[:, rank] for x in pieces], 1, out=to_rank)
-        to_ranks, of_ranks = self._but_own([own] * ranks), self._but_own(self._counts)
-        got, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
+        to_ranks, of_ranks = self._but_own([own_count] * ranks), self._but_own(self._counts)
+        received, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
         arriving = sent.new_empty(sum(self._counts), sum(widths))
         for x, columns in zip(pieces, arriving.split(widths, 1), strict=True):
             self._runs[self.index].put(columns, x[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
-            for runs, of_rank in zip(self._runs, got.split(of_ranks), strict=True):
+            for runs, of_rank in zip(self._runs, received.split(of_ranks), strict=True):
                 if len(of_rank):
                     runs.put(arriving, of_rank)
             return [
@@ -131,23 +131,25 @@ class TokensForHeads:
 
     def start_to_tokens(self, heads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Sends [T, h, d] each back; the returned function gives [t, n h, d] each."""
-        ranks, own = self.ranks, self._counts[self.index]
+        ranks, own_count = self.ranks, self._counts[self.index]
         pieces = [x.flatten(1) for x in _in_one_dtype(heads)]
         widths = [x.shape[1] for x in pieces]
-        to_ranks, of_ranks = self._but_own(self._counts), self._but_own([own] * ranks)
+        to_ranks, of_ranks = self._but_own(self._counts), self._but_own([own_count] * ranks)
         sent = pieces[0].new_empty(sum(to_ranks), sum(widths))
         for runs, to_rank in zip(self._runs, sent.split(to_ranks), strict=True):
             if len(to_rank):
                 for x, columns in zip(pieces, to_rank.split(widths, 1), strict=True):
                     runs.take(x, columns)
-        got, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
-        arriving = [x.new_empty(own, ranks, width) for x, width in zip(pieces, widths, strict=True)]
+        received, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
+        arriving = [
+            x.new_empty(own_count, ranks, width) for x, width in zip(pieces, widths, strict=True)
+        ]
         for x, out in zip(pieces, arriving, strict=True):
             self._runs[self.index].take(x, out[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
-            for rank, of_rank in enumerate(got.split(of_ranks)):
+            for rank, of_rank in enumerate(received.split(of_ranks)):
                 if len(of_rank):
                     for out, columns in zip(arriving, of_rank.split(widths, 1), strict=True):
                         out[:, rank] = columns
@@ -207,12 +209,12 @@ def in_turns(
     """
     turns = exchange.turns(*(x.shape[1] for x in rows))
     with_size = [x if x.ndim == 3 else x[..., None] for x in rows]
-    there, back = [], []
+    flights, back = [], []
     # all start before any is waited for; autograd runs the backward in the reverse order
     for turn_rows in exchange.of_turns(with_size, turns):
         flight = _Flight(exchange.start_to_heads, exchange.start_to_tokens)
-        there.append((flight, _Sent.apply(flight, exchange.ranks, *turn_rows)))
-    for turn, last in enumerate(there):
+        flights.append((flight, _Sent.apply(flight, exchange.ranks, *turn_rows)))
+    for turn, last in enumerate(flights):
         arrived = zip(rows, _Arrived.apply(*last), strict=True)
         of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in arrived]
         out = compute(of_heads, turn, turns)

@@ -149,10 +149,10 @@ class Ledger:
             exports = []
             for slot, readers, tokens in self.division.exports(kind, self.rank):
                 # states are of own tokens that others continue, other rows of all own tokens
-                made = self.division.cell(slot, self.rank).own_tokens
+                made_tokens = self.division.cell(slot, self.rank).own_tokens
                 if kind == STATES:
-                    made = self.division.states(slot, self.rank).left
-                rows = RowRuns.of(np.searchsorted(made, tokens), self._device)
+                    made_tokens = self.division.states(slot, self.rank).left
+                rows = RowRuns.of(np.searchsorted(made_tokens, tokens), self._device)
                 exports.append(Export(slot, readers, tokens, rows, self._lives.of(readers)))
             self._exports[kind] = Exports(len(self.division), exports)
         return self._exports[kind]
@@ -197,16 +197,16 @@ class Ledger:
 
     def close(self, slot: int) -> None:
         """Raises a RuntimeError if gradients were returned to a cell and not taken."""
-        left = [
+        lost = [
             (kind, key)
             for kind, exports in self._by_kind
             for export in exports.of_exporter[slot]
             for key in export.gradients
         ]
         what = None
-        if layers := dict.fromkeys(_module_of(layer) for kind, (layer, _) in left if kind == KEYS):
+        if layers := dict.fromkeys(_module_of(layer) for kind, (layer, _) in lost if kind == KEYS):
             what = f"the attention of {len(layers)} layers ({next(iter(layers))}), whose keys"
-        elif calls := [f"{type(_module_of(layer)).__name__}, call {n}" for _, (layer, n) in left]:
+        elif calls := [f"{type(_module_of(layer)).__name__}, call {n}" for _, (layer, n) in lost]:
             what = f"{len(calls)} calls of recurrent layers ({calls[0]}), whose states"
         if what is not None:
             raise RuntimeError(
@@ -232,9 +232,9 @@ class Ledger:
         """Most rows, and rows of gradients, waiting on the device at a slot's graph, [slots, 2]."""
         backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
         change = np.zeros((len(self.schedule) + 1, 2), np.int64)
-        found = np.zeros((len(self.division), 2), np.int64)
+        most_rows = np.zeros((len(self.division), 2), np.int64)
         if self._on_host or not backward:
-            return found
+            return most_rows
         for export in self.exports(kind):
             count = len(export.tokens)
             change[self._lives.first[export.exporter], 0] += count
@@ -247,9 +247,9 @@ class Ledger:
             change[backward[export.exporter] + 1, 1] -= count
         waiting = np.cumsum(change, 0)
         for place, (what, slot) in enumerate(self.schedule):
-            if what in (KEEP, BACKWARD) and 0 <= slot < len(found):
-                found[slot] = np.maximum(found[slot], waiting[place])
-        return found
+            if what in (KEEP, BACKWARD) and 0 <= slot < len(most_rows):
+                most_rows[slot] = np.maximum(most_rows[slot], waiting[place])
+        return most_rows
 
     @property
     def kinds(self) -> set[int]:
@@ -458,30 +458,30 @@ class Exchange:
         """Takes gradients [K, ...] of imported rows, and gives those of the own rows [t, ...]."""
         # they include what others returned; for states there are none; readers add up in the order
         # of their backwards
-        own, of_ranks = gradients, list[Rows]()
+        own_gradients, of_ranks = gradients, list[Rows]()
         if self._transport is not None:
-            held, own, of_ranks = self._transport.back(gradients, self._in_place)
+            held, own_gradients, of_ranks = self._transport.back(gradients, self._in_place)
             self._return(held)
         elif self.read:
             if self._order is not None:
                 gradients = tuple(x.index_select(0, self._order[1]) for x in gradients)
             count = sum(export.rows.count for export in self.read)
             self._return(tuple(x[:count] for x in gradients))
-            own = tuple(x[count:] for x in gradients)
+            own_gradients = tuple(x[count:] for x in gradients)
         if self.kind == STATES:
             return ()
         lanes = [] if self._transport is None else self._transport.exported
-        return self._added(own, [*zip(lanes, of_ranks, strict=True), *self.take()])
+        return self._added(own_gradients, [*zip(lanes, of_ranks, strict=True), *self.take()])
 
     def take(self) -> list[tuple[RowRuns, Rows]]:
         """Takes gradients [r, ...] that later slots returned, with the places of their rows."""
         # places are among the rows that the cell makes, each once
-        found = []
+        returned = []
         for export in self.exported:
             # there are none in layers whose readers need no gradients
             if (waiting := export.gradients.pop(self.key, None)) is not None:
-                found.append((export.rows, self.ledger.fetch(waiting)))
-        return found
+                returned.append((export.rows, self.ledger.fetch(waiting)))
+        return returned
 
     def _return(self, gradients: Rows) -> None:
         """Returns gradients [H, ...] of rows that the slot reads, export after export."""
@@ -503,19 +503,19 @@ class Exchange:
         if not returned:
             return own
         out = []
-        for number, x in enumerate(own):
-            wide = torch.promote_types(x.dtype, torch.float32)
-            if self._in_place and x.dtype == wide:
+        for number, gradient in enumerate(own):
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            if self._in_place and gradient.dtype == wide:
                 for rows, pieces in returned:
-                    rows.add(x, pieces[number])
-                out.append(x)
+                    rows.add(gradient, pieces[number])
+                out.append(gradient)
                 continue
             exported, places = self._of_cell.exported_rows(self.kind)
-            total = x.index_select(0, exported).to(wide)
+            total = gradient.index_select(0, exported).to(wide)
             for rows, pieces in returned:
                 # each row comes once, so the sum is deterministic
                 total.index_add_(0, places[rows], pieces[number].to(wide))
-            out.append(x.index_copy(0, exported, total.to(x.dtype)))
+            out.append(gradient.index_copy(0, exported, total.to(gradient.dtype)))
         return tuple(out)
 
 

@@ -182,10 +182,10 @@ class Run:
 def _backward(rows: Rows, gradients: Sequence[torch.Tensor | None]) -> None:
     """Runs a part backward, also without gradients."""
     # rows that others imported from it have gradients, and ranks must stay in step
-    given = gradients or [None] * len(rows)
+    row_gradients = gradients or [None] * len(rows)
     reached = [
         (x, torch.zeros_like(x) if gradient is None else gradient)
-        for number, (x, gradient) in enumerate(zip(rows, given, strict=True))
+        for number, (x, gradient) in enumerate(zip(rows, row_gradients, strict=True))
         # router logits below the first layer that trains have no graph
         if x.requires_grad and (number == 0 or gradient is not None)
     ]

@@ -114,10 +114,10 @@ class CostModel:
         )
         if getattr(config, "vision_config", None) is None:
             return of_text
-        found: CostModel = load("images").with_images(
+        with_encoder: CostModel = load("images").with_images(
             of_text, config, passes=4 if gradient_checkpointing else 3
         )
-        return found
+        return with_encoder
 
     def cost(
         self, position: np.ndarray, length: np.ndarray, image_of: np.ndarray | None = None

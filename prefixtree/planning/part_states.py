@@ -66,15 +66,15 @@ class PartStates:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        own, predictor = part.own_tokens, part.host.predictor
+        own_tokens, predictor = part.own_tokens, part.host.predictor
         self._is_own = is_own = np.zeros(len(predictor), bool)
-        is_own[own] = True
-        above = predictor[own]
+        is_own[own_tokens] = True
+        above = predictor[own_tokens]
         self._entries = np.flatnonzero((above >= 0) & ~is_own[above])
         self.entered, self._rows = np.unique(above[self._entries], return_inverse=True)
-        others = predictor[~is_own]
-        others = others[others >= 0]
-        self.left = np.unique(others[is_own[others]])
+        above_others = predictor[~is_own]
+        above_others = above_others[above_others >= 0]
+        self.left = np.unique(above_others[is_own[above_others]])
         self._tails: dict[int | None, Tails] = {}
 
     @cached_property
@@ -90,16 +90,16 @@ class PartStates:
     def tails(self, width: int | None) -> Tails:
         """The tokens that a convolution with `width` taps reads; for None all above the own."""
         if width not in self._tails:
-            own = self.part.own_tokens
+            own_tokens = self.part.own_tokens
             tokens = self.part.imported_tokens
             if width is not None:
                 tokens = tokens_read(self.part.host.predictor, self._is_own, width)
-            own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
-            tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
-            joined = np.empty(len(tokens) + len(own), np.int64)
+            own_rows = np.arange(len(own_tokens)) + np.searchsorted(tokens, own_tokens)
+            tail_rows = np.arange(len(tokens)) + np.searchsorted(own_tokens, tokens)
+            joined = np.empty(len(tokens) + len(own_tokens), np.int64)
             joined[tail_rows] = np.arange(len(tokens))
-            joined[own_rows] = len(tokens) + np.arange(len(own))
-            mask = self._mask(np.concatenate([tokens, own])[joined])
+            joined[own_rows] = len(tokens) + np.arange(len(own_tokens))
+            mask = self._mask(np.concatenate([tokens, own_tokens])[joined])
             self._tails[width] = Tails(
                 tokens=tokens,
                 mask=mask,

@@ -126,12 +126,12 @@ class Lives:
 def graphs_beside(schedule: Schedule) -> dict[int, list[frozenset[int]]]:
     """Finds the other parts whose graphs are held, for each of a part's runs with a graph."""
     held: set[int] = set()
-    others: dict[int, list[frozenset[int]]] = {}
+    held_beside: dict[int, list[frozenset[int]]] = {}
     for kind, part in schedule:
         if kind in (KEEP, BACKWARD):
-            others.setdefault(part, []).append(frozenset(held - {part}))
+            held_beside.setdefault(part, []).append(frozenset(held - {part}))
         if kind == KEEP:
             held.add(part)
         elif kind == BACKWARD:
             held.remove(part)
-    return others
+    return held_beside

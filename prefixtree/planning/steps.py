@@ -235,7 +235,7 @@ def _stats(
     steps: Steps, max_step_tokens: int, cost_model: CostModel, import_cost: ImportCost
 ) -> StepStats:
     border, exported = steps.exported_runs()
-    own = steps.num_own_tokens
+    own_tokens = steps.num_own_tokens
     exporter = np.searchsorted(steps.runs[0], border[:-1][exported], side="right") - 1
     own_exported = np.zeros(len(steps), np.int64)
     np.add.at(own_exported, steps.runs[1][exporter], np.diff(border)[exported])
@@ -244,14 +244,14 @@ def _stats(
     linear = cost_model.linear * exported_tokens
     # a forward is a third of an update in matrix products and 1 of 3.5 in attention
     again = linear / 3 + (float(flops[exported].sum()) - linear) / 3.5
-    linear = cost_model.linear * int(own[:-1].sum())
+    linear = cost_model.linear * int(own_tokens[:-1].sum())
     all_but_last = float(run_flops(steps.packed, steps.runs[0], cost_model)[:-1].sum())
     second = linear / 3 + (all_but_last - linear) / 3.5
     return StepStats(
         max_step_tokens=max_step_tokens,
         import_weight=import_cost.weight,
-        own_tokens=tuple(own.tolist()),
-        imported_tokens=tuple((steps.num_rows - own).tolist()),
+        own_tokens=tuple(own_tokens.tolist()),
+        imported_tokens=tuple((steps.num_rows - own_tokens).tolist()),
         own_exported_tokens=tuple(own_exported.tolist()),
         exported_tokens=exported_tokens,
         exported_bytes=exported_tokens * import_cost.row_bytes * import_cost.layers,

@@ -347,23 +347,23 @@ class _Held:
     ) -> None:
         first, last = (np.array([span[at] for span in spans]) for at in (0, 1))
         is_trunk = np.array([span.is_trunk for span in spans])
-        unshared, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
+        unshared, trunk_sizes = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
         exported = (
             np.zeros(len(spans), np.int64) if states is None else np.where(is_trunk, states, 0)
         )
         change = np.zeros((2, count + 1), np.int64)
-        for of_kind, numbers in zip(change, (kept, exported), strict=True):
+        for of_kind, numbers in zip(change, (trunk_sizes, exported), strict=True):
             np.add.at(of_kind, first, numbers)
             np.add.at(of_kind, last + 1, -numbers)
         self.alive, self.states = np.cumsum(change, 1)[:, :-1]
-        holds = weights.trunk * kept + weights.state * exported
+        holds = weights.trunk * trunk_sizes + weights.state * exported
         before = np.tri(len(spans), k=-1, dtype=bool)
         # in its forward: trunks before it; in its backward: trunks whose backward comes later
         forward = before & (first[:, None] <= last)
         ends = last[:, None]
         backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
         beside = np.where(is_trunk, np.maximum(forward @ holds, backward @ holds), 0)
-        running = kept * (1 + weights.returned) + weights.state * exported + beside
+        running = trunk_sizes * (1 + weights.returned) + weights.state * exported + beside
         held = weights.trunk * self.alive + weights.state * self.states
         self.of_batch = np.bincount(first, unshared, count) + held
         self.peak = float(max(running.max(), self.of_batch.max()))

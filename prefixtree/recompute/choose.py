@@ -505,7 +505,7 @@ def _missing_gradients(model: nn.Module) -> int:
 def gathered_bytes(causal_lm: Any) -> int:
     """Bytes that FSDP2 takes for whole parameters, their gradients and their exchange."""
     units: dict[Any, int] = defaultdict(int)
-    kept = 0
+    whole_bytes = 0
     for layer in layers_of(causal_lm):
         if isinstance(layer, FSDPModule):
             # layers that were wrapped together share the state, and travel together
@@ -514,6 +514,8 @@ def gathered_bytes(causal_lm: Any) -> int:
             # with reshard_after_forward=False a layer is whole until its backward
             if any(unit.post_forward_mesh_info is None for unit in fsdp2_units(layer)):
                 narrow = state._mp_policy.param_dtype
-                kept += sum(p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters())
+                whole_bytes += sum(
+                    p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters()
+                )
     # two units on their way in, one at work, and a unit's gradients on their way out
-    return kept + 4 * max(units.values(), default=0)
+    return whole_bytes + 4 * max(units.values(), default=0)

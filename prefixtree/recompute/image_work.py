@@ -66,26 +66,26 @@ class ImageWork:
         return [self._keeping(encoder, sizes, len(sizes) - count) for count in counts]
 
     def _keeping(self, encoder: EncoderMemory, sizes: list[int], first: int) -> EncoderChoice:
-        again, kept = sizes[:first], sizes[first:]
+        again_sizes, kept_sizes = sizes[:first], sizes[first:]
         held, needs = 0.0, 0.0
-        runs, _ = EncoderShape(kept, 0).runs(RUN)
+        runs, _ = EncoderShape(kept_sizes, 0).runs(RUN)
         # kept runs have their backward first; gradients of weights wait for those of other runs
-        waiting = encoder.gradients if len(runs) > 1 or (runs and again) else 0
+        waiting = encoder.gradients if len(runs) > 1 or (runs and again_sizes) else 0
         for span in runs:
-            patches = sum(kept[slice(*span)])
+            patches = sum(kept_sizes[slice(*span)])
             needs = max(needs, held + encoder.run(patches) + waiting)
             held += encoder.kept(patches)
-        if again:
+        if again_sizes:
             # the room of a few images is no room for many: a GPU wants runs that keep it busy
-            run = max(max(again), min(_LEAST_RUN, sum(again)) if kept else 0)
+            run = max(max(again_sizes), min(_LEAST_RUN, sum(again_sizes)) if kept_sizes else 0)
             one_by_one = encoder.run(run) + (encoder.gradients if len(sizes) > 1 else 0)
-            at_once = encoder.run(sum(again)) + waiting
-            if sum(again) <= RUN or len(again) == 1:
+            at_once = encoder.run(sum(again_sizes)) + waiting
+            if sum(again_sizes) <= RUN or len(again_sizes) == 1:
                 one_by_one = min(one_by_one, at_once)
             needs = max(needs, one_by_one)
         numbers = list(self.patches)[:first]
         costs = (encoder.again(self.patches[n], self.frames.get(n, 1)) for n in numbers)
-        return EncoderChoice(first, sum(kept), held, needs, sum(costs))
+        return EncoderChoice(first, sum(kept_sizes), held, needs, sum(costs))
 
     def runs(
         self, encoder: EncoderMemory, available: float, choice: EncoderChoice

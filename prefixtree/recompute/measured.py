@@ -123,10 +123,10 @@ class Learnt:
             self._add((kind, mode, "held"), tokens, max(output_bytes, held - of_held))
             fixed = self._fixed[kind]
             self._add((kind, mode, "working"), tokens, working - of_working, fixed)
-        whole = int(run.tokens.min())
-        self._add("before", whole, run.before)
+        fewest_tokens = int(run.tokens.min())
+        self._add("before", fewest_tokens, run.before)
         if len(run.held) > count:
-            self._add("norm", whole, run.working[count])
+            self._add("norm", fewest_tokens, run.working[count])
 
     def _add(self, name: Hashable, tokens: int, size: float, fixed: float = 0.0) -> None:
         self._lines.setdefault(name, _Line(fixed)).add(tokens, size)
@@ -235,15 +235,15 @@ class Learnt:
 
     def _all_modes(self, known: dict[Mode, LayerMemory]) -> dict[Mode, LayerMemory]:
         if "all" in known:
-            whole = known["all"]
+            of_all = known["all"]
         else:
             of_mode = next(iter(known.values()))
-            own = self.cost.hidden * self._element_bytes
-            whole = LayerMemory((own, 0.0), _sum(of_mode.held, of_mode.working))
-        most = LayerMemory(_sum(whole.held, whole.working), whole.working)
-        kept = known.get("nothing", most)
-        middle = LayerMemory(kept.held, whole.working)
-        return {"all": whole, "all_but_attention": middle, "nothing": most, **known}
+            output_bytes = self.cost.hidden * self._element_bytes
+            of_all = LayerMemory((output_bytes, 0.0), _sum(of_mode.held, of_mode.working))
+        most_of_nothing = LayerMemory(_sum(of_all.held, of_all.working), of_all.working)
+        of_nothing = known.get("nothing", most_of_nothing)
+        middle = LayerMemory(of_nothing.held, of_all.working)
+        return {"all": of_all, "all_but_attention": middle, "nothing": most_of_nothing, **known}
 
     # ---- forwards that run -----------------------------------------------------------------------
 

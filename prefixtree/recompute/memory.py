@@ -99,8 +99,8 @@ class EncoderMemory:
     dtype: torch.dtype
     # bytes of its parameters' gradients, which wait from the first run to the last
     gradients: int
-    # bytes of a run that is not computed again, [bytes per patch, bytes whatever its patches] from its
-    # forward until its backward
+    # bytes of a run that is not computed again, from its forward until its backward: [per patch,
+    # whatever its patches]
     held: tuple[float, float] = (0.0, 0.0)
     # multiply-adds of a forward per patch, without attention
     products: float = 0.0

@@ -89,14 +89,14 @@ def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
     def made(tensor: torch.Tensor) -> torch.Tensor:
         trains = tensor.requires_grad
         if hasattr(tensor, "device_mesh"):
-            whole = torch.zeros(tensor.shape, dtype=dtype, device=device)
+            stand_in = torch.zeros(tensor.shape, dtype=dtype, device=device)
         elif isinstance(tensor, nn.Parameter):
             if not trains:
                 return tensor
-            whole = tensor.detach()
+            stand_in = tensor.detach()
         else:
             return tensor.clone()
-        return nn.Parameter(whole, requires_grad=trains)
+        return nn.Parameter(stand_in, requires_grad=trains)
 
     return made
 
@@ -121,18 +121,18 @@ def twin(model: nn.Module, made: Made) -> Any:
         kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
         new: Any = kind.__new__(kind)
         modules[id(module)] = new
-        held, own = vars(new), vars(module)
-        held |= {name: x for name, x in own.items() if name not in _PARTS}
+        held, attributes = vars(new), vars(module)
+        held |= {name: x for name, x in attributes.items() if name not in _PARTS}
         held.pop("_compiled_call_impl", None)
         if isinstance(forward := held.get("forward"), types.MethodType):
             held["forward"] = types.MethodType(forward.__func__, new)
         for name in ("_parameters", "_buffers"):
-            held[name] = {key: of_tensor(tensor) for key, tensor in own[name].items()}
+            held[name] = {key: of_tensor(tensor) for key, tensor in attributes[name].items()}
         for name in _HOOKS:
-            held[name] = OrderedDict((k, h) for k, h in own[name].items() if _is_needed(h))
+            held[name] = OrderedDict((k, h) for k, h in attributes[name].items() if _is_needed(h))
         others = [name for name in held if "hook" in name and not name.startswith("_forward")]
         held |= {name: OrderedDict() for name in others if isinstance(held[name], dict)}
-        held["_modules"] = {key: of_module(child) for key, child in own["_modules"].items()}
+        held["_modules"] = {key: of_module(child) for key, child in attributes["_modules"].items()}
         return new
 
     return of_module(model)

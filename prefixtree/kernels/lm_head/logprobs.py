@@ -171,17 +171,17 @@ def lm_head_logprobs(
         measure.check(vocabulary)
 
     def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor, at: int) -> torch.Tensor:
-        x = lm_head(h)
-        z = options.rule.apply(x.float()) / temp[:, None]
+        raw_logits = lm_head(h)
+        z = options.rule.apply(raw_logits.float()) / temp[:, None]
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if options.with_entropy:
             columns.append(-(logp.exp() * logp.clamp(min=eager.LEAST)).sum(-1))
         statistics = z.new_empty(len(z), len(options.statistics))
-        write_statistics(x, t, temp, options.rule, options.statistics, statistics)
+        write_statistics(raw_logits, t, temp, options.rule, options.statistics, statistics)
         results = [torch.stack(columns, -1), statistics]
         if measure is not None:
-            results.append(measure.of(x, at))
+            results.append(measure.of(raw_logits, at))
             # the second call for this chunk is in its backward
             measure.check_repeated()
         return torch.cat(results, 1)

@@ -244,11 +244,11 @@ class BoundMeasure:
             self._found.pop(at)
         target, temperature, rule, out, of_out = rest
         for block in self.blocks(*x.shape):
-            more = self.gradient(x[block], at + block.start, grad[block])
+            of_values = self.gradient(x[block], at + block.start, grad[block])
             values = target[block], temperature[block], rule, out[block], of_out[block]
             kernels.gradient(x[block], *values, x[block])
-            if more is not None:
-                x[block] += more
+            if of_values is not None:
+                x[block] += of_values
 
     def blocks(self, rows: int, vocabulary: int) -> Iterator[slice]:
         """Cuts the rows of a chunk into those that a measure gets at once."""
@@ -346,10 +346,10 @@ class BoundMeasure:
         leaf = z.clone().requires_grad_()
         # not the leaf itself, which in-place arithmetic would refuse
         values = self._call(leaf * 1, edges)
-        others = [t for t in _leaves(values.grad_fn) if t is not leaf]
-        if others:
+        leaves = [t for t in _leaves(values.grad_fn) if t is not leaf]
+        if leaves:
             raise UnsupportedError(
-                f"the measure uses a tensor of shape {list(others[0].shape)} that requires a "
+                f"the measure uses a tensor of shape {list(leaves[0].shape)} that requires a "
                 "gradient, and only the logits get one: compute it under torch.no_grad(), detach "
                 "it, or compute that part of the loss from the values"
             )
@@ -360,14 +360,14 @@ class BoundMeasure:
         with torch.autocast(z.device.type, enabled=False):
             values: Any = self._measure(z, edges)
         if not isinstance(values, torch.Tensor):
-            got = f"a {type(values).__name__}"
+            returned = f"a {type(values).__name__}"
         elif values.ndim != 2 or len(values) != len(z) or not values.is_floating_point():
-            got = f"{list(values.shape)} of {values.dtype}"
+            returned = f"{list(values.shape)} of {values.dtype}"
         else:
             return values.to(self._dtype)
         raise ValueError(
             f"a measure must return floating point numbers [r, C] for the r edges of its logits "
-            f"[r, V] (add [:, None] to one number per edge), got {got} for {list(z.shape)}"
+            f"[r, V] (add [:, None] to one number per edge), got {returned} for {list(z.shape)}"
         )
 
 

@@ -234,7 +234,7 @@ def _of_asked_columns(
     """Leaves out query tiles that nobody asks for; `keys` is the number of key tiles."""
     edges = np.flatnonzero(np.diff(asked.astype(np.int8), prepend=0, append=0))
     begins, ends = edges[::2], edges[1::2]
-    kept = []
+    cut_spans = []
     empty = np.ones(keys, bool)
     for row, first, end in spans:
         # the stretches of asked tiles that a run meets
@@ -244,10 +244,10 @@ def _of_asked_columns(
         source = np.repeat(np.arange(len(row)), count)
         stretch = low[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
         cut = np.maximum(first[source], begins[stretch]), np.minimum(end[source], ends[stretch])
-        kept.append((row[source], *cut))
+        cut_spans.append((row[source], *cut))
         empty[row[source]] = False
     others = np.flatnonzero(empty)
-    return _with(kept[0], others, others * tiles.backward_keys // tiles.queries), kept[1]
+    return _with(cut_spans[0], others, others * tiles.backward_keys // tiles.queries), cut_spans[1]
 
 
 def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:
