@@ -164,7 +164,7 @@ def part_attention(
     """Computes attention of every own token of a part to itself and its ancestors in the forest.
 
     The results, and the gradients of the own rows, are those of `tree_attention` on the whole
-    forest. Differentiable once.
+    forest. Differentiable once. Other arguments are those of `tree_attention`.
 
     Args:
         query: [t, H, D], rows in the order of `Part.own_tokens`.

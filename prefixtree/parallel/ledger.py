@@ -229,7 +229,8 @@ class Ledger:
         return to_device(rows, self._device)
 
     def most_waiting(self, kind: int) -> np.ndarray:
-        """Most rows, and rows of gradients, waiting on the device at a slot's graph, [slots, 2]."""
+        """Most rows, and rows of gradients, that wait on the device per slot, int64 [slots, 2]."""
+        # while the slot has a graph
         backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
         change = np.zeros((len(self.schedule) + 1, 2), np.int64)
         most_rows = np.zeros((len(self.division), 2), np.int64)
@@ -323,7 +324,7 @@ class Divided:
 
 
 class CellExchanges:
-    """The exchanges of one cell's layers: `PartMask.exchange_of`; forwards may have `exports`."""
+    """The exchanges of one cell's layers; `exports`: whether forwards export rows."""
 
     def __init__(self, ledger: Ledger, slot: int, exports: bool) -> None:
         self.ledger, self.slot = ledger, slot

@@ -118,7 +118,7 @@ class Transport:
 
         Returns those of the held rows [H, ...] in float32 or wider, summed over ranks; those of the
         own rows [t, ...] from this cell alone; and those that each rank returned for the rows of
-        `exported`. `in_float32` they travel so or wider, which they have if the cell shares rows;
+        `exported`. With `in_float32`, for a cell that shares rows, they travel in float32 or wider;
         otherwise as they are.
         """
         wide = torch.promote_types(gradients[0].dtype, torch.float32)

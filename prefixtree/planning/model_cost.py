@@ -34,7 +34,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a token in one layer, in multiply-adds."""
+    """The cost of a token in one layer."""
 
     # transformers' name: full_attention, sliding_attention, linear_attention or others
     kind: str
