@@ -40,7 +40,6 @@ class AskedLayers(NamedTuple):
     """A model of `tree_logprobs(mtp=True)`, and what the rows `MTP` want to know of it."""
 
     config: Any
-    training: bool
     has_block: bool
     is_megatrons: bool
     has_state: bool
@@ -50,25 +49,29 @@ class AskedLayers(NamedTuple):
 def check_ahead(language_model: Any, packed: PackedForest) -> None:
     """Refuses layers of multi-token prediction that would not run as Megatron runs them."""
     block = getattr(language_model, "mtp", None)
-    codes = [(language_model, GPTModel, "_postprocess")]
+    layers = [] if block is None else list(block.layers)
+    codes = [
+        (language_model, GPTModel, "_postprocess"),
+        *((layer, MultiTokenPredictionLayer, "forward") for layer in layers),
+        *((layer, MultiTokenPredictionLayer, "_get_embeddings") for layer in layers),
+    ]
     if block is not None:
         codes.append((block, MultiTokenPredictionBlock, "forward"))
-        for layer in block.layers:
-            codes += [
-                (layer, MultiTokenPredictionLayer, name) for name in ("forward", "_get_embeddings")
-            ]
     asked = AskedLayers(
-        language_model.config,
-        language_model.training,
-        block is not None,
-        all(
-            getattr(type(module), name, None) is getattr(kind, name) and name not in vars(module)
-            for module, kind, name in codes
-        ),
-        block is not None and any(map(has_state, block.modules())),
-        packed.forest.routes is not None,
+        config=language_model.config,
+        has_block=block is not None,
+        is_megatrons=all(_is_code(*code) for code in codes),
+        has_state=any(has_state(module) for layer in layers for module in layer.modules()),
+        has_routes=packed.forest.routes is not None,
     )
-    refuse(MTP, asked, training=asked.training)
+    refuse(MTP, asked, training=language_model.training)
+
+
+def _is_code(module: Any, kind: type, name: str) -> bool:
+    """Whether a module's method is the one that Megatron's class `kind` has in its file."""
+    code = getattr(type(module), name, None)
+    own = code is getattr(kind, name) and name not in vars(module)
+    return own and code.__module__ == kind.__module__
 
 
 class Ahead:

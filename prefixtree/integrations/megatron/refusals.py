@@ -208,6 +208,12 @@ def _of_config(name: str, *fine: Any) -> Callable[[Any], Any]:
 
 #: Refusals of layers of multi-token prediction (`mtp=True`), of `AskedLayers`.
 MTP = (
+    # stages before the last have no block
+    Refusal(
+        "pipeline_model_parallel_size",
+        _of_config("pipeline_model_parallel_size", None, 1),
+        "mtp=True is not verified with pipeline parallelism; set pipeline_model_parallel_size=1",
+    ),
     Refusal(
         "mtp_block_spec",
         lambda asked: not asked.has_block,
@@ -236,11 +242,6 @@ MTP = (
         "context_parallel_size",
         _of_config("context_parallel_size", None, 1),
         "mtp=True is not verified with context parallelism; set context_parallel_size=1",
-    ),
-    Refusal(
-        "pipeline_model_parallel_size",
-        _of_config("pipeline_model_parallel_size", None, 1),
-        "mtp=True is not verified with pipeline parallelism; set pipeline_model_parallel_size=1",
     ),
     Refusal(
         "sequence_parallel",

@@ -109,6 +109,13 @@ def test_refused(refusal: Any) -> None:
         mtp.check_ahead(model.eval(), packed)
 
 
+def test_code_that_was_replaced_in_megatrons_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, packed = build(Case(LAYERS | {"num_layers": 1})), packed_of([[1, 2, 3]])
+    monkeypatch.setattr(type(model), "_postprocess", lambda self, **_: None)
+    with pytest.raises(UnsupportedError, match="its own block and layers"):
+        mtp.check_ahead(model, packed)
+
+
 def test_refused_by_every_other_way() -> None:
     model, packed = build(Case(LAYERS | {"num_layers": 1})), packed_of([[1, 2, 3]])
     check_model(model, mtp=True)
