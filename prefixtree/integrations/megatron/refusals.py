@@ -227,13 +227,13 @@ MTP = (
         "and layers; use these, or leave mtp out",
     ),
     Refusal(
-        "has_state",
+        "state",
         lambda asked: asked.has_state,
         "a layer of mtp has a state, which would begin before the tokens that it reads; give the "
         "block a spec with self-attention",
     ),
     Refusal(
-        "has_routes",
+        "routes",
         lambda asked: asked.has_routes,
         "recorded routes are of the model's own layers, and mtp has routers too; make the forest "
         "without routes, or leave mtp out",
@@ -258,7 +258,7 @@ MTP = (
         "router losses",
         lambda asked: counts_tokens(asked.config),
         "losses of routers and updates of their biases are not verified with mtp=True, whose "
-        "routers see fewer tokens; switch them off",
+        "routers see fewer tokens; set their coefficients to 0",
         only_training=True,
     ),
 )

@@ -79,8 +79,8 @@ def _with_state(model: Any) -> None:
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "mtp_block_spec": lambda model: delattr(model, "mtp"),
     "foreign code": lambda model: vars(model.mtp.layers[1]).update(forward=print),
-    "has_state": _with_state,
-    "has_routes": lambda model: None,
+    "state": _with_state,
+    "routes": lambda model: None,
     "context_parallel_size": lambda model: vars(model.config).update(context_parallel_size=2),
     "pipeline_model_parallel_size": lambda model: vars(model.config).update(
         pipeline_model_parallel_size=2
@@ -100,7 +100,7 @@ def test_refused(refusal: Any) -> None:
     model, packed = build(Case(LAYERS | {"num_layers": 1})), packed_of([[1, 2, 3]])
     mtp.check_ahead(model, packed)
     REFUSED[refusal.name](model)
-    if refusal.name == "has_routes":
+    if refusal.name == "routes":
         routes = [np.tile(np.arange(2, dtype=np.uint8), (2, 1, 1))]
         packed = pack(PrefixForest.from_sequences([[1, 2, 3]], routes=routes))
     with pytest.raises(UnsupportedError, match=re.escape(refusal.message)):
