@@ -1,4 +1,4 @@
-"""What a layer that predicts several tokens ahead sees and scores; `number` counts layers from 0.
+"""Masks and edges of layers that predict several tokens ahead; `number` counts layers from 0.
 
 Layer `number` reads, at token j, the embedding of j and what layer `number` - 1 (for 0 the model)
 made of the token before j, and predicts the token after j. The first `number` + 1 tokens of a path

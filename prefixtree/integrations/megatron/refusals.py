@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from prefixtree.errors import Refusal, is_set, refuse
+from prefixtree.errors import Refusal, refuse
 from prefixtree.integrations.megatron.version import installed
 
 
@@ -202,17 +202,27 @@ REFUSALS = (
 )
 
 
-def _of_config(name: str, *fine: Any) -> Callable[[Any], Any]:
-    return lambda asked: is_set(name, *fine)(asked.config)
+#: Settings that multi-token prediction is not verified with, and what to set them to.
+_ALONE = {
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+}
+
+
+def _is_parallel(asked: Any) -> Any:
+    others = [name for name, fine in _ALONE.items() if getattr(asked.config, name, fine) != fine]
+    return others and {"setting": others[0], "fine": _ALONE[others[0]]}
 
 
 #: Refusals of layers of multi-token prediction (`mtp=True`), of `AskedLayers`.
 MTP = (
-    # stages before the last have no block
+    # first, as stages before the last have no block
     Refusal(
-        "pipeline_model_parallel_size",
-        _of_config("pipeline_model_parallel_size", None, 1),
-        "mtp=True is not verified with pipeline parallelism; set pipeline_model_parallel_size=1",
+        "parallelism",
+        _is_parallel,
+        "mtp=True is not verified with pipeline, context or sequence parallelism; set {setting} to "
+        "{fine}",
     ),
     Refusal(
         "mtp_block_spec",
@@ -237,16 +247,6 @@ MTP = (
         lambda asked: asked.has_routes,
         "recorded routes are of the model's own layers, and mtp has routers too; make the forest "
         "without routes, or leave mtp out",
-    ),
-    Refusal(
-        "context_parallel_size",
-        _of_config("context_parallel_size", None, 1),
-        "mtp=True is not verified with context parallelism; set context_parallel_size=1",
-    ),
-    Refusal(
-        "sequence_parallel",
-        _of_config("sequence_parallel"),
-        "mtp=True is not verified with sequence parallelism; set sequence_parallel=False",
     ),
     Refusal(
         "recompute_granularity",

@@ -81,11 +81,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "foreign code": lambda model: vars(model.mtp.layers[1]).update(forward=print),
     "state": _with_state,
     "routes": lambda model: None,
-    "context_parallel_size": lambda model: vars(model.config).update(context_parallel_size=2),
-    "pipeline_model_parallel_size": lambda model: vars(model.config).update(
-        pipeline_model_parallel_size=2
-    ),
-    "sequence_parallel": lambda model: vars(model.config).update(sequence_parallel=True),
+    "parallelism": lambda model: vars(model.config).update(context_parallel_size=2),
     "recompute_granularity": lambda model: vars(model.config).update(recompute_granularity="full"),
     "router losses": lambda model: vars(model.config).update(moe_z_loss_coeff=0.1),
 }
@@ -103,7 +99,7 @@ def test_refused(refusal: Any) -> None:
     if refusal.name == "routes":
         routes = [np.tile(np.arange(2, dtype=np.uint8), (2, 1, 1))]
         packed = pack(PrefixForest.from_sequences([[1, 2, 3]], routes=routes))
-    with pytest.raises(UnsupportedError, match=re.escape(refusal.message)):
+    with pytest.raises(UnsupportedError, match=re.escape(refusal.message.split(" {")[0])):
         mtp.check_ahead(model, packed)
     if refusal.only_training:
         mtp.check_ahead(model.eval(), packed)
