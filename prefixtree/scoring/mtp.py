@@ -1,9 +1,7 @@
 """The wing of heads that predict several tokens ahead: multi-token prediction, `mtp=`.
 
-Head k (1, 2, ..) reads, at token j, the embedding of j and what head k - 1 (for k = 1 the model)
-made of the token before j, and predicts the token after j. All of this depends on the path of j
-alone. So a head runs over the same forest, at the same places: token j takes the row of its
-predictor. The first k tokens of a path have nothing to read, and are hidden as keys.
+What a head (see `ahead`) makes of a token depends on the token's path alone. So a head runs over
+the same forest, at the same places: each token takes the row of its predictor.
 
 Legend: T packed tokens, t own tokens of a part, d hidden size, V vocabulary.
 """
@@ -29,10 +27,10 @@ from prefixtree.models.checks import attention_modules, check_parts
 from prefixtree.models.layers import decoder_of
 from prefixtree.models.prepared import prepare_attending
 from prefixtree.models.rope import check_rope
-from prefixtree.packing.copies import GatherIndex, gather
+from prefixtree.packing.copies import gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.mask import TreeMask
-from prefixtree.scoring.edges import ScoredEdges, SequenceScores, edges_on_device, scores_of
+from prefixtree.scoring.ahead import before_each, edges_ahead, mask_ahead
+from prefixtree.scoring.edges import ScoredEdges, SequenceScores, scores_of
 from prefixtree.scoring.mtp_refusals import MTP, AskedHeads
 from prefixtree.wings import CallWing, ForwardWing
 
@@ -98,7 +96,7 @@ class Heads(CallWing):
 
     def _logprobs(self, hidden: torch.Tensor, packed: PackedForest) -> Iterator[list[torch.Tensor]]:
         """Runs head after head; `hidden` is what the model made of all tokens, [T, d]."""
-        heads, host, found, options = self._heads, packed.mask.host, self._found, self._options
+        heads, found, options = self._heads, self._found, self._options
         weight, bias = heads.shared_head.weight, heads.shared_head.bias
         if self._detach:
             hidden, weight = hidden.detach(), weight.detach()
@@ -106,10 +104,9 @@ class Heads(CallWing):
         inputs = packed.model_inputs()
         with torch.no_grad() if self._detach else nullcontext():
             embedded = heads.embed_tokens(inputs["input_ids"])
-        # roots, which have no token before them, get zeros
-        before = GatherIndex(host.predictor, packed.num_tokens, packed.device)
+        before = before_each(packed)
         for number in range(len(heads.layers)):
-            mask = _without_first(packed, number + 1).given_with(inputs["position_ids"][0])
+            mask = mask_ahead(packed, number).given_with(inputs["position_ids"][0])
             given = number, gather(hidden, before)[None], inputs["position_ids"], None
             options_of_layer = {"inputs_embeds": embedded, "tree_mask": mask, "use_cache": False}
             with counted_calls(mask.host) as calls:
@@ -121,24 +118,10 @@ class Heads(CallWing):
                     "expected one: another attention (a replaced module or a patched forward) "
                     "gives the results of another batch; use transformers' layers"
                 )
-            # the predictor must have had something to read
-            which = np.flatnonzero(host.position[found.predictor] > number)
-            edges = edges_on_device(packed, found, which, found.predictor[which])
+            edges, to_sequences = edges_ahead(packed, found, number)
             rows = gather(hidden.index_select(0, edges.predictors), edges.to_predictors)
             log_p = linear_logprobs(rows, weight, bias, edges.target, edges.temperature, options)
-            # one entry more: copies that are not scored have the unit -1, and stay so
-            row = np.full(found.count + 1, -1, np.int32)
-            row[which] = np.arange(len(which))
-            to_sequences = GatherIndex(row[found.of_copies], len(which), packed.device)
             yield scores_of(log_p, to_sequences, found.lengths, options).logprobs
-
-
-def _without_first(packed: PackedForest, count: int) -> TreeMask:
-    """The mask of a forest in which the first `count` tokens of a path are seen by no other."""
-    host, tokens = packed.mask.host, np.arange(packed.num_tokens)
-    end = np.where(host.position < count, tokens + 1, host.subtree_end)
-    mask = TreeMask(end).to(packed.device)
-    return mask.with_options(packed.mask.backend, packed.mask.deterministic)
 
 
 class _Forward(ForwardWing):

@@ -25,7 +25,6 @@ from prefixtree.scoring.forward import AskedWings
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.float64 import Float64
 from tests.support.full import mostly
-from tests.support.hooks import put
 from tests.support.models import (
     Objective,
     as_lists,
@@ -219,15 +218,14 @@ def test_the_code_of_the_page(monkeypatch):
 def test_every_part_counts(wrong, monkeypatch):
     """Hidden states off by one, and keys of tokens that have nothing to read."""
 
-    def shifted(index: Any, *where: Any) -> Any:
-        if not callable(index) and len(index) == ragged_packed().num_tokens:
-            index = (index - 1).clip(-1)
-        return GatherIndex(index, *where)
+    def shifted(packed: Any) -> GatherIndex:
+        rows = (packed.mask.host.predictor - 1).clip(-1)
+        return GatherIndex(rows, packed.num_tokens, packed.device)
 
     if wrong == "predictor":
-        monkeypatch.setattr(module, "GatherIndex", shifted)
+        monkeypatch.setattr(module, "before_each", shifted)
     else:
-        put(monkeypatch, "mask of heads", lambda forest, count: forest.mask)
+        monkeypatch.setattr(module, "mask_ahead", lambda packed, number: packed.mask)
     found = differences(pair(), reference(), mtp_detach=False)
     assert min(found) > 0.01, found
 

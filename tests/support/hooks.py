@@ -77,7 +77,6 @@ CALLS = {
     "keys that move": "sampling.growing_forest:GrowingForest._move_together",
     "lists of a decode step": "kernels.decoding.work:DecodeWork._fill",
     "mask of dualkv": "integrations.dualkv:_mask",
-    "mask of heads": "scoring.mtp:_without_first",
     "model of a setting": "testing.models:_build",
     "numbers of tokens and choices": "_forest_inputs:numbers_of",
     "output of verl's engine": "integrations.verl.engine:PackedActorEngine._model_output",

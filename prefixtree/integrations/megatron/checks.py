@@ -65,7 +65,7 @@ def find_model(model: Any) -> Any:
     )
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, mtp: bool = False) -> None:
     """Refuses a model that would read a forest as something else.
 
     `tree_logprobs` and `pack_batches` call it before they run a model. Call it where you build a
@@ -74,13 +74,15 @@ def check_model(model: Any) -> None:
     Args:
         model: Megatron's GPTModel or HybridModel, wrapped or not: that of one pipeline stage, or of
             one virtual stage.
+        mtp: whether layers of multi-token prediction run, as with `tree_logprobs(mtp=True)`; else
+            a model that has some is refused. Default: False.
 
     Raises:
         UnsupportedError: a layer or a setting with which forests are not exact, by name, with the
             reason and the way to mend it.
     """
     language_model = find_model(model)
-    check_config(language_model.config, language_model.training)
+    check_config(language_model.config, language_model.training, mtp)
     check_group(language_model)
     kind = getattr(language_model, "position_embedding_type", "none")
     if kind == "mrope":
@@ -88,15 +90,18 @@ def check_model(model: Any) -> None:
             "packed forests are not served with position_embedding_type='mrope': positions of "
             "images are not depths; use a text model"
         )
-    if getattr(language_model, "mtp_process", False):
+    has_mtp = getattr(language_model, "mtp_process", False)
+    if has_mtp and not mtp:
         raise UnsupportedError(
-            "packed forests are not served with multi-token prediction (the model has an mtp "
-            "block), which shifts tokens in packed order; build the model without mtp_block_spec"
+            "packed forests are served with multi-token prediction (the model has an mtp block) by "
+            "tree_logprobs(..., mtp=True) alone; build the model without mtp_block_spec"
         )
     for part in ("embedding", "decoder"):
         _check_origin(part, getattr(language_model, part, None))
     for name, layer in language_model.decoder.layers.named_children():
         _check_layer(f"decoder.layers.{name}", layer)
+    for name, layer in language_model.mtp.layers.named_children() if has_mtp else ():
+        _check_layer(f"mtp.layers.{name}.mtp_model_layer", layer.mtp_model_layer)
     for name, module in language_model.named_modules():
         if isinstance(module, Attention):
             _check_attention(name, module)
@@ -224,7 +229,8 @@ def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedToken
             f"{type(language_model).__name__}, which has {states}: the others read the packed "
             "order (a patched forward, or a replaced layer)"
         )
-    expected = sum(isinstance(m, Attention) for m in language_model.modules())
+    # layers of multi-token prediction have masks of their own
+    expected = sum(isinstance(m, Attention) for m in language_model.decoder.modules())
     if count != expected:
         raise UnsupportedError(
             f"{count} attention calls followed the forest in a forward of "

@@ -13,10 +13,11 @@ from prefixtree.errors import Refusal, refuse
 from prefixtree.integrations.megatron.version import installed
 
 
-def check_config(config: Any, training: bool) -> None:
-    """Refuses a configuration, with the first reason."""
+def check_config(config: Any, training: bool, mtp: bool) -> None:
+    """Refuses a configuration, with the first reason; `MTP` says what else `mtp` rules out."""
     before = "packed forests are not served with {name}={value!r}: "
-    refuse(REFUSALS, config, before, training=training)
+    rows = [row for row in REFUSALS if not (mtp and row.name == "mtp_num_layers")]
+    refuse(rows, config, before, training=training)
 
 
 def _get(name: str, default: Any = None) -> Callable[[Any], Any]:
@@ -154,7 +155,7 @@ REFUSALS = (
     Refusal(
         "mtp_num_layers",
         _get("mtp_num_layers"),
-        "multi-token prediction shifts tokens in packed order; set it to None",
+        "multi-token prediction is scored by tree_logprobs(..., mtp=True) alone; set it to None",
     ),
     Refusal(
         "enable_cuda_graph",
@@ -197,5 +198,67 @@ REFUSALS = (
         "fine_grained_activation_offloading",
         _get("fine_grained_activation_offloading"),
         "it frees tensors that attention saves, which was not compared; set it to False",
+    ),
+)
+
+
+#: Settings that multi-token prediction is not verified with, and what to set them to.
+_ALONE = {
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+}
+
+
+def _is_parallel(asked: Any) -> Any:
+    others = [name for name, fine in _ALONE.items() if getattr(asked.config, name, fine) != fine]
+    return others and {"setting": others[0], "fine": _ALONE[others[0]]}
+
+
+#: Refusals of layers of multi-token prediction (`mtp=True`), of `AskedLayers`.
+MTP = (
+    # first, as stages before the last have no block
+    Refusal(
+        "parallelism",
+        _is_parallel,
+        "mtp=True is not verified with pipeline, context or sequence parallelism; set {setting} to "
+        "{fine}",
+    ),
+    Refusal(
+        "mtp_block_spec",
+        lambda asked: not asked.has_block,
+        "mtp=True needs a model with layers of multi-token prediction; give GPTModel "
+        "mtp_block_spec, or leave mtp out",
+    ),
+    Refusal(
+        "foreign code",
+        lambda asked: not asked.is_megatrons,
+        "layers of multi-token prediction are verified with Megatron's GPTModel and its own block "
+        "and layers; use these, or leave mtp out",
+    ),
+    Refusal(
+        "state",
+        lambda asked: asked.has_state,
+        "a layer of mtp has a state, which would begin before the tokens that it reads; give the "
+        "block a spec with self-attention",
+    ),
+    Refusal(
+        "routes",
+        lambda asked: asked.has_routes,
+        "recorded routes are of the model's own layers, and mtp has routers too; make the forest "
+        "without routes, or leave mtp out",
+    ),
+    Refusal(
+        "recompute_granularity",
+        lambda asked: asked.config.recompute_granularity == "full",
+        "mtp=True is not verified with full recomputation; set recompute_granularity='selective'",
+        only_training=True,
+    ),
+    Refusal(
+        "router losses",
+        lambda asked: counts_tokens(asked.config),
+        "losses of routers and updates of their biases are not verified with mtp=True, whose "
+        "routers see fewer tokens; set their coefficients to 0",
+        only_training=True,
     ),
 )

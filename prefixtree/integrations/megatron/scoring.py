@@ -11,7 +11,9 @@ this rank, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ from prefixtree.integrations.megatron.context_parallel import (
     LocalForest,
     local_forest,
 )
+from prefixtree.integrations.megatron.mtp import Ahead, check_ahead
 from prefixtree.integrations.megatron.routers import check_routes
 from prefixtree.kernels.lm_head.eager import VocabularySlice
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
@@ -69,6 +72,7 @@ def tree_logprobs(
     measure: Measure | None = None,
     sampling_masks: Sequence[Any] | None = None,
     chunk_size: int | None = None,
+    mtp: bool = False,
 ) -> SequenceScores | torch.Tensor:
     """Computes the log-probability of every token of every sequence; shared prefixes run once.
 
@@ -95,6 +99,10 @@ def tree_logprobs(
             the whole vocabulary.
         chunk_size: the number of edges whose logits are in memory at once, the same on all ranks.
             Default: as in `sequence_logprobs`.
+        mtp: whether the model's layers of multi-token prediction (GPTModel's `mtp_block_spec`, made
+            from `tree_spec`) score too, as `SequenceScores.mtp`. Megatron's own loss of them is not
+            added. The model gets their gradients unless `config.mtp_detach_heads` is set, as with
+            Megatron. Default: False, which refuses a model that has such layers.
 
     Returns:
         On the last stage SequenceScores, the same on every tensor- and context-parallel rank:
@@ -118,7 +126,9 @@ def tree_logprobs(
     options = ScoreOptions(return_entropy, chunk_size=chunk_size, measure=measure)
 
     def check() -> ScoredEdges:
-        check_model(language_model)
+        check_model(language_model, mtp)
+        if mtp:
+            check_ahead(language_model, packed)
         needs_rows = measure is not None or sampling_masks is not None
         if needs_rows and language_model.config.context_parallel_size > 1:
             raise UnsupportedError(
@@ -139,11 +149,19 @@ def tree_logprobs(
         return _run(model, language_model, local)
     assert scored is not None
     edges, to_sequences = local.edges(scored)
-    options = over_sets(options, scored.sets, packed.device)
-    with scoring_layer(language_model.output_layer, edges, options) as handed:
+    plain, options = (
+        ScoreOptions(chunk_size=chunk_size),
+        over_sets(options, scored.sets, packed.device),
+    )
+    ahead = Ahead(language_model, local, scored, plain) if mtp else None
+    with (
+        scoring_layer(language_model.output_layer, edges, options, ahead) as handed,
+        nullcontext() if ahead is None else ahead.running(),
+    ):
         output = _run(model, language_model, local)
     scores = local.gathered_scores(returned_scores(output, handed), scored)
-    return scores_of(scores, to_sequences, scored.lengths, options, found=scored)
+    result = scores_of(scores, to_sequences, scored.lengths, options, found=scored)
+    return result if ahead is None else replace(result, mtp=ahead.logprobs)
 
 
 def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
@@ -267,12 +285,16 @@ def returned_scores(output: Any, handed: Handed) -> torch.Tensor:
 
 
 @contextmanager
-def scoring_layer(layer: Any, edges: DeviceEdges, options: ScoreOptions) -> Iterator[Handed]:
+def scoring_layer(
+    layer: Any, edges: DeviceEdges, options: ScoreOptions, ahead: Ahead | None = None
+) -> Iterator[Handed]:
     """A context in which the output layer scores `edges` and returns [U, 1, columns]."""
     handed = Handed()
 
     def forward(hidden: torch.Tensor, weight: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
         weight = layer.weight if weight is None else weight
+        if ahead is not None:
+            hidden = ahead.score(hidden, weight, partial(_head_scores, layer))
         scores = _head_scores(layer, hidden, weight, edges, options)
         # the model turns it to [1, U, columns] again, in the same memory
         return handed.give(scores).transpose(0, 1), None

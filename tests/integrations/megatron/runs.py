@@ -17,7 +17,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -172,6 +175,16 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     return with_norms(spec)
 
 
+def block_spec(config: TransformerConfig, spec: ModuleSpec) -> Any:
+    """Megatron's block of multi-token prediction with layers of a spec; None without them."""
+    if not config.mtp_num_layers:
+        return None
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), Norm)
+    layers = [replace(s, submodules=replace(s.submodules, **norms)) for s in block.layer_specs]
+    return replace(block, layer_specs=layers)
+
+
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
     """A hybrid stack of attention layers and MLP layers, from the local spec's parts."""
     layer = layer_spec(config).submodules
@@ -209,7 +222,8 @@ def build(case: Case, wrap: Callable[[Any], Any] = tree_spec, vp_stage: int | No
     }
     torch.manual_seed(7)
     if case.model == "gpt":
-        model = GPTModel(config, wrap(layer_spec(config)), **common)
+        spec = wrap(layer_spec(config))
+        model = GPTModel(config, spec, mtp_block_spec=block_spec(config, spec), **common)
     else:
         pattern = "*-*-*-"
         config.num_layers = len(pattern)

@@ -15,7 +15,7 @@ from packaging.version import Version
 from prefixtree.integrations.megatron import batch_packing, context_parallel, scoring
 from prefixtree.integrations.megatron.version import installed
 from prefixtree.kernels.lm_head.eager import VocabularySlice
-from tests.integrations.megatron import replay_runs, router_runs, state_runs
+from tests.integrations.megatron import mtp_runs, replay_runs, router_runs, state_runs
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import Case, build, compared, latent, moe
 from tests.integrations.megatron.state_runs import DELTA, MAMBA
@@ -74,6 +74,10 @@ STATES = {
     "TP + SP, Mamba, recompute": Case(SP | MAMBA | FULL, model="hybrid"),
 }
 REPLAY = {"TP + SP, recorded routes": Case(SP | moe())}
+MTP = {
+    "TP, several tokens ahead": Case(mtp_runs.LAYERS),
+    "TP, several tokens ahead, tied": Case(mtp_runs.LAYERS, tied=True),
+}
 EXPERT_ROUTERS = {
     "EP, global aux, z, bias": Case(losses("global_aux_loss", **Z, **BIAS)),
 }
@@ -143,6 +147,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     results |= {name: router_runs.compared(case) for name, case in ROUTERS.items()}
     results |= {name: vars(state_runs.compared(case)) for name, case in STATES.items()}
     results |= {name: vars(replay_runs.compared(case)) for name, case in REPLAY.items()}
+    results |= {name: vars(mtp_runs.compared(case)) for name, case in MTP.items()}
     results["records"] = replay_runs.recorded(Case(SP | moe()))
     model = build(TENSOR["TP + SP"])
     results["shape of the output layer"] = tuple(model.output_layer.weight.shape)

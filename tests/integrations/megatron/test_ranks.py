@@ -10,6 +10,7 @@ from tests.integrations.megatron.tensor_ranks import (
     EXPERT,
     EXPERT_ROUTERS,
     MISTAKES,
+    MTP,
     REPLAY,
     ROUTERS,
     STATES,
@@ -33,7 +34,7 @@ def test_the_model_is_cut(ranks: list[dict[str, Any]]) -> None:
         assert rank["local experts"] == 2
 
 
-@pytest.mark.parametrize("name", [*EXACT, *STATES, *REPLAY])
+@pytest.mark.parametrize("name", [*EXACT, *STATES, *REPLAY, *MTP])
 def test_equals_sequences_in_float64(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         found = rank[name]
