@@ -176,7 +176,7 @@ def unbroken_runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- routes --------------------------------------------------------------------------------------
 
 _LARGEST_EXPERT = 2**15 - 1
-# what engines write in the place of an expert that they did not record
+# what engines write in the place of an expert that they did not record, and forests in that of all
 _UNRECORDED = -1
 _RECORD = (
     "a token that the engine did not record: record it too, or drop the sequence; rows at the end "
@@ -196,8 +196,8 @@ def join_routes(
         loss_mask: S masks [n], the scored tokens. Default: all.
 
     Returns:
-        int16 [R, L, k], each token's experts ascending: their order changes nothing. Experts
-        0 .. k - 1 where none are recorded.
+        int16 [R, L, k], each token's experts ascending: their order changes nothing. -1 where none
+        are recorded.
 
     Raises:
         ForestError: routes of another number or length than the sequences, of several numbers of
@@ -213,9 +213,7 @@ def join_routes(
         )
     expected = given[0].shape[1:] if given[0].ndim == 3 else (0, 0)
     needed = lengths - 1 if loss_mask is None else _last_scored(loss_mask, lengths)
-    joined = np.zeros((int(lengths.sum()), *expected), np.int16)
-    # where nothing is recorded
-    joined[:] = np.arange(expected[1], dtype=np.int16)
+    joined = np.full((int(lengths.sum()), *expected), _UNRECORDED, np.int16)
     first = np.cumsum(lengths) - lengths
     for i, (route, n, least, at) in enumerate(
         zip(given, lengths.tolist(), needed.tolist(), first.tolist(), strict=True)
@@ -252,16 +250,19 @@ def _last_scored(loss_mask: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
 def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
     """Checks and sorts routes that come as one array [T, L, k], tokens in any order.
 
+    Rows of -1 are not recorded.
+
     Raises:
         ForestError: as `join_routes`.
     """
     given = to_numpy(routes, "routes")
     _check(given, "routes", num_tokens, given.shape[1:], num_tokens - 1)
-    _check_experts(given, "routes", np.ones(len(given), bool))
+    recorded = (given != _UNRECORDED).any((1, 2))
+    _check_experts(given, "routes", recorded)
     if len(given) != num_tokens:
         raise ForestError(f"routes has {len(given)} rows; lengths add up to {num_tokens}")
     given = np.sort(given, axis=-1).astype(np.int16)
-    for bad in np.flatnonzero(_names_twice(given))[:1]:
+    for bad in np.flatnonzero(_names_twice(given) & recorded)[:1]:
         _refuse_twice(f"routes[{bad}]", given[bad])
     return given
 
