@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prefixtree.kernels.attention import explain, tree_attention
     from prefixtree.kernels.lm_head.measures import MeasuredEdges
     from prefixtree.models.compiled import compile_layers
+    from prefixtree.models.dropout import share_dropout
     from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
     from prefixtree.packing.layout import Edges, PackedForest, pack
     from prefixtree.packing.mask import TreeMask
@@ -91,6 +92,7 @@ __all__ = [
     "prepare",
     "sequence_logprobs",
     "sequence_values",
+    "share_dropout",
     "tree_attention",
     "verify",
 ]
@@ -111,6 +113,7 @@ _LATER = {
     ),
     "prefixtree.kernels.lm_head.measures": ("MeasuredEdges",),
     "prefixtree.models.compiled": ("compile_layers",),
+    "prefixtree.models.dropout": ("share_dropout",),
     "prefixtree.packing.block_tables": (
         "BlockTables",
         "MaskStats",

@@ -33,7 +33,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"scoring/kept|:KEPT", "Kept trunks"),
     (r"in_groups|/parallel/|group_refusals|divided", "Groups of ranks (group=)"),
     (r"/recompute/", "Recomputation"),
-    (r"adapters|low_precision", "Adapters and quantised weights"),
+    (r"adapters|dropout.py|low_precision", "Adapters and quantised weights"),
     (r"/experts/", "Mixtures of experts"),
     (r"/states/", "Recurrent layers"),
     (r"/sparse/", "Sparse attention"),

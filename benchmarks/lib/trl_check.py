@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ METRICS = ("loss", "grad_norm", "entropy")
 # generations, each trained on twice: the second time the ratio is not 1
 GENERATIONS, ITERATIONS = 2, 2
 EPSILON = 100.0
-# of a check
-PROMPTS, SAMPLES, MOST_PROMPT, MOST_NEW = 2, 4, 512, 128
+# groups of a rank, each a micro-batch
+PROMPTS = 2
 
 
 def outcome(
@@ -106,17 +105,7 @@ def check(work: Work, options: argparse.Namespace, folder: Path, ranks: Ranks) -
     Returns:
         for the report: errors by run, the first run's metrics, and what is red.
     """
-    few = replace(
-        work,
-        prompts=PROMPTS * ranks.count,
-        samples=SAMPLES,
-        prompt=min(work.prompt, MOST_PROMPT),
-        new=min(work.new, MOST_NEW),
-        # micro-batches of one group each
-        rows=SAMPLES,
-        accumulation=PROMPTS,
-        replies=0,
-    )
+    few = work.few(PROMPTS * ranks.count)
     stock, ours = Side.of("trl"), Side.of("prefixtree")
     exact, start, exact_end = outcome(stock, few, options, False, folder)
     say = print if ranks.rank == 0 else lambda *_, **__: None

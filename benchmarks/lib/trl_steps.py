@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
 
 from benchmarks.lib.policy import Ranks, config
 from benchmarks.lib.runs import Row
@@ -32,6 +37,8 @@ WORDS = {
     "prefixtree": ("static", "continuous", "kept", "tree", "auto", "compiled"),
 }
 BEST = "prefixtree+tree+auto+compiled"
+# of a check
+FEW_SAMPLES, FEW_PROMPT, FEW_NEW = 4, 512, 128
 # one token of so many ends a turn, where there are several
 TURN = 64
 REPLY = 32
@@ -114,6 +121,27 @@ class Work:
             return words[turns - 1].tolist() if 0 < turns <= self.replies else None
 
         return answer
+
+    def few(self, groups: int) -> Work:
+        """The work of a check: so many short groups, a micro-batch each, of one turn."""
+        return replace(
+            self,
+            prompts=groups,
+            samples=FEW_SAMPLES,
+            prompt=min(self.prompt, FEW_PROMPT),
+            new=min(self.new, FEW_NEW),
+            rows=FEW_SAMPLES,
+            accumulation=2,
+            replies=0,
+        )
+
+    def settings(self, model: Any, steps: int) -> dict[str, Any]:
+        """What a trainer is given besides the model: data, rewards and tokenizer."""
+        return {
+            "train_dataset": self.data(steps),
+            "reward_funcs": reward_of(model),
+            "processing_class": tokenizer_of(self.vocabulary),
+        }
 
     def data(self, steps: int) -> Any:
         """A dataset of so many steps: prompts of random words, one after another."""
@@ -200,7 +228,12 @@ def rollout_of(side: Side, work: Work) -> Any:
 
 
 def model_of(side: Side, options: argparse.Namespace, dtype: str, ends: list[int] | None) -> Any:
-    """Qwen3-0.6B's shape with the side's attention; random weights, the same for every side."""
+    """Qwen3-0.6B's shape with the side's attention; random weights, the same for every side. Or the
+    model in the folder --model."""
+    if folder := getattr(options, "model", None):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=side.attention
+        )
     settings = config(options.is_tiny)
     settings._attn_implementation = side.attention
     model = random_model(settings, options.layers, dtype, options.device)
@@ -265,11 +298,9 @@ def make_trainer(
         settings = {"recompute": "auto"} if "auto" in side.words else {}
     trainer = kind(
         model=model,
-        reward_funcs=reward_of(model),
         args=arguments,
-        train_dataset=work.data(steps),
-        processing_class=tokenizer_of(work.vocabulary),
         rollout_func=rollout,
+        **work.settings(model, steps),
         **settings,
     )
     # what it would print is in the rows

@@ -12,7 +12,7 @@ from prefixtree.errors import ForestError, Refusal, refuse
 from prefixtree.images.images import Images
 from prefixtree.images.inputs import check_served
 from prefixtree.models.checks import runs_deepspeed
-from prefixtree.models.families import check_noise
+from prefixtree.models.families import check_noise, seed_of
 from prefixtree.models.layers import groups_of, layers_of
 from prefixtree.models.rope import fixed_lengths
 from prefixtree.packing.layout import PackedForest
@@ -70,6 +70,12 @@ WITH_IMAGES = (
         "routes",
         lambda shows: shows.packed.forest.routes is not None,
         "recorded routes of experts are not verified with images; make the forest without routes",
+    ),
+    Refusal(
+        "shared dropout",
+        lambda shows: seed_of(shows.causal_lm) is not None,
+        "shared dropout is not verified with images, whose ids are others in other batches; set "
+        "lora_dropout=0",
     ),
     Refusal(
         "DeepSpeed",

@@ -14,6 +14,7 @@ from packaging import version
 from torch import nn
 
 from prefixtree.errors import Refusal, UnsupportedError, refuse
+from prefixtree.kernels.splitmix import path_keys
 from prefixtree.models.family_table import (
     FAMILIES,
     INDEXED,
@@ -87,6 +88,9 @@ COUNTS_COPIES = "router_loss_counts_copies"
 # the keyword of recorded routes, and the mark of attention layers in a model that replays them
 ROUTES = "tree_routes"
 REPLAYS = "_prefixtree_replays"
+# the seed of a model that shares dropout (`models.dropout`), and the keyword of its tokens' keys
+SEED = "_prefixtree_dropout_seed"
+KEYS = "tree_dropout_keys"
 ROUTER_LOGITS = (
     "output_router_logits asks the model for its load-balancing loss, which counts a shared token "
     "once where the replicated batch counts every copy: take scores.aux_loss of "
@@ -246,7 +250,7 @@ def check_tokens(config: Any, tokens: np.ndarray, sees: bool = True) -> None:
         if token is None or not (tokens == token).any():
             continue
         mend = "which is not verified here: drop them"
-        if sees and modality != "audio":
+        if sees and modality != "audio" and not family_of(config).is_text_alone:
             mend = (
                 "make the forest of images.sequences and pass images=images, with images = "
                 "Images.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
@@ -289,8 +293,8 @@ MODULES = (
         "dropout",
         _dropout,
         "{layer} is an active dropout (p = {p}): a shared token would draw one mask where the "
-        "replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter) or call "
-        "model.eval()",
+        "replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter), or call "
+        "model.eval(), or prefixtree.share_dropout(model, seed) for one mask of LoRA's dropout",
     ),
 )
 
@@ -308,12 +312,20 @@ def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
         refuse(MODULES, (name, module))
 
 
-def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
-    """Makes the keywords of a forward over a packed forest, with the rows of positions it takes."""
+def forward_inputs(packed: PackedForest, transformer: Any) -> dict[str, Any]:
+    """Makes the keywords of a model's forward over a packed forest, as its family takes them."""
     inputs = packed.model_inputs()
-    if (rows := family_of(config).position_rows) > 1:
+    if (rows := family_of(transformer.config).position_rows) > 1:
         inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    if (seed := seed_of(transformer)) is not None:
+        of_tokens = inputs["input_ids"][0], packed.position_ids, packed.subtree_end
+        inputs[KEYS] = path_keys(*of_tokens, seed)
     return inputs
+
+
+def seed_of(transformer: Any) -> int | None:
+    """Gives the seed of the dropout that a model shares and that is active, or None."""
+    return vars(transformer).get(SEED) if transformer.training else None
 
 
 def check_checkpointing(model: nn.Module, config: Any) -> None:

@@ -79,6 +79,7 @@ class Family:
         layer_types: the names that config.layer_types may hold.
         functions: the `REPLACED_FUNCTIONS` that its recurrent layers call; none where no layer
             carries a state.
+        is_text_alone: whether images of its vision encoder are refused.
         is_tested: False for what a user allowed.
     """
 
@@ -91,6 +92,7 @@ class Family:
     learns_positions: bool = False
     layer_types: frozenset[str] = ATTENTION_TYPES
     functions: tuple[str, ...] = ()
+    is_text_alone: bool = False
     is_tested: bool = True
 
     @property
@@ -163,6 +165,8 @@ FAMILIES: dict[str, Family] = {
     "flint": Family(),
     "gemma": Family(),
     "gemma2": Family(softcap="final_logit_softcapping"),
+    # its text class caps logits, the whole does not
+    "gemma3": Family(is_text_alone=True),
     "gemma3_text": Family(softcap="final_logit_softcapping"),
     "gemma3n_text": Family(softcap="final_logit_softcapping"),
     "gemma4": Family(softcap="final_logit_softcapping"),
@@ -194,6 +198,7 @@ FAMILIES: dict[str, Family] = {
     "hy_v4": _indexed(hides_positions=True),
     "hyperclovax": Family(scale="logits_scaling"),
     "internlm3": Family(),
+    "internvl": Family(is_text_alone=True),
     "iquestcoder": Family(),
     "jais2": Family(),
     "jetmoe": Family(),
@@ -214,6 +219,7 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(),
     "ministral3": Family(),
     "mistral": Family(),
+    "mistral3": Family(is_text_alone=True),
     "mixtral": Family(),
     "modernbert-decoder": Family(),
     "nanochat": Family(softcap="final_logit_softcapping"),

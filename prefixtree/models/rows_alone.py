@@ -331,7 +331,7 @@ def _outputs(
         # a token that sees itself alone gets its value by any kernel; none is compiled for this
         packed = packed.with_options("reference")
     packed = packed.to(device)
-    inputs = forward_inputs(packed, transformer.config) | router_keywords(transformer.config, False)
+    inputs = forward_inputs(packed, transformer) | router_keywords(transformer.config, False)
     head = transformer.get_output_embeddings()
     if head is not None:
         inputs["logits_to_keep"] = torch.arange(_TOKENS, device=device)

@@ -63,7 +63,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "dots3_note",
         "emu3",
         "fuyu",
-        "gemma3",
         "gemma3n",
         "gemma4_unified",
         "git",

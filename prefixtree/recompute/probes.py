@@ -236,7 +236,7 @@ def _run(
     autocast: AbstractContextManager[Any] | None,
 ) -> Run:
     packed = pack(_forest(tokens, model.config.get_text_config())).to(device)
-    inputs = forward_inputs(packed, model.config) | router_keywords(model.config, False)
+    inputs = forward_inputs(packed, model) | router_keywords(model.config, False)
     with ExitStack() as stack:
         if fake is not None:
             inputs = {

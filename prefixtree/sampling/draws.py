@@ -19,11 +19,8 @@ import torch
 
 from prefixtree._numbers import integer, number
 from prefixtree.kernels.runtime import installed
+from prefixtree.kernels.splitmix import FIRST, GAMMA, SECOND, mix, wrapped
 
-# SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_FIRST = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND = 0x94D049BB133111EB - 2**64
 _BRANCH = 0xD1B54A32D192ED03 - 2**64
 # marks the end of a short path
 _ENDED = -1
@@ -117,8 +114,8 @@ class Draws:
         if not self.warpers and in_one_pass(logits):
             from prefixtree.kernels.decoding import draw
 
-            state = _mix(keys + positions * _GAMMA)
-            constants = _GAMMA, _FIRST, _SECOND
+            state = mix(keys + positions * GAMMA)
+            constants = GAMMA, FIRST, SECOND
             return *draw.draw(logits, state, self.temperature, constants), None, None
         rows = max(1, _AT_ONCE // logits.shape[-1])
         parts = zip(logits.split(rows), keys.split(rows), positions.split(rows), strict=True)
@@ -169,34 +166,20 @@ def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:
     paths = list(paths)
     depth = max(map(len, paths))
     numbers = torch.tensor([[*path, *[_ENDED] * (depth - len(path))] for path in paths])
-    # as int64, whose sums and products wrap around
-    state = (seed + _GAMMA + 2**63) % 2**64 - 2**63
-    keys = _mix(torch.full((len(paths),), state))
+    keys = mix(torch.full((len(paths),), wrapped(seed + GAMMA)))
     for column in numbers.unbind(1):
         # a step of its own, as numbers of positions and tokens would collide with these
-        below = _mix(keys + (column + 1) * _BRANCH + _GAMMA)
+        below = mix(keys + (column + 1) * _BRANCH + GAMMA)
         keys = torch.where(column == _ENDED, keys, below)
     return keys
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Makes Gumbel noise, float32 [B, V]; keys and positions are int64 [B]."""
-    state = _mix(keys + positions * _GAMMA)[:, None]
-    numbers = torch.arange(1, vocabulary + 1, device=keys.device) * _GAMMA
+    state = mix(keys + positions * GAMMA)[:, None]
+    numbers = torch.arange(1, vocabulary + 1, device=keys.device) * GAMMA
     # 53 bits, of which float32 keeps 24; all of them count near 0, where large noise comes from
-    uniform = (_mix(state + numbers) >> 11).bitwise_and_(2**53 - 1).add_(1).float().mul_(2.0**-53)
+    uniform = (mix(state + numbers) >> 11).bitwise_and_(2**53 - 1).add_(1).float().mul_(2.0**-53)
     # a number rounded to 1 would give infinite noise, which no likely token outweighs
     uniform = uniform.clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _mix(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function on int64, whose products wrap around."""
-    z = (z ^ _shifted(z, 30)) * _FIRST
-    z = (z ^ _shifted(z, 27)) * _SECOND
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts logically to the right; torch's shift copies the sign."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)

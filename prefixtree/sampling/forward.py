@@ -35,7 +35,7 @@ from prefixtree.models.checks import (
     every_layer_attends,
     find_causal_lm,
 )
-from prefixtree.models.families import check_tokens, family_of, forward_inputs
+from prefixtree.models.families import check_tokens, family_of, forward_inputs, seed_of
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.models.rope import fixed_lengths, longest_row
 from prefixtree.models.rows_alone import check_layers
@@ -250,6 +250,7 @@ class CachedForward:
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
+        self._check_dropout()
         self._rope_length = longest_row(self._causal_lm, packed.mask.host)
         prepare_layers(self._causal_lm)
         check_layers(self._causal_lm, self._causal_lm, packed.device)
@@ -257,7 +258,7 @@ class CachedForward:
         self.cache.begin_prefill()
         if self.has_states:
             self.cache.states.begin_prefill(packed.mask, last, slots)
-        inputs = forward_inputs(packed, self._causal_lm.config)
+        inputs = forward_inputs(packed, self._causal_lm)
         with every_layer_attends(self._causal_lm, packed.mask):
             of_last = torch.from_numpy(last).to(self.device)
             logits = self._eager(**inputs, logits_to_keep=of_last)
@@ -404,6 +405,14 @@ class CachedForward:
                 "its keys are of other weights: call sampler.start again"
             )
         check_parts(self._model, self._causal_lm)
+        self._check_dropout()
+
+    def _check_dropout(self) -> None:
+        if seed_of(self._causal_lm) is not None:
+            raise UnsupportedError(
+                "shared dropout is not verified in sampling, as single tokens have no masks: call "
+                "model.eval() while it samples"
+            )
 
     @torch.no_grad()
     def _some_numbers(self) -> bytes:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prefixtree.models.families import seed_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import Parts
 from prefixtree.planning.costs import CostModel, ImportCost, cost_model_of, import_cost_of
@@ -105,6 +106,7 @@ def parts_of_state(model: Any, packed: PackedForest) -> Parts:
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         "model.training": model.training,
+        "the seed of share_dropout": seed_of(model),
         "config.output_router_logits": getattr(config, "output_router_logits", None),
         "backend of the packed forest": mask.backend,
         "deterministic of the packed forest": mask.deterministic,

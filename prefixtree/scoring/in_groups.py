@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import refuse
-from prefixtree.models.families import ROUTES
+from prefixtree.models.families import KEYS, ROUTES
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.packing.copies import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
@@ -115,7 +115,7 @@ def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str,
 
 def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yields the keywords of a forward that have an entry per packed token: name, axis, tensor."""
-    for name, axis in (("input_ids", -1), ("position_ids", -1), (ROUTES, 0)):
+    for name, axis in (("input_ids", -1), ("position_ids", -1), (ROUTES, 0), (KEYS, 0)):
         if name in inputs:
             yield name, axis, inputs[name]
 
@@ -140,7 +140,7 @@ def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalP
         )
 
     return LocalPart(
-        **part.tokens(causal_lm.config),
+        **part.tokens(causal_lm),
         gathered=gathered_together,
         edges=edges,
         to_sequences=to_sequences,
@@ -152,7 +152,7 @@ def scores_of_rank(causal_lm: Any, found: ScoredEdges, part: RankPart) -> LocalP
 def values_of_rank(classifier: Any, found: None, part: RankPart) -> LocalTokens:
     """Makes what a rank needs for the values of its tokens."""
     return LocalTokens(
-        **part.tokens(classifier.config),
+        **part.tokens(classifier),
         gathered=lambda rows: tuple(map(part.of_all_tokens, rows)),
     )
 
@@ -199,16 +199,16 @@ class RankPart:
         self.computes_above = division.computes_above
         self.mask = part_mask(divided.at_once(), divided.by_heads)
 
-    def tokens(self, config: Any) -> dict[str, Any]:
+    def tokens(self, transformer: Any) -> dict[str, Any]:
         """The fields of `LocalTokens` except `gathered`."""
-        of_all = inputs_of(self.packed, config, self._wings)
+        of_all = inputs_of(self.packed, transformer, self._wings)
         where = self.divided.division.parts, self.divided.rank, self.group
         return {
             "wings": {name: wing.of_rank(*where) for name, wing in self._wings.items()},
             "inputs": part_inputs(of_all, self.mask.part, self.mask),
             "mask": self.mask.attended,
             "of_steps": of_all,
-            "share": self._share(config) if self._recompute == "auto" else None,
+            "share": self._share(transformer.config) if self._recompute == "auto" else None,
             "steps": (lambda: self.divided) if self._in_steps else None,
         }
 

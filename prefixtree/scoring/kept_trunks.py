@@ -121,7 +121,7 @@ def kept_trunks(
         if found.sets is not None:
             check_vocabulary(causal_lm, found.sets.ids)
         packed, wings = asked_wings.open(model, causal_lm, packed, packed)
-        inputs = inputs_of(packed, causal_lm.config, wings)
+        inputs = inputs_of(packed, causal_lm, wings)
         over = over_sets(options, found.sets, packed.device)
         forward = ModelForward(model, causal_lm, packed, over, wings)
         return _KeptScores(forward, inputs, found)
@@ -188,7 +188,7 @@ def kept_values(
 
     def prepare(packed: PackedForest, members: np.ndarray | None) -> _KeptValues:
         classifier = checked_classifier(model, packed, CUT_BY_TRUNKS)
-        return _KeptValues(model, classifier, packed, forward_inputs(packed, classifier.config))
+        return _KeptValues(model, classifier, packed, forward_inputs(packed, classifier))
 
     with running(KeptRuns(model, batches, prepare, modes)) as run:
         yield run

@@ -67,29 +67,31 @@ class LocalPart(LocalTokens):
     order: Callable[[], np.ndarray] | None = None
 
 
-def inputs_of(packed: PackedForest, config: Any, wings: Mapping[str, CallWing]) -> dict[str, Any]:
+def inputs_of(
+    packed: PackedForest, transformer: Any, wings: Mapping[str, CallWing]
+) -> dict[str, Any]:
     """Makes the keywords of a forward over a packed forest."""
-    inputs = forward_inputs(packed, config)
+    inputs = forward_inputs(packed, transformer)
     for wing in wings.values():
         inputs |= wing.inputs
     return inputs
 
 
 def whole_tokens(
-    packed: PackedForest, config: Any, wings: Mapping[str, CallWing] = MappingProxyType({})
+    packed: PackedForest, transformer: Any, wings: Mapping[str, CallWing] = MappingProxyType({})
 ) -> LocalTokens:
     """Makes a `LocalTokens` of the whole forest."""
-    inputs = inputs_of(packed, config, wings)
+    inputs = inputs_of(packed, transformer, wings)
     same: dict[str, Any] = {"inputs": inputs, "of_steps": inputs, "mask": packed.mask}
     return LocalTokens(**same, wings=wings, gathered=lambda rows: rows)
 
 
 def whole_forest(
-    packed: PackedForest, found: ScoredEdges, config: Any, wings: Mapping[str, CallWing]
+    packed: PackedForest, found: ScoredEdges, transformer: Any, wings: Mapping[str, CallWing]
 ) -> LocalPart:
     """Makes a `LocalPart` of the whole forest."""
     return LocalPart(
-        **vars(whole_tokens(packed, config, wings)),
+        **vars(whole_tokens(packed, transformer, wings)),
         edges=edges_on_device(packed, found, None, found.predictor),
         to_sequences=GatherIndex(lambda: found.of_copies, found.count, packed.device),
         lengths=found.lengths,

@@ -210,7 +210,7 @@ def sequence_logprobs(
     else:
         causal_lm, scored_edges = check()
         packed, wings = asked_wings.open(model, causal_lm, packed, packed, scored_edges)
-        local = whole_forest(packed, scored_edges, causal_lm.config, wings)
+        local = whole_forest(packed, scored_edges, causal_lm, wings)
     score_options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     score_options = over_sets(score_options, local.edges.found.sets, packed.device)
     forward = ModelForward(model, causal_lm, packed, score_options, local.wings, local.share)

@@ -87,7 +87,7 @@ class PartRuns:
             if exchanges is None or self._divided is None:
                 # none of its tokens is scored
                 dummy, nothing = dummy_of(self._forward.packed), np.empty(0, np.int64)
-                inputs = forward_inputs(dummy, self._transformer.config)
+                inputs = forward_inputs(dummy, self._transformer)
                 nothings = nothing, nothing, nothing
                 return self._forward(PartCall(dummy.mask, inputs, *nothings, self._modes.of_dummy))
             mask = part_mask(exchanges, self._divided.by_heads)

@@ -94,7 +94,7 @@ class Teacher:
             check_model(model, causal_lm, packed)
             prepare_layers(causal_lm)
             check_layers(model, causal_lm, packed.device)
-            inputs = forward_inputs(packed, causal_lm.config)
+            inputs = forward_inputs(packed, causal_lm)
             predictors = move(torch.from_numpy(rows.astype(np.int64)), packed.device)
             with (
                 every_layer_attends(causal_lm, packed.mask),

@@ -107,7 +107,7 @@ def sequence_values(
     local: LocalTokens
     if group is None:
         classifier, _ = check()
-        local = whole_tokens(packed, classifier.config)
+        local = whole_tokens(packed, classifier)
     else:
         groups, divide = load("groups"), dividing and dividing.in_group
         options = {

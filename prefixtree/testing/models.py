@@ -98,15 +98,20 @@ def build_as_trained(setting: Setting) -> Any:
 
 
 def _build(setting: Setting, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
     from transformers.utils import logging
 
     import prefixtree.integrations.transformers  # noqa: F401  registers "prefixtree"
 
     options: dict[str, Any] = {"dtype": getattr(torch, setting.dtype)}
     options["attn_implementation"] = attention
+    config = load_config(setting.model)
     auto_class = AutoModelForCausalLM
-    if setting.images:
+    if setting.images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         auto_class = AutoModelForImageTextToText
         # our own implementations are for the text model
         of_vision = _OF_VISION.get(attention, attention)
@@ -116,7 +121,6 @@ def _build(setting: Setting, attention: str) -> Any:
     torch.manual_seed(setting.seed)
     logging.disable_progress_bar()
     if Path(setting.model).is_file():
-        config = load_config(setting.model)
         # the usual 0.02 leaves a small random model's attention uniform and its gradients
         # next to nothing, where a wrong mask or a wrong image would hardly show
         parts = [config.get_text_config()]

@@ -88,7 +88,7 @@ def test_a_forward_with_images_is_refused():
         pixels = adapter.alone_inputs(images, packed.input_ids.numpy(), numbers)
         del pixels["mm_token_type_ids"]
         with pytest.raises(pt.UnsupportedError, match=r"scored with sequence_logprobs\(model, pac"):
-            model(**forward_inputs(packed, model.config) | pixels)
+            model(**forward_inputs(packed, model) | pixels)
 
 
 def test_images_of_others_are_refused():

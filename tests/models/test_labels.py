@@ -31,7 +31,7 @@ _MESSAGE = (
 
 def _inputs(model_type: str = "qwen3") -> dict[str, Any]:
     config = SimpleNamespace(model_type=model_type.partition("/")[0])
-    return forward_inputs(ragged_packed(), config)
+    return forward_inputs(ragged_packed(), SimpleNamespace(config=config, training=True))
 
 
 @pytest.mark.parametrize("model_type", mostly_full([*FAMILIES, *VARIANTS]))

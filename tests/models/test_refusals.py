@@ -79,6 +79,7 @@ def test_a_batch_of_two(model_type, packed):
 _CACHE_UNSEEN = [
     "cwm",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "gemma3n_text",
     "gemma4",
@@ -116,7 +117,7 @@ def test_use_cache(model_type, packed):
 def test_use_cache_where_it_cannot_be_seen(model_type, packed):
     """An empty cache is filled and changes nothing; to go on with it is refused."""
     model = pt.prepare(build(model_type))
-    inputs = families.forward_inputs(packed, model.config)
+    inputs = families.forward_inputs(packed, model)
     with torch.no_grad():
         expected = model(**inputs).logits
         output = model(**{**inputs, "use_cache": True})

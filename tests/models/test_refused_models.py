@@ -23,7 +23,7 @@ import prefixtree as pt
 from prefixtree.errors import refuse
 from prefixtree.images import refusals as image_refusals
 from prefixtree.integrations.transformers import allow_model_type, supported_model_types
-from prefixtree.models import families, prepared
+from prefixtree.models import dropout, families, prepared
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES, TINY
 from tests.support.full import mostly
@@ -370,14 +370,18 @@ def _shows(
     modality: str = "image",
     tokens: Any = (1, 2),
     routes: Any = None,
+    shares_dropout: bool = False,
     **fields: Any,
 ) -> image_refusals.Shows:
+    causal_lm = build("qwen3", **fields)
+    if shares_dropout:
+        pt.share_dropout(causal_lm, 0)
     model = build("qwen3") if model is None else model
     forest = SimpleNamespace(routes=routes, tokens=np.array(tokens))
     packed: Any = SimpleNamespace(forest=forest)
     shown = [SimpleNamespace(modality=modality)]
     images: Any = SimpleNamespace(distinct=shown, placeholders={"image": 60, "video": 61})
-    return image_refusals.Shows(model, build("qwen3", **fields), packed, images)
+    return image_refusals.Shows(model, causal_lm, packed, images)
 
 
 def _with(layer: nn.Module, **attributes: Any) -> nn.Module:
@@ -412,6 +416,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 SHOWN: dict[str, Callable[[], image_refusals.Shows]] = {
     "WITH_IMAGES: routes": lambda: _shows(routes=[]),
+    "WITH_IMAGES: shared dropout": lambda: _shows(shares_dropout=True),
     "WITH_IMAGES: DeepSpeed": lambda: _shows(_Engine()),
     "WITH_IMAGES: FSDP1": lambda: _shows(_fsdp1()),
     "WITH_IMAGES: compiled modules": lambda: _shows(_compiled()),
@@ -428,11 +433,12 @@ UNPREPARED: dict[str, Callable[[], Any]] = {
     "UNPREPARED: indexers": lambda: build("deepseek_v32").config,
     "UNPREPARED: recurrent layers": lambda: build("qwen3_5_text").config,
 }
-ROWS = rows_of(families, prepared, image_refusals)
+SHARED: dict[str, Callable[[], nn.Module]] = {"SHARED: share_dropout": _fsdp2}
+ROWS = rows_of(families, prepared, image_refusals, dropout)
 
 
 def test_every_row_has_a_case() -> None:
-    check_cases(ROWS, MODULES | SHOWN | UNPREPARED)
+    check_cases(ROWS, MODULES | SHOWN | UNPREPARED | SHARED)
 
 
 @pytest.fixture
@@ -451,6 +457,8 @@ def test_rows(name: str, two_ranks: None) -> None:
             families.check_modules(MODULES[name]())
         elif name in UNPREPARED:
             refuse(prepared.UNPREPARED, UNPREPARED[name]())
+        elif name in SHARED:
+            refuse(dropout.SHARED, SHARED[name]())
         else:
             refuse(image_refusals.WITH_IMAGES, SHOWN[name]())
 

@@ -326,6 +326,7 @@ add("Rows.generate", partial(of_rows("generate"), max_new_tokens=1), stop=K.STOP
 add("Rows.drop", of_rows("drop"), 0, rows=K.ROWS)
 add("Draws", Draws, temperature=K.AT_LEAST_0, seed=K.INTEGER, top_k=K.COUNT)
 add("Draws", Draws, top_p=K.SHARE, min_p=K.SHARE)
+add("share_dropout", lambda seed: pt.share_dropout(build("qwen3"), seed), few=3, seed=K.INTEGER)
 scored = of_model(pt.sequence_logprobs, PACKED)
 add("sequence_logprobs", scored, 2, temperature=K.NUMBERS, loss_mask=K.MASKS, chunk_size=K.COUNT)
 add("sequence_logprobs", scored, 1, max_step_tokens=K.COUNT, sampling_masks=K.SETS)

@@ -29,7 +29,7 @@ def check(kind, args):
 
 def test_the_page_is_what_the_script_writes() -> None:
     assert refusals.PAGE.read_text() == refusals.page(), "run python -m tools.refusals"
-    assert len(refusals.PAGE.read_text().split()) < 5000
+    assert len(refusals.PAGE.read_text().split()) < 5300
 
 
 def test_every_kind_of_text_is_read(tmp_path: Path) -> None:
@@ -58,6 +58,7 @@ TESTED = {
     "integrations/slime.py": "integrations/megatron/test_slime.py",
     "integrations/trl/refusals.py": "integrations/trl/test_refusals.py",
     "integrations/verl/refusals.py": "integrations/verl/test_refusals.py",
+    "models/dropout.py": "models/test_refused_models.py",
     "models/families.py": "models/test_refused_models.py",
     "models/prepared.py": "models/test_refused_models.py",
     "images/refusals.py": "models/test_refused_models.py",

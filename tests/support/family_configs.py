@@ -94,6 +94,16 @@ _GRANITE_SWA = {
     "attention_bias": True,
     "layer_rope_theta": (10000.0, 100.0, 0.0),
 }
+_GEMMA3 = {
+    "head_dim": 16,
+    **_SLIDING,
+    "query_pre_attn_scalar": 24,
+    "final_logit_softcapping": 4.0,
+    "rope_parameters": {
+        "full_attention": _rope("linear", factor=8.0),
+        "sliding_attention": _rope(),
+    },
+}
 GEMMA3N = {
     "head_dim": 16,
     **_SLIDING,
@@ -134,6 +144,20 @@ _VISION = {
     "num_heads": 2,
     "out_hidden_size": HIDDEN,
     "patch_size": 4,
+}
+# of models whose images are refused
+_OTHER_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_MINISTRAL3 = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1},
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -285,16 +309,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
-    "gemma3_text": {
-        "head_dim": 16,
-        **_SLIDING,
-        "query_pre_attn_scalar": 24,
-        "final_logit_softcapping": 4.0,
-        "rope_parameters": {
-            "full_attention": _rope("linear", factor=8.0),
-            "sliding_attention": _rope(),
-        },
-    },
+    "gemma3": {"text_config": {**TINY, **_GEMMA3}, "vision_config": _OTHER_VISION},
+    "gemma3_text": _GEMMA3,
     "gemma3n_text": GEMMA3N,
     "gemma4": {
         "text_config": {**TINY, **GEMMA4},
@@ -377,6 +393,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v4": {**_INDEXED, **_SHARED_INDICES, "hc_mult": 2},
     "hyperclovax": {"head_dim": 16, **_MULTIPLIERS, **_BIASES, "use_post_norm": True},
     "internlm3": {"head_dim": 16, "bias": True, "qkv_bias": True},
+    "internvl": {
+        "text_config": {**TINY, "model_type": "qwen2", **_LATE_SLIDING},
+        "vision_config": {**_OTHER_VISION, "image_size": (28, 28), "patch_size": (14, 14)},
+    },
     "iquestcoder": {"head_dim": 16, **_BIASES},
     "jais2": {"head_dim": 16, **_BIASES},
     # as many heads as each layer is given
@@ -461,12 +481,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _rope(partial_rotary_factor=0.5),
     },
     "ministral": {"head_dim": 16, **_SLIDING},
-    "ministral3": {
-        "head_dim": 16,
-        "sliding_window": 6,
-        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1},
-    },
+    "ministral3": _MINISTRAL3,
     "mistral": {"head_dim": 16, "sliding_window": 6},
+    "mistral3": {
+        "text_config": {**TINY, "model_type": "mistral", "head_dim": 16, "sliding_window": 6},
+        "vision_config": {**_OTHER_VISION, "model_type": "pixtral", "head_dim": 8},
+        "image_token_index": VOCABULARY,
+    },
     "mixtral": {"head_dim": 16, "sliding_window": 6, **_LOCAL_EXPERTS},
     "modernbert-decoder": {
         **_SLIDING,

@@ -78,6 +78,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "flint": ("Flint", "sinks, windows, experts (shared too), bias"),
     "gemma": ("Gemma 1", "scaled embeddings"),
     "gemma2": ("Gemma 2", "softcap of scores and of logits, windows, scale"),
+    "gemma3": ("Gemma 3 (text of)", "as gemma3_text, no softcap of logits"),
     "gemma3_text": ("Gemma 3 (text)", "windows, two RoPEs (linear), softcap of logits, scale"),
     "gemma3n_text": ("Gemma 3n (text)", "AltUp, Laurel, shared keys, windows, softcap of logits"),
     "gemma4": ("Gemma 4 with images", "as gemma4_text, [images](images.md) where causal"),
@@ -124,6 +125,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "hyperclovax": ("HyperCLOVA X SEED", "four multipliers, logit scale, post-norm, biases"),
     "internlm3": ("InternLM 3", "biases"),
+    "internvl": ("InternVL 3, 3.5 (text of)", "as qwen2; as qwen3 and others in their place"),
     "iquestcoder": ("IQuest-Coder V1", "biases"),
     "jais2": ("Jais 2", "squared ReLU, layer norms, biases"),
     "jetmoe": ("JetMoE 8B (not checkpointed)", "experts in attention and MLP"),
@@ -159,6 +161,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "ministral": ("Ministral 8B", "windows"),
     "ministral3": ("Ministral 3", "scale by position, windows, YaRN"),
     "mistral": ("Mistral 7B, Nemo", "windows"),
+    "mistral3": ("Mistral Small 3.1; Ministral 3 (text of)", "as mistral or ministral3"),
     "mixtral": ("Mixtral", "windows, experts"),
     "modernbert-decoder": ("ModernBERT decoder (Ettin)", "windows, layer norms, head bias, biases"),
     "nanochat": ("nanochat", "softcap of logits, squared ReLU, norms without weights"),
@@ -260,6 +263,26 @@ PROOFS = {
     "sampler": ("sampling.test_families", "test_equals_generate_and_eager[{}]"),
 }
 
+# its code runs in tests/models/test_text_of_vision.py
+_TEXT_OF_VISION = r"""
+## Text of a vision checkpoint
+
+Gemma 3, Mistral Small 3.1, Ministral 3 and InternVL run whole, on text; their images are refused.
+A trainer gets the tokenizer, not the processor. Ministral 3's checkpoints are of the type
+`mistral3`: load them with `AutoModelForImageTextToText`.
+A text class leaves all weights random unless it is told their names, and the lm_head where the
+text's configuration does not tie it:
+
+```python
+whole = AutoConfig.from_pretrained(path)
+text = whole.get_text_config()
+text.tie_word_embeddings = whole.tie_word_embeddings
+part = r"^(?:model\.)?language_model\."
+names = {part + "lm_head": "lm_head", part + r"(?:model\.)?": "model."}
+model = AutoModelForCausalLM.from_pretrained(path, config=text, key_mapping=names)
+```
+"""
+
 _REFUSED = """
 ## Refused
 
@@ -332,7 +355,7 @@ def table(
         ran = _ran(versions[family], set().union(*versions.values()))
         figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
         rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
-    return _head() + "".join(rows) + states(passed) + refused()
+    return _head() + "".join(rows) + states(passed) + _TEXT_OF_VISION + refused()
 
 
 def _ran(versions: set[str], tested: set[str]) -> str:

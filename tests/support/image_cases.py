@@ -351,7 +351,7 @@ def run_forward(model: Any, made: Batch, runs: EncoderRuns = ALL_AT_ONCE) -> Run
     packed = placed.packed
     shown = placed.forward()
     with shown.encoded(runs):
-        inputs = forward_inputs(packed, model.config) | placed.inputs | shown.inputs
+        inputs = forward_inputs(packed, model) | placed.inputs | shown.inputs
         logits = model(**inputs).logits[0]
     log_p = logits[packed.predictor.long().clamp(min=0)].log_softmax(-1)
     of_tokens = log_p.gather(-1, packed.input_ids[:, None])[:, 0]

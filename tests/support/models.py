@@ -45,7 +45,10 @@ from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 from tests.support.variant_configs import BROKEN_BELOW, REFUSED_BELOW, VARIANTS
 
 # image encoders, with what turns their outputs into embeddings
-ENCODERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
+ENCODERS = (
+    *("model.visual.", "model.vision_tower.", "model.embed_vision."),
+    "model.multi_modal_projector.",
+)
 
 # the transformers that is installed
 TRANSFORMERS = version.parse(transformers.__version__)

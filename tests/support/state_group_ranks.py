@@ -165,7 +165,7 @@ def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
         mask = part_mask(
             Divided.of_group(parts, rank, group).at_once(), by_heads=case.group_mode == "ulysses"
         )
-        inputs = forward_inputs(packed, model.config)
+        inputs = forward_inputs(packed, model)
         own = torch.from_numpy(part.own_tokens).long()
         for name in ("input_ids", "position_ids"):
             inputs[name] = inputs[name].index_select(-1, own)

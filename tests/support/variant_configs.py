@@ -7,11 +7,13 @@ from typing import Any
 
 from tests.support.family_configs import (
     DEEPSEEK,
+    FAMILIES,
     GEMMA3N,
     GEMMA4,
     GEMMA4_UNIFIED,
     HIDDEN,
     SHARED_KV,
+    TINY,
 )
 
 # further proofs of a family, named FAMILY/WHAT
@@ -44,6 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **GEMMA4_UNIFIED,
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
+    },
+    # public checkpoints of ministral3 are so
+    "mistral3/of ministral3": {
+        **FAMILIES["mistral3"],
+        "text_config": {**TINY, **FAMILIES["ministral3"], "model_type": "ministral3"},
     },
     "opt/norm after": {
         "ffn_dim": 48,
@@ -99,6 +106,11 @@ REFUSED_BELOW = {
 # transformers checkpoints no layer of these
 CANNOT_CHECKPOINT = {"jetmoe"}
 # older transformers cannot run these at all
-BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}
+BROKEN_BELOW = {
+    "deepseek_v2/grouped": "5.17",
+    # in training it asks for token_type_ids
+    "gemma3": "5.17",
+    "mistral3/of ministral3": REFUSED_BELOW["ministral3"],
+}
 # older transformers do not hand their keywords to the loss: labels= goes unseen there
 LABELS_UNSEEN_BELOW = {"glm46v": "5.17", "glm4v": "5.17", "qwen3_vl": "5.17"}

@@ -110,7 +110,7 @@ class Batch:
         return replace(jagged, **self._of_rows(rows))
 
     def _of_rows(self, rows: Sequence[int]) -> dict[str, Any]:
-        """What is given per row besides tokens, of some rows."""
+        """Takes some rows of what is given per row besides tokens."""
         names = "masks", "routes", "sampling_masks"
         given = {name: getattr(self, name) for name in names}
         return {n: None if x is None else [x[i] for i in rows] for n, x in given.items()}

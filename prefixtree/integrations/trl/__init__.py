@@ -22,6 +22,7 @@ with importing():
         PrefixTreeDPOTrainer,
         PrefixTreeSFTTrainer,
     )
+    from prefixtree.integrations.trl.dropout import ShareDropout
     from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer
     from prefixtree.integrations.trl.kto import PrefixTreeKTOTrainer
     from prefixtree.integrations.trl.reward import PrefixTreeRewardTrainer
@@ -37,6 +38,7 @@ __all__ = [
     "PrefixTreeRLOOTrainer",
     "PrefixTreeRewardTrainer",
     "PrefixTreeSFTTrainer",
+    "ShareDropout",
     "tree_rollouts",
     "use_tree_attention",
 ]

@@ -284,7 +284,7 @@ DROPOUT = Refusal(
     _dropout,
     "{layer} is a dropout (p = {p}): a shared token would draw one mask where the replicated batch "
     "draws several; set it to 0 (lora_dropout=0 for an adapter, or disable_dropout=True in the "
-    "trainer's arguments)",
+    "trainer's arguments), or share LoRA's: callbacks=[prefixtree.integrations.trl.ShareDropout()]",
 )
 _INSTEAD = "leave it None, and set gradient_checkpointing"
 #: Refusals of trainers that get recompute=.

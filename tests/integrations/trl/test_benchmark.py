@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.cases import distill, run
+from benchmarks.cases import distill, learn, run
 from benchmarks.lib import trl_check
 from benchmarks.lib.trl_steps import (
     REPLY,
@@ -24,7 +25,9 @@ from benchmarks.lib.trl_steps import (
     tokenizer_of,
 )
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
+from tests.integrations.trl.runs import tiny_config
 from tests.support.benchmark_runs import result
+from tests.support.byte_tokenizer import byte_tokenizer
 
 TINY = ["--device", "cpu", "--scale", "0.02", "--dtype", "float32", "--repeats", "2"]
 SIDES = ["trl", "prefixtree", "prefixtree+tree+auto"]
@@ -59,6 +62,33 @@ def test_whole_steps(tmp_path: Path, capsys: Any) -> None:
     assert "replication_ratio" not in rows["trl"] and rows["prefixtree"]["replication_ratio"] > 1.5
     assert run.main(["--read", str(out)]) == 0
     assert capsys.readouterr().out.count("3 green, 0 out of memory, 0 red") == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["sums", "coins"])
+def test_learning_a_task(task: str, tmp_path: Path, capsys: Any) -> None:
+    """A random model learns nothing: what is asked, played, logged and drawn."""
+    tokenizer = byte_tokenizer()
+    config = tiny_config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    out, plot = tmp_path / "learn.json", tmp_path / "learn.png"
+    files = ["--model", str(tmp_path / "model"), "--out", str(out), "--plot", str(plot)]
+    assert learn.main([*TINY[:4], *files, "--task", task, "--sides", *SIDES]) == 0
+    data = result(out)
+    assert data["check"]["red"] == [] and data["model"] == "model"
+    assert [row["side"] for row in data["rows"]] == SIDES
+    for row in data["rows"]:
+        assert len(row["steps"]) == len(row["rewards"]) == len(row["right"]) == 2
+        assert row["right"] == [0.0, 0.0] and learn.minutes(row)[-1] > 0
+    assert plot.stat().st_size > 10_000
+    assert learn.main(["--read", str(out)]) == 0
+    assert capsys.readouterr().out.count("3 green, 0 out of memory, 0 red") == 2
+
+
+def test_a_curve_is_a_mean_of_the_last_steps() -> None:
+    assert learn.smooth([1.0, 0.0, 2.0]) == [1.0, 0.5, 1.0]
+    assert learn.smooth([0.0] * learn.WINDOW + [1.0])[-1] == 1 / learn.WINDOW
 
 
 @pytest.mark.full

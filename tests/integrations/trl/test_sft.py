@@ -28,6 +28,7 @@ from tests.integrations.trl.sample_runs import (
 )
 from tests.support.chat_tokenizer import CHATML
 from tests.support.full import mostly
+from tests.support.models import build
 
 # marks what an assistant says, with the end of its turn
 _MARKED = CHATML.replace(
@@ -198,4 +199,24 @@ def test_an_adapter(folder: Path) -> None:
         runs[-1].train()
     b = max(float(p.abs().max()) for n, p in parameters(runs[1].model).items() if "lora_B" in n)
     assert b > 1e-3
+    assert_equal_runs(*runs)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    mostly(["mistral3/of ministral3", "gemma3", "internvl"], ["mistral3/of ministral3"]),
+)
+def test_the_text_of_a_vision_checkpoint(folder: Path, model_type: str) -> None:
+    """The whole model and a tokenizer, which makes no images."""
+    runs = []
+    for kind, attention in ((SFT.ours, "sdpa"), (SFT.stock, "eager")):
+        size = len(AutoTokenizer.from_pretrained(folder)) + 3
+        # transformers' whole Gemma 3 caps no logits, TRL's head would
+        model = build(model_type, attention, vocab_size=size, final_logit_softcapping=None)
+        before = parameters(model)
+        run = make_sft(kind, folder, model=model)
+        run.train()
+        after = parameters(run.model)
+        assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-3
+        runs.append(run)
     assert_equal_runs(*runs)
