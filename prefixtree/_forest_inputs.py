@@ -43,10 +43,7 @@ def check_tokens(flat: np.ndarray, name: str = "token ids") -> np.ndarray:
 def flatten(
     sequences: Iterable[Any], name: str, label: Callable[[int], str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Joins all token ids one after another, and gives the length of each sequence int64 [S].
-
-    `label` names sequence i in an error. Default: name[i].
-    """
+    """Joins token ids; gives also int64 [S] lengths. `label` names sequence i in errors."""
     label = label or (lambda i: f"{name}[{i}]")
     if isinstance(sequences, (str, bytes)) or not isinstance(sequences, Iterable):
         raise ForestError(
@@ -124,20 +121,14 @@ def flatten(
 def label_numbers(
     labels: Sequence[Hashable], name: str, count: int, none_is_no_label: bool = False
 ) -> np.ndarray:
-    """int64 [S]: equal labels get equal numbers, counted from 0 as they first appear.
+    """Numbers S labels, int64 [S]: equal labels get equal numbers, from 0 as they first appear.
 
-    Args:
-        labels: S hashable labels, in a list, a numpy array or a torch tensor.
-        name: what the argument is called, in the plural.
-        count: S.
-        none_is_no_label: None gets -1.
-
-    Raises:
-        ForestError: another number of labels than S, or one that is not hashable or NaN.
+    `none_is_no_label`: None gets -1. Other counts than S, and labels unhashable or NaN, are
+    ForestErrors.
     """
-    given = entries(name, labels, f"a list that names one {name.removesuffix('s')} per sequence")
+    listed = entries(name, labels, f"a list that names one {name.removesuffix('s')} per sequence")
     # elements of arrays and tensors would hash by identity
-    labels = [label.tolist() if hasattr(label, "tolist") else label for label in given]
+    labels = [label.tolist() if hasattr(label, "tolist") else label for label in listed]
     if len(labels) != count:
         raise ForestError(
             f"{name} must name one {name.removesuffix('s')} per sequence: got {len(labels)} {name} "
@@ -156,11 +147,7 @@ def label_numbers(
 
 
 def unbroken_runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first column and the number of tokens of each row, int64 [B], of a mask bool [B, L].
-
-    Raises:
-        ForestError: a row with a hole.
-    """
+    """Finds each row's first column and tokens, int64 [B], in a mask bool [B, L]; refuses holes."""
     if not mask.size:
         return np.zeros(len(mask), np.int64), np.zeros(len(mask), np.int64)
     lengths, first = mask.sum(1), mask.argmax(1)
@@ -197,26 +184,21 @@ def join_routes(
 
     Returns:
         int16 [R, L, k], each token's experts ascending: their order changes nothing. -1 where none
-        are recorded.
-
-    Raises:
-        ForestError: routes of another number or length than the sequences, of several numbers of
-            layers or experts per token, experts below 0, or one that is named twice; masks of
-            another number or length.
+            are recorded.
     """
     listed = entries("routes", routes, "a list of one array per sequence")
-    given = [to_numpy(route, f"routes[{i}]") for i, route in enumerate(listed)]
-    if len(given) != len(lengths):
+    arrays = [to_numpy(route, f"routes[{i}]") for i, route in enumerate(listed)]
+    if len(arrays) != len(lengths):
         raise ForestError(
-            f"routes must have one array per sequence: got {len(given)} for {len(lengths)} "
+            f"routes must have one array per sequence: got {len(arrays)} for {len(lengths)} "
             "sequences"
         )
-    expected = given[0].shape[1:] if given[0].ndim == 3 else (0, 0)
+    expected = arrays[0].shape[1:] if arrays[0].ndim == 3 else (0, 0)
     needed = lengths - 1 if loss_mask is None else _last_scored(loss_mask, lengths)
     joined = np.full((int(lengths.sum()), *expected), _UNRECORDED, np.int16)
     first = np.cumsum(lengths) - lengths
     for i, (route, n, least, at) in enumerate(
-        zip(given, lengths.tolist(), needed.tolist(), first.tolist(), strict=True)
+        zip(arrays, lengths.tolist(), needed.tolist(), first.tolist(), strict=True)
     ):
         name = f"routes[{i}]"
         _check(route, name, n, expected, least)
@@ -248,34 +230,23 @@ def _last_scored(loss_mask: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
 
 
 def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
-    """Checks and sorts routes that come as one array [T, L, k], tokens in any order.
-
-    Rows of -1 are not recorded.
-
-    Raises:
-        ForestError: as `join_routes`.
-    """
-    given = to_numpy(routes, "routes")
-    _check(given, "routes", num_tokens, given.shape[1:], num_tokens - 1)
-    recorded = (given != _UNRECORDED).any((1, 2))
-    _check_experts(given, "routes", recorded)
-    if len(given) != num_tokens:
-        raise ForestError(f"routes has {len(given)} rows; lengths add up to {num_tokens}")
-    given = np.sort(given, axis=-1).astype(np.int16)
-    for bad in np.flatnonzero(_names_twice(given) & recorded)[:1]:
-        _refuse_twice(f"routes[{bad}]", given[bad])
-    return given
+    """Checks and sorts routes that come as one array [T, L, k]; rows of -1 are not recorded."""
+    array = to_numpy(routes, "routes")
+    _check(array, "routes", num_tokens, array.shape[1:], num_tokens - 1)
+    recorded = (array != _UNRECORDED).any((1, 2))
+    _check_experts(array, "routes", recorded)
+    if len(array) != num_tokens:
+        raise ForestError(f"routes has {len(array)} rows; lengths add up to {num_tokens}")
+    array = np.sort(array, axis=-1).astype(np.int16)
+    for bad in np.flatnonzero(_names_twice(array) & recorded)[:1]:
+        _refuse_twice(f"routes[{bad}]", array[bad])
+    return array
 
 
 def check_counts(routes: np.ndarray, layers: int, chosen: int, experts: int, setting: str) -> None:
-    """Refuses routes [T, L, k] of another model.
+    """Refuses routes [T, L, k] of a model with other layers, experts per token or experts.
 
-    Args:
-        layers: of experts, that the model has. chosen: the experts per token. experts: per layer.
-        setting: the name of `chosen` in the model's configuration.
-
-    Raises:
-        ValueError: with both numbers.
+    `setting`: the name of `chosen`, the experts per token, in the model's configuration.
     """
     if routes.shape[1] != layers:
         raise ValueError(OTHER_LAYERS.format(routes.shape[1], layers))
@@ -346,14 +317,7 @@ def _check_experts(route: np.ndarray, name: str, recorded: np.ndarray) -> None:
 
 
 def numbers_of(tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """One number per token: equal where token id and key are equal, and only there.
-
-    Args:
-        tokens: integers [R]. keys: integers [R, ...].
-
-    Returns:
-        int64 [R].
-    """
+    """Numbers tokens, int64 [R]: equal exactly where ids [R] and keys [R, ...] are equal."""
     words = _words(keys)
     generator = np.random.default_rng(0)
     while True:
@@ -387,14 +351,7 @@ def _blocks(count: int, size: int = 4096) -> list[slice]:
 
 
 def check_invariants(forest: Any) -> None:
-    """Checks the arrays of a forest.
-
-    Args:
-        forest: a `PrefixForest`, which lists the rules.
-
-    Raises:
-        ForestError: with the node that breaks one, and the rule.
-    """
+    """Checks the arrays of a `PrefixForest`, which lists the rules; an error names the node."""
     parent, start, length = forest.node_parent, forest.node_start, forest.node_length
     n = len(parent)
     per_node = (start, length, forest.node_position, forest.node_subtree_end)

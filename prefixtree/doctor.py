@@ -181,7 +181,6 @@ class Package:
     Attributes:
         version: None where it is not installed.
         problem: why it cannot be used; None where it can, or where it is not installed.
-        wanted: what was looked for.
     """
 
     version: str | None
@@ -204,8 +203,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Backend:
-    """The answer of `explain` for some head shapes ("32/8 x 128") or of `explain_recurrence` for
-    some operators, or the error that it raised."""
+    """The answer of `explain` or `explain_recurrence`, or its error, for shapes or operators."""
 
     heads: tuple[str, ...]
     says: str
@@ -217,14 +215,13 @@ class Health:
     """The result of `examine`.
 
     Attributes:
-        prefixtree: its version. folder: where it was imported from.
-        python, system: of this process.
+        folder: where prefixtree was imported from.
         cuda: what torch was built for, such as "CUDA 13.0"; None for a build for the CPU.
         gpus: those that torch can use.
         gpu_problem: why there are none, though torch was built for them.
         packages: all of `WANTED`, in its order.
-        backends: what would run in half precision on the first GPU, or in float32 on the CPU.
-        recurrences: the same for recurrent layers.
+        backends, recurrences: what would run in half precision on the first GPU, or in float32 on
+            the CPU.
     """
 
     prefixtree: str
@@ -296,29 +293,29 @@ def look_up(wanted: Wanted) -> Package:
 
 def backends(device: str) -> tuple[Backend, ...]:
     """The answers of `explain` for `HEADS` on the device; equal sentences once."""
-    said: dict[tuple[str, bool], list[str]] = {}
+    names_of: dict[tuple[str, bool], list[str]] = {}
     for heads, kv_heads, dim in HEADS:
         try:
             says = _explain(heads, kv_heads, dim, device), False
         except Exception as problem:  # a broken driver or package raises what it likes
             says = f"it raises {_in_a_line(problem)}", True
-        said.setdefault(says, []).append(f"{heads}/{kv_heads} x {dim}")
-    return tuple(Backend(tuple(names), *says) for says, names in said.items())
+        names_of.setdefault(says, []).append(f"{heads}/{kv_heads} x {dim}")
+    return tuple(Backend(tuple(names), *says) for says, names in names_of.items())
 
 
 def recurrences(device: str) -> tuple[Backend, ...]:
     """The answers of `explain_recurrence` on the device; equal sentences once."""
     from prefixtree.kernels.recurrence import explain_recurrence
 
-    said: dict[tuple[str, bool], list[str]] = {}
+    names_of: dict[tuple[str, bool], list[str]] = {}
     for operator, options, name in RECURRENCES:
         try:
             sentence = explain_recurrence(_mask(device), operator, **options)
             says = sentence.removeprefix(f"{operator} "), False
         except Exception as problem:
             says = f"it raises {_in_a_line(problem)}", True
-        said.setdefault(says, []).append(name)
-    return tuple(Backend(tuple(names), *says) for says, names in said.items())
+        names_of.setdefault(says, []).append(name)
+    return tuple(Backend(tuple(names), *says) for says, names in names_of.items())
 
 
 def _explain(heads: int, kv_heads: int, dim: int, device: str) -> str:
@@ -386,7 +383,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
     gpus = []
     # torch warns, and does not raise, where the driver is too old
-    with warnings.catch_warnings(record=True, action="always") as said:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
                 properties = torch.cuda.get_device_properties(i)
@@ -396,4 +393,4 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
             return (), _in_a_line(problem)
     if gpus or _built_for() is None:
         return tuple(gpus), None
-    return (), _in_a_line(said[-1].message) if said else "torch finds none"  # type: ignore[arg-type]
+    return (), _in_a_line(caught[-1].message) if caught else "torch finds none"  # type: ignore[arg-type]

@@ -158,17 +158,16 @@ class PrefixForest:
         *,
         order: str = "heaviest",
     ) -> PrefixForest:
-        """Like `from_sequences`, for a padded batch.
+        """Finds every shared prefix of a padded batch, as `from_sequences`.
 
         Args:
             input_ids: [B, L] integers, numpy or torch, padded left, right or on both sides.
             attention_mask: [B, L], 1 on tokens and 0 elsewhere; each row one unbroken run of them.
-            namespaces: as in `from_sequences`, one per row.
-            order: as in `from_sequences`.
+            namespaces, order: as in `from_sequences`.
 
         Returns:
             The forest, with `tokens` and `columns`: `PackedForest.unpack_padded` puts values back
-            into the columns they came from.
+                into the columns they came from.
 
         Raises:
             ForestError: shapes that differ, a row without tokens or with a hole, and whatever
@@ -209,22 +208,19 @@ class PrefixForest:
 
         Args:
             prompts: P sequences of token ids.
-            responses: P lists of sequences of token ids. Sequences are numbered through
-                responses[0], then responses[1], and so on.
+            responses: P lists of sequences of token ids. Sequences, a prompt with one of its
+                responses, are numbered through responses[0], then responses[1], and so on.
             order: as in `from_sequences`.
-
-        Returns:
-            The forest, with `tokens`. A sequence is a prompt with one of its responses.
 
         Raises:
             ForestError: as `from_sequences`, and where the lists do not match or a prompt has no
                 response.
         """
-        each = "sequences of token ids"
-        prompts = entries("prompts", prompts, f"a list of {each}")
+        kind = "sequences of token ids"
+        prompts = entries("prompts", prompts, f"a list of {kind}")
         responses = [
-            entries(f"responses[{i}]", group, f"a list of {each}")
-            for i, group in enumerate(entries("responses", responses, f"a list of lists of {each}"))
+            entries(f"responses[{i}]", group, f"a list of {kind}")
+            for i, group in enumerate(entries("responses", responses, f"a list of lists of {kind}"))
         ]
         if len(prompts) != len(responses):
             raise ForestError(
@@ -310,8 +306,8 @@ class PrefixForest:
         flat = source = None
         if tokens is not None:
             if is_nested(tokens):
-                flat, given = flatten(tokens, "tokens")
-                if len(given) != n or (given != length).any():
+                flat, flat_lengths = flatten(tokens, "tokens")
+                if len(flat_lengths) != n or (flat_lengths != length).any():
                     raise ForestError("tokens[n] must hold lengths[n] token ids for every node n")
             else:
                 flat, _ = flatten([tokens], "tokens")
@@ -343,10 +339,8 @@ class PrefixForest:
     def dummy(self) -> PrefixForest:
         """Makes the forest that runs where there is nothing to compute, as other ranks may wait.
 
-        Returns:
-            A forest of one sequence of one token, which a model that knows this forest's tokens
-            knows. It stands for nothing: nothing is scored, its multiplicity and values are 0, and
-            no parameter gets a gradient but 0.
+        It is one token, which a model that knows this forest's tokens knows. Nothing is scored, its
+        multiplicity and values are 0, and no parameter gets a gradient but 0.
         """
         # the largest token may stand for images
         tokens = None if self.tokens is None else self.tokens.min(keepdims=True)
@@ -482,13 +476,7 @@ class PrefixForest:
         return (total[last] - total[:-1]).astype(np.int32)
 
     def path(self, sequence: int) -> np.ndarray:
-        """Lists the nodes of one sequence, from its root down.
-
-        Args:
-            sequence: the index of the sequence, in input order.
-
-        Returns:
-            int64 node indices, one per node of the path.
+        """Lists the nodes of one sequence, from its root down: int64 indices.
 
         Raises:
             ValueError: no integer.
@@ -507,15 +495,12 @@ class PrefixForest:
         return np.array(nodes[::-1])
 
     def to_networkx(self) -> networkx.DiGraph:
-        """Converts the forest to a networkx graph.
+        """Converts the forest to a directed networkx graph, with edges from parents to children.
 
-        Returns:
-            A directed graph with an edge from each parent to each of its children. Graph nodes are
-            numbered 0 .. N - 1, in preorder. Attributes of each graph node, all in tokens where
-            they are lengths or positions: start, length, position, level, subtree_end,
-            multiplicity, sequences (a list of the indices of the sequences that end at the node)
-            and tokens (int64 token ids of the node, or None). `depth` is the old name of position,
-            kept for one release.
+        Its nodes are numbered 0 .. N - 1, in preorder. Their attributes, lengths and positions in
+        tokens: start, length, position, level, subtree_end, multiplicity, sequences (a list of the
+        indices of the sequences that end at the node) and tokens (int64 token ids of the node, or
+        None). `depth` is the old name of position, kept for one release.
         """
         try:
             import networkx

@@ -50,9 +50,6 @@ def plot_forest(forest: PrefixForest) -> Figure:
     A node with room is labelled with its tokens and sequences. No node is drawn smaller than a
     pixel.
 
-    Args:
-        forest: the PrefixForest.
-
     Returns:
         The figure; `figure.savefig("forest.png")` writes it.
 
@@ -258,10 +255,9 @@ def _draw_ends(ax: Axes, forest: PrefixForest, node_end: np.ndarray) -> None:
 def _draw_labels(
     ax: Axes, forest: PrefixForest, rectangles: np.ndarray, cmap: Any, norm: Any
 ) -> None:
-    """Labels each node that has room with its tokens and sequences.
+    """Labels each node that has room with its tokens and sequences; in a small forest also turned.
 
-    In a small forest a label may be turned, and a leaf's may stand below it: the columns of a leaf
-    are free there down to the end of the axes.
+    A leaf's label may stand below it, where its columns are free down to the end of the axes.
     """
     small = forest.num_nodes <= _MAX_ALL_LABELS
     bottom = ax.get_ylim()[0]
@@ -320,7 +316,7 @@ def _tile_areas(tables: BlockTables, num_q: int, num_k: int) -> tuple[np.ndarray
     """Computes the shares of each cell under full and under partial tiles, float64 [Pq, Pk].
 
     A run of tiles is a rectangle. Its share of every cell is a double cumulative sum over sixteen
-    numbers at its corners. So the cost depends on the runs and the image, and not on their areas.
+    numbers at its corners, so the cost does not depend on areas.
     """
     q_tiles, k_tiles = tables.q_tiles.numpy(), tables.k_tiles.numpy()
     runs, ptr = tables.q_runs.numpy(), tables.q_ptr.numpy()

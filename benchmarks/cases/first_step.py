@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.lib.runs import Report, Row, parse, parser
-from benchmarks.lib.tables import Column, Parts, Table, machine, number, verdict_column
+from benchmarks.lib.tables import MISSING, Column, Parts, Table, machine, number, verdict_column
 
 # models by name, and their layers
 MODELS = {"qwen3-0.6b": 28, "qwen3-8b": 4, "qwen3.5-9b": 4}
@@ -42,7 +42,6 @@ FOLDERS = (
 )
 CHILD = "FIRST_STEP_BEGAN"
 SAME = 1e-3
-MISSING = "Not measured yet."
 
 
 # ---- the process that is timed -------------------------------------------------------------------

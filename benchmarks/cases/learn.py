@@ -30,19 +30,22 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
-from benchmarks.cases.run import MISSING, PARTS, about, installed, label
+from benchmarks.lib.environment import installed
 from benchmarks.lib.plots import COLOURS, figure, name, save
 from benchmarks.lib.policy import Ranks
 from benchmarks.lib.runs import Report, Row, parse, parser
-from benchmarks.lib.tables import Column, Parts, Table, gib, verdict, verdict_column
+from benchmarks.lib.tables import MISSING, Column, Parts, Table, gib, verdict, verdict_column
 from benchmarks.lib.trl_check import check
 from benchmarks.lib.trl_steps import (
     BEST,
+    PARTS,
     Side,
     Timed,
     Work,
+    about,
     fresh,
     generate_rollouts,
+    label,
     logged,
     make_trainer,
     model_of,

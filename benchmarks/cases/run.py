@@ -45,7 +45,6 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,15 +53,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib import sampling
+from benchmarks.lib.environment import installed
 from benchmarks.lib.plots import figure, name, save, ticks
 from benchmarks.lib.policy import Ranks, config, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import (
+    MISSING,
     Column,
     Parts,
     Table,
     gib,
-    machine,
     number,
     times_cell,
     verdict,
@@ -71,10 +71,13 @@ from benchmarks.lib.tables import (
 from benchmarks.lib.trl_check import check
 from benchmarks.lib.trl_steps import (
     BEST,
+    PARTS,
     Side,
     Timed,
     Work,
+    about,
     fresh,
+    label,
     logged,
     make_trainer,
     model_of,
@@ -84,9 +87,6 @@ from prefixtree.sampling.whole_copy import whole_copy
 
 # the quick ones first: a run that is cut short has them
 SIDES = ("trl", BEST, "prefixtree", "trl+static", "trl+fa2")
-PARTS = ("generate", "score", "update", "rest")
-# what pages say while there is no file of results
-MISSING = "Not measured yet."
 
 
 def run_side(
@@ -233,19 +233,6 @@ def curves(runs: Sequence[Row], path: Path) -> None:
     save(fig, path)
 
 
-def label(row: Row) -> str:
-    """What a picture calls a side."""
-    known = {"trl": "TRL", "prefixtree": "class replaced", BEST: "prefixtree"}
-    return known.get(row["side"], row["side"])
-
-
-def about(run: Row) -> str:
-    return (
-        f"{machine(run['environment'], 'triton', 'transformers')}, TRL {run['trl']}; "
-        f"{run['shape']}, {run['layers']} layers, micro-batches of {run['rows_per_batch']} rows"
-    )
-
-
 def work_of(run: Row, runs: Sequence[Row]) -> str:
     """The work of a run, its ranks, and its GPU where that is not the first run's."""
     gpu, first = (r["environment"]["gpu"] for r in (run, runs[0]))
@@ -369,11 +356,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def shown(row: Row) -> str:
     parts = ", ".join(f"{of} {row[of]:.2f}" for of in PARTS)
     return f"{row['seconds']:.2f} s ({parts}), first {row['first_seconds']:.1f} s"
-
-
-def installed(name: str) -> str | None:
-    """The version of a package."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -36,7 +36,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib import layers, policy
+from benchmarks.lib.environment import installed
 from benchmarks.lib.policy import Ranks, turn_samples
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import (
     GIB,
+    MISSING,
     Column,
     Parts,
     Table,
@@ -81,8 +82,6 @@ SIDES = {
 }
 # ranks, and mini-batches of the check, divide the samples
 MULTIPLE = 8
-# what pages say while there is no file of results
-MISSING = "Not measured yet."
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -238,14 +237,6 @@ def run(options: argparse.Namespace, ranks: Ranks, folder: Path) -> int:
         if base is not None and "seconds" in row:
             row["speedup"] = base / row["seconds"]
     return report.finish(tables) if ranks.rank == 0 else 0
-
-
-def installed(name: str) -> str | None:
-    """The version of a package."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -60,25 +60,25 @@ def about(options: argparse.Namespace) -> Row:
     # a copy of a checkout may have another git repository, which knows another commit
     here["commit"] = options.commit or here["commit"]
     here["cuda"] = torch.version.cuda
-    try:
-        here["triton"] = version("triton")
-    except PackageNotFoundError:
-        here["triton"] = None
+    here["triton"] = installed("triton")
     return here | {"device": options.device, "scale": options.scale, "skipped": options.skipped}
+
+
+def installed(name: str) -> str | None:
+    """The version of a package."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def packages() -> Row:
     """Versions of what the sides are made of."""
-    out: Row = {}
-    for name in (
+    names = (
         *("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"),
         *("fla-core", "flash-qla", "tilelang", "torchao", "peft", "bitsandbytes", "trl"),
-    ):
-        try:
-            out[name] = version(name)
-        except PackageNotFoundError:
-            out[name] = None
-    return out
+    )
+    return {name: installed(name) for name in names}
 
 
 def command() -> str:

@@ -17,6 +17,8 @@ from rich.text import Text
 
 Row = dict[str, Any]
 GIB = 2**30
+#: What pages say while there is no file of results.
+MISSING = "Not measured yet."
 # checks that a verdict names
 MOST_NAMED = 4
 

@@ -30,7 +30,10 @@ from transformers import (
 from benchmarks.lib.policy import Ranks, config
 from benchmarks.lib.runs import Row
 from benchmarks.lib.sampling import model_of as random_model
+from benchmarks.lib.tables import machine
 
+#: Of a step's seconds.
+PARTS = ("generate", "score", "update", "rest")
 # what may be set besides the trainer's class
 WORDS = {
     "trl": ("static", "continuous", "fa2", "kept"),
@@ -417,3 +420,20 @@ def fixed_rollouts(work: Work, seed: int = 7) -> Any:
         }
 
     return rollout
+
+
+# ---- words of tables and pictures ----------------------------------------------------------------
+
+
+def label(row: Row) -> str:
+    """What a picture calls a side."""
+    known = {"trl": "TRL", "prefixtree": "class replaced", BEST: "prefixtree"}
+    return known.get(row["side"], row["side"])
+
+
+def about(run: Row) -> str:
+    """The machine and the model of a run."""
+    return (
+        f"{machine(run['environment'], 'triton', 'transformers')}, TRL {run['trl']}; "
+        f"{run['shape']}, {run['layers']} layers, micro-batches of {run['rows_per_batch']} rows"
+    )

@@ -230,16 +230,16 @@ def _report(
     from prefixtree.cli.console import out, print_json, status
     from prefixtree.forest import PrefixForest
 
-    for option, given in (("--model", model), ("--ranks", ranks), ("--plot", plot)):
-        if given is not None:
+    for option, value in (("--model", model), ("--ranks", ranks), ("--plot", plot)):
+        if value is not None:
             need_training(f"report {option}")
     if plot is not None:
         from prefixtree.cli.plots import check_picture_path, write_pictures
 
         check_picture_path(plot)
     chat = chat_tokenizer(tokenizer, model)
-    whole = read_whole(file, per_turn, strict, chat)
-    rollouts = in_unit(whole, per_turn, strict)
+    as_read = read_whole(file, per_turn, strict, chat)
+    rollouts = in_unit(as_read, per_turn, strict)
     if tokenizer is None and chat is not None and not is_of(rollouts, chat):
         # the rollouts are another model's
         chat = None
@@ -251,7 +251,7 @@ def _report(
             drawn = write_pictures(plot, forest)
     facts = report.gather(
         forest,
-        whole,
+        as_read,
         rollouts,
         chat,
         near_misses=near_misses,

@@ -89,8 +89,8 @@ def show_health(health: Health, console: Console) -> None:
 def _described(package: Package, cuda: str | None) -> str:
     wanted = package.wanted
     if package.version is None:
-        what = f" (for {wanted.used_for})" if wanted.used_for else ""
-        return f"not installed{what}: {wanted.install}"
+        purpose = f" (for {wanted.used_for})" if wanted.used_for else ""
+        return f"not installed{purpose}: {wanted.install}"
     if wanted.name == "torch":
         version = f"{package.version}, built for {cuda or 'the CPU'}"
     else:

@@ -50,8 +50,7 @@ def complain_about(problems: Iterable[str]) -> None:
 
 
 def discard_output() -> None:
-    """Sends what is still to go to stdout nowhere: after an error, Python's last flush would fail
-    once more and change the exit code."""
+    """Sends the rest of stdout nowhere: a last flush would fail again and change the exit code."""
     with suppress(OSError, ValueError):
         # a stream without a file, as in tests, has nothing that fails
         nowhere = os.open(os.devnull, os.O_WRONLY)

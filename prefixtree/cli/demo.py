@@ -37,12 +37,7 @@ def _grow(above: Tree, turns: list[Turn]) -> None:
 def show(
     facts: dict[str, Any], tree: list[Turn], console: Console, saved: Path | None = None
 ) -> None:
-    """Prints the first task's tree, every update both ways, and what was learnt.
-
-    Args:
-        facts, tree: of `train`, the tree of the first task.
-        saved: the file that the first rollouts were written to, None for none.
-    """
+    """Prints the first task's tree, every update both ways, and what was learnt (`train`)."""
     forest = facts["forest"]
     tokens = forest["tokens"]
     console.print(
@@ -98,16 +93,16 @@ def _updates_table(facts: dict[str, Any]) -> Table:
 
 
 def _show_learnt(learnt: dict[str, Any], console: Console) -> None:
-    taken, best = learnt["parcels_taken"], learnt["best"]
+    parcels, best = learnt["parcels_taken"], learnt["best"]
     console.print(
         f"\nThe packed model then went on alone for {learnt['seconds_alone']:.1f} s. Mean reward "
         f"per batch: {_course(learnt['mean_rewards'], '.2f')}. It is paid first for turns that "
-        f"call a tool: {_course(learnt['tool_calls'], '.0%')} of them. In all, {sum(taken):,} of "
-        f"{len(taken) * learnt['rollouts_per_batch']:,} rollouts took their parcel."
+        f"call a tool: {_course(learnt['tool_calls'], '.0%')} of them. In all, {sum(parcels):,} of "
+        f"{len(parcels) * learnt['rollouts_per_batch']:,} rollouts took their parcel."
     )
-    what = "took its parcel" if best["taken"] else "came nearest"
+    outcome = "took its parcel" if best["taken"] else "came nearest"
     console.print(
-        f"\nA rollout of batch {best['batch']} that {what} (task {best['task']}, reward "
+        f"\nA rollout of batch {best['batch']} that {outcome} (task {best['task']}, reward "
         f"{best['reward']:.2f}):"
     )
     console.print(f"  [dim]{best['customer']}[/]")
@@ -133,5 +128,5 @@ def _show_next(saved: Path | None, console: Console) -> None:
         lines.insert(0, (f"prefixtree demo --save {file}", "these rollouts, or yours"))
     width = max(len(command) for command, _ in lines)
     console.print("\nNext:")
-    for command, what in lines:
-        console.print(Text(f"  {command:<{width}}  # {what}"), soft_wrap=True)
+    for command, purpose in lines:
+        console.print(Text(f"  {command:<{width}}  # {purpose}"), soft_wrap=True)

@@ -30,12 +30,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def check_picture_folder(folder: Path) -> None:
-    """Makes the folder, and refuses one that pictures cannot be written to.
-
-    Raises:
-        InputError: it cannot be made or written to.
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Makes the folder, and refuses one that pictures cannot be written to."""
     require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,16 +41,9 @@ def check_picture_folder(folder: Path) -> None:
 
 
 def write_pictures(path: Path, forest: PrefixForest) -> list[Path]:
-    """Writes the forest to `path` and its block mask beside it: forest.png and forest-mask.png.
+    """Writes the forest to `path` and its block mask next to it: forest.png and forest-mask.png.
 
     The mask's tiles are 128 x 128, or smaller for a forest that would be a few of them.
-
-    Returns:
-        The two files.
-
-    Raises:
-        InputError: a file that cannot be written.
-        UnsupportedError: matplotlib is not installed.
     """
     mask = TreeMask(np.repeat(forest.node_subtree_end, forest.node_length))
     tile = _TILE

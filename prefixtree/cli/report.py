@@ -40,12 +40,11 @@ def gather(
     ranks: int | None,
     checkpointing: bool,
 ) -> dict[str, Any]:
-    """The facts of a report, ready for JSON; those that were not asked for are None.
+    """Collects the facts of a report, ready for JSON; None for those that were not asked for.
 
     Args:
-        forest: of `rollouts.sequences`.
         whole: the rollouts as they were read. rollouts: these, or their turns.
-        chat: decodes what is quoted. The others are options of the command.
+        chat: decodes what is quoted.
     """
     with status("sharing"):
         facts = measure.measure(forest)
@@ -260,9 +259,9 @@ def show_estimate(
     if sides[0]["activation_bytes"] is None:
         rows.pop()
     for name, key, unit in rows:
-        one, other = (side[key] / unit for side in sides)
-        ratio = f"{one / other:.2f}x" if other else "-"
-        table.add_row(name, f"{one:,.4g}", f"{other:,.4g}", ratio)
+        replicated, packed = (side[key] / unit for side in sides)
+        ratio = f"{replicated / packed:.2f}x" if packed else "-"
+        table.add_row(name, f"{replicated:,.4g}", f"{packed:,.4g}", ratio)
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)
@@ -339,9 +338,9 @@ def show_ranks(facts: dict[str, Any], console: Console) -> None:
     ]
     for name, key, unit, form in rows:
         values = [value / unit for value in facts[key]]
-        most, mean = max(values), sum(values) / len(values)
-        ratio = f"{most / mean:.3f}" if mean else "-"
-        table.add_row(name, f"{most:{form}}", f"{mean:{form}}", ratio)
+        largest, mean = max(values), sum(values) / len(values)
+        ratio = f"{largest / mean:.3f}" if mean else "-"
+        table.add_row(name, f"{largest:{form}}", f"{mean:{form}}", ratio)
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)

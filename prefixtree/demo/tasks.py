@@ -24,7 +24,7 @@ Message = dict[str, str]
 
 
 class Task(Protocol):
-    """What a question is made of. `facts` are what the environment knows of one question."""
+    """A kind of question. Its `facts` are what the environment knows of one question."""
 
     @property
     def system(self) -> str:

@@ -46,11 +46,7 @@ def prepare_layers(transformer: nn.Module, config: Any) -> None:
 
 
 def traced_as(config: Any) -> str | None:
-    """The way in which experts run on tensors without numbers.
-
-    Kernels that run only on a GPU (sonicmoe, deepgemm) are traced as grouped products, which keep
-    as much, or more.
-    """
+    """Names how experts run on tensors without numbers: grouped products for GPU-only kernels."""
     chosen: str | None = getattr(config, "_experts_implementation", None)
     return chosen if chosen in _ON_SHAPES else "grouped_mm"
 
@@ -101,11 +97,7 @@ def grouped_experts(
 ) -> torch.Tensor:
     """Computes transformers' `grouped_mm_experts_forward`, but for the gradients of its gathers.
 
-    Args:
-        hidden_states: [T, D]. top_k_index, top_k_weights: [T, k].
-
-    Returns:
-        [T, D], in the dtype of hidden_states.
+    hidden_states [T, D], top_k_index and top_k_weights [T, k] give [T, D] in hidden_states' dtype.
     """
     copies = top_k_index.shape[1]
     of_copies, order = torch.sort(top_k_index.reshape(-1))
@@ -131,8 +123,8 @@ def grouped_experts(
         if expert_products.refusal(hidden_states, *parameters) is None:
             starts = torch.nn.functional.pad(offsets, (1, 0))
             rows = (order // copies).int()
-            given = hidden_states, *parameters, top_k_weights, order, rows, by_token, starts
-            return _Gated.apply(*given).to(hidden_states.dtype)
+            tensors = hidden_states, *parameters, top_k_weights, order, rows, by_token, starts
+            return _Gated.apply(*tensors).to(hidden_states.dtype)
     x = _Spread.apply(hidden_states, order, back, copies)
     if experts.has_gate:
         x = experts._apply_gate(linear("gate_up_proj", "gate_up_proj_bias", x))

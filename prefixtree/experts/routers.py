@@ -2,17 +2,14 @@
 replicated batch has it.
 
 **Router replay.** A forest with routes hands them to the model as the keyword `tree_routes`, which
-travels with `tree_mask` to every attention (or recurrence), in a recomputation too. The attention
-of a layer runs before its router. A hook before it keeps the layer's routes, and a hook after the
-router puts them in the place of the router's choice. (Hooks of the layer itself are outside of its
-checkpoint.) The weights of the experts come from the router's logits, as when it chooses itself, so
-its gradient is kept. The hooks stay, and do nothing in calls without routes.
+travels with `tree_mask` to every attention (or recurrence), in a recomputation too. A hook before
+the attention keeps the layer's routes, and a hook after the router puts them in the place of its
+choice. (Hooks of the layer itself are outside of its checkpoint.) The weights of the experts come
+from the router's logits, so its gradient is kept.
 
-**The loss.** transformers computes it in the model's forward, from the router logits of all layers:
-for each expert the share of tokens that choose it, times its mean probability, summed over the
-experts. Both are means over the tokens that attention_mask counts. A packed forest has a shared
-token once, and the replicated batch has it once per sequence. So transformers' own function gets
-`packed.multiplicity` where it expects the attention_mask.
+**The loss.** Both of its means, each expert's share of tokens and mean probability, are over the
+tokens that attention_mask counts. A replicated batch has a shared token once per sequence. So
+transformers' own function gets `packed.multiplicity` where it expects the attention_mask.
 
 Legend: T packed tokens, L layers of experts, k experts per token, E experts.
 """
@@ -89,11 +86,7 @@ _replay = _Replay()
 
 
 class _Keep:
-    """A hook before the attention (or recurrence) of a layer with a router: keeps its routes.
-
-    Args:
-        layer: the layer's number among the `count` that have a router.
-    """
+    """A hook before the attention of the `layer`-th of `count` with a router: keeps its routes."""
 
     def __init__(self, layer: int, count: int) -> None:
         self.layer, self.count = layer, count
@@ -134,36 +127,27 @@ class _Routers(NamedTuple):
 
 
 def check_routes(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
-    """Refuses routes that the model cannot run; does nothing for a forest without routes.
-
-    Raises:
-        UnsupportedError: a model type, a way to run the model, or a router that is not verified.
-        ValueError: routes that do not fit the model's layers, experts per token or experts.
-    """
+    """Refuses routes that do not fit the model, or that it is not verified to replay."""
     routes = packed.forest.routes
     if routes is None:
         return
-    found = _routers_of(causal_lm)
-    for layer, each in zip(found.layers, found.routers, strict=True):
-        _check_runs_plainly(layer, each)
+    routed = _routers_of(causal_lm)
+    for layer, router_of_layer in zip(routed.layers, routed.routers, strict=True):
+        _check_runs_plainly(layer, router_of_layer)
     if any(vars(m).get("_compiled_call_impl") or hasattr(m, "_orig_mod") for m in model.modules()):
         raise UnsupportedError(
             "recorded routes are not verified in compiled models: leave torch.compile and "
             "compile_layers out"
         )
-    router: Any = found.routers[0]
+    router: Any = routed.routers[0]
     check_counts(
-        routes, len(found.routers), router.top_k, router.num_experts, "num_experts_per_tok"
+        routes, len(routed.routers), router.top_k, router.num_experts, "num_experts_per_tok"
     )
 
 
 @contextmanager
 def replaying(causal_lm: Any, packed: PackedForest) -> Iterator[None]:
-    """Has every router of a forward, while open, take the recorded routes, if there are some.
-
-    Raises:
-        UnsupportedError: a router that was not asked, or was asked twice.
-    """
+    """Has every router of a forward, while open, take the recorded routes, once each."""
     if packed.forest.routes is None:
         yield
         return
@@ -209,7 +193,7 @@ def _routers_of(causal_lm: Any) -> _Routers:
             f'is installed: pip install "transformers>={_OLDEST}"'
         )
     kind, _ = REPLAYED_ROUTERS[model_type]
-    found = _Routers([], [], [])
+    routed = _Routers([], [], [])
     for layer in layers_of(causal_lm):
         # a sharding wrapper replaces the class by a subclass
         routers = [m for m in layer.modules() if kind in (c.__name__ for c in type(m).__mro__)]
@@ -222,9 +206,9 @@ def _routers_of(causal_lm: Any) -> _Routers:
                 f"{len(attentions)} attentions, expected one of each: recorded routes are not "
                 "verified with layers that were replaced or wrapped in part"
             )
-        for each, module in zip(found, (layer, attentions[0], routers[0]), strict=True):
-            each.append(module)
-    return found
+        for modules, module in zip(routed, (layer, attentions[0], routers[0]), strict=True):
+            modules.append(module)
+    return routed
 
 
 def routed_layers(causal_lm: Any) -> list[bool]:
@@ -261,11 +245,7 @@ _FUNCTION = "load_balancing_loss_func"
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The replicated batch's loss, from the router logits of packed forwards.
-
-    Attributes:
-        function: transformers' function of the loss.
-    """
+    """The replicated batch's loss by transformers' function, from packed router logits."""
 
     causal_lm: Any
     function: Callable[..., Any]
@@ -278,11 +258,7 @@ class RouterLoss:
         return 2 * router_logits * next(self.causal_lm.parameters()).element_size()
 
     def check(self) -> None:
-        """Refuses checkpointing under which router logits have no gradient.
-
-        Raises:
-            UnsupportedError: reentrant checkpointing, of transformers or of torch's wrapper.
-        """
+        """Refuses reentrant checkpointing, under which router logits have no gradient."""
         wrappers = checkpoint_wrappers(self.causal_lm)
         wrapped = any(wrapper.checkpoint_impl.name == "REENTRANT" for wrapper in wrappers)
         if torch.is_grad_enabled() and (wrapped or checkpoints_reentrantly(self.causal_lm)):
@@ -293,11 +269,7 @@ class RouterLoss:
             )
 
     def logits_of(self, output: Any, expected: int) -> tuple[torch.Tensor, ...]:
-        """The router logits in a model's output, one [expected, E] per layer of experts.
-
-        Raises:
-            UnsupportedError: there are none, or another number of tokens.
-        """
+        """Finds the router logits in a model's output, one [expected, E] per layer of experts."""
         logits: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         name = type(self.causal_lm).__name__
         if not logits:
@@ -328,14 +300,10 @@ class RouterLoss:
 
 
 def router_loss(causal_lm: Any, asked: bool | None) -> RouterLoss | None:
-    """The loss that a forward over a packed forest computes, or None.
+    """Makes the loss of a packed forward, or None.
 
-    Args:
-        asked: by the caller. None: as `config.output_router_logits`, ignored in families without
-            such a loss.
-
-    Raises:
-        UnsupportedError: the caller asked, and the family has no such loss.
+    `asked`: by the caller; then a family without such a loss is refused. None: as
+    `config.output_router_logits`.
     """
     function = loss_function(causal_lm)
     if asked and function is None:
@@ -356,5 +324,5 @@ def loss_function(causal_lm: Any) -> Callable[..., Any] | None:
     code = getattr(forward, "__code__", None)
     if code is None or _FUNCTION not in code.co_names:
         return None
-    found: Callable[..., Any] | None = forward.__globals__.get(_FUNCTION)
-    return found
+    function: Callable[..., Any] | None = forward.__globals__.get(_FUNCTION)
+    return function

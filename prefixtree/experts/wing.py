@@ -26,33 +26,13 @@ __all__ = ["Routers", "check_routers", "prepare_layers"]
 def check_routers(
     model: nn.Module, causal_lm: Any, packed: PackedForest, asked: bool | None
 ) -> bool:
-    """Refuses recorded routes that the routers cannot take, and a loss that the family has not.
-
-    Args:
-        model: what is called. causal_lm, packed, asked: as in `Routers`.
-
-    Returns:
-        Whether the loss is computed.
-
-    Raises:
-        UnsupportedError, ValueError: with the reason.
-    """
+    """Refuses routes and losses that the model cannot have; says whether it computes the loss."""
     check_routes(model, causal_lm, packed)
     return router_loss(causal_lm, asked) is not None
 
 
 class Routers(CallWing):
-    """The routers of a model in a call.
-
-    Args:
-        asked: whether the load-balancing loss is computed. None: as the configuration says.
-
-    Attributes:
-        loss: the loss that is computed, or None.
-
-    Raises:
-        UnsupportedError: the caller asked, and the family has no such loss.
-    """
+    """The routers of a model in a call, with the loss or None; `asked` None: as configured."""
 
     def __init__(self, causal_lm: Any, packed: PackedForest, asked: bool | None) -> None:
         self.loss = router_loss(causal_lm, asked)

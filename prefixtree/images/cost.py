@@ -15,11 +15,7 @@ from prefixtree.planning.costs import CostModel
 
 
 def with_images(of_text: CostModel, config: Any, passes: int) -> CostModel:
-    """Adds the FLOPs of an image's token in the vision encoder to a cost model.
-
-    It stays as it is for a model that is served without images. `passes`: the forwards that an
-    update is worth.
-    """
+    """Adds FLOPs of image tokens to a text model's cost, for updates worth so many forwards."""
     try:
         first = ImageRule(config).first_id
     except UnsupportedError:

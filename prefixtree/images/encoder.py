@@ -49,11 +49,7 @@ _MEANINGS: dict[str, Callable[[Any], Any]] = {
 
 @functools.cache
 def with_borders(kind: Any) -> Any | None:
-    """Makes a forward of an attention class that hands on the borders of images.
-
-    Returns:
-        A function as `kind.forward`; None if it hands on none.
-    """
+    """Makes an attention forward that hands on the borders of images; None if it hands on none."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or _ASKED not in code.co_names:
         return None
@@ -92,17 +88,11 @@ def image_attention(
     scaling: float | None,
     borders: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Attends within each image, by torch's attention.
+    """Attends within each image, by torch's attention; q, k, v [1, H, P, D] give out [1, P, H, D].
 
     Args:
-        module: the attention of a vision encoder's block.
-        query, key, value: [1, H, P, D] each.
-        attention_mask, dropout, scaling: as transformers' function for "sdpa" takes them.
         borders: int [images + 1], where images begin and end. None: all patches are one image, or
             as the mask says.
-
-    Returns:
-        [1, P, H, D], and no attention weights.
     """
     attend = functools.partial(
         sdpa_attention_forward,
@@ -123,10 +113,10 @@ def image_attention(
     of_size: dict[int, list[int]] = {}
     for number, size in enumerate(sizes):
         of_size.setdefault(size, []).append(number)
-    each = [x.split(sizes, 2) for x in (query, key, value)]
+    by_image = [x.split(sizes, 2) for x in (query, key, value)]
     outputs: dict[int, torch.Tensor] = {}
     for numbers in of_size.values():
-        batch = (torch.cat([x[n] for n in numbers]) for x in each)
+        batch = (torch.cat([x[n] for n in numbers]) for x in by_image)
         outputs |= zip(numbers, attend(*batch)[0].split(1), strict=True)
     return torch.cat([outputs[n] for n in range(len(sizes))], 1), None
 
@@ -151,15 +141,12 @@ class EncoderRuns:
     """The number of images that a vision encoder takes at once.
 
     Attributes:
-        patches: the most of a run of several images; a larger image is a run. None: all images are
-            one run, which is called as the model calls it.
+        patches: the most of a run of several images; a larger image is a run. None: one run of all.
         around: calls each run. Default: nothing is recomputed.
-        least: the least number of runs, reached by blank ones before the images: ranks that shard
-            the vision encoder run it equally often.
-        kept: patches of the last images that `keeping` calls in the place of `around`, in runs of
-            their own.
-        keeping: calls these runs. Default: they are called as they are.
-        least_kept: the least number of these runs, reached by blank ones after the images.
+        least: the least number of runs, as ranks that shard the vision encoder run it equally
+            often. Blank runs before the images fill it up.
+        kept: patches of the last images, whose runs `keeping` calls instead of `around`.
+        least_kept: the least number of these runs, filled up by blank ones after the images.
     """
 
     patches: int | None
@@ -182,13 +169,10 @@ class EncoderShape:
     features: int
 
     def runs(self, most: int, kept: int = 0) -> tuple[list[Run], list[Run]]:
-        """Cuts the images into runs of at most `most` patches, one image at least.
+        """Cuts images into runs of at most `most` patches, or of one image.
 
-        Args:
-            kept: the last images of at most so many patches have runs of their own.
-
-        Returns:
-            The runs of the first images, and those of the last.
+        Returns the runs of the first images, then those of the last, which hold at most `kept`
+        patches.
         """
         end = first = len(self.patches)
         while first > 0 and (kept := kept - self.patches[first - 1]) >= 0:
@@ -196,14 +180,14 @@ class EncoderShape:
         return self._between(0, first, most), self._between(first, end, most)
 
     def _between(self, first: int, end: int, most: int) -> list[Run]:
-        found: list[Run] = []
-        held = 0
+        runs: list[Run] = []
+        patches = 0
         for i in range(first, end):
-            if i > first and held + self.patches[i] > most:
-                found.append((first, i))
-                first, held = i, 0
-            held += self.patches[i]
-        return [*found, (first, end)] if first < end else found
+            if i > first and patches + self.patches[i] > most:
+                runs.append((first, i))
+                first, patches = i, 0
+            patches += self.patches[i]
+        return [*runs, (first, end)] if first < end else runs
 
 
 def features_in(output: Any) -> dict[str, Any]:
@@ -218,16 +202,10 @@ def features_in(output: Any) -> dict[str, Any]:
 def compile_blocks(
     model: nn.Module, compiler: Callable[..., Any] = torch.compile, **options: Any
 ) -> None:
-    """Compiles the parts of the blocks of vision encoders, for calls of `in_few_calls`.
+    """Compiles the parts of vision encoders' blocks, for calls of `in_few_calls`.
 
-    A block is a module that holds an attention of `with_borders`. Graphs end at attention, which
-    looks at the borders of images. All other calls run uncompiled, and so do blocks that are
-    recomputed by themselves.
-
-    Args:
-        model: a vision encoder, or a module that holds some. Other modules are left as they are.
-        compiler: (a forward) -> the function that runs in its place.
-        options: of the compiler.
+    A block is a module that holds an attention of `with_borders`. Graphs end at attention. All
+    other calls run uncompiled, and so do blocks that are recomputed by themselves.
     """
     known: dict[Any, Callable[..., Any]] = {}
 
@@ -262,19 +240,14 @@ def _runs_compiled(part: nn.Module) -> bool:
 
 
 def in_few_calls(encoder: nn.Module) -> Callable[..., Any]:
-    """Makes a vision encoder's forward with fewer and faster calls of torch.
+    """Makes a vision encoder's forward with fewer and faster calls of torch, for backwards too.
 
-    Convolutions with one place for their kernel are matrix products. A patch is as large as the
-    kernel that embeds it. cuDNN takes far longer for that than a product in bfloat16, and rounds
-    float32 to TF32 where torch's products do not. Images of one size are one call of attention
-    (`image_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and
-    hooks are the modules' own.
-
-    Returns:
-        A forward with the same arguments. It may run again in a backward.
+    Convolutions with one place for their kernel are matrix products: cuDNN takes far longer in
+    bfloat16, and rounds float32 to TF32. Images of one size are one call of `image_attention` under
+    "prefixtree" and "sdpa", and blocks may be compiled. Weights and hooks are the modules' own.
     """
     forward = encoder.forward
-    found: dict[nn.Module, Callable[..., Any]] = {}
+    products: dict[nn.Module, Callable[..., Any]] = {}
     attending: dict[nn.Module, Callable[..., Any]] = {}
     in_blocks: dict[nn.Module, Callable[..., Any]] = {}
     for module in encoder.modules():
@@ -282,7 +255,7 @@ def in_few_calls(encoder: nn.Module) -> Callable[..., Any]:
         if "forward" in vars(module):
             continue
         if _multiplies(module):
-            found[module] = partial(_product, module)
+            products[module] = partial(_product, module)
         elif (at_once := with_borders(kind)) is not None:
             attending[module] = partial(at_once, module)
         if (compiled := _compiled.get(module)) is not None:
@@ -292,10 +265,10 @@ def in_few_calls(encoder: nn.Module) -> Callable[..., Any]:
     attending |= in_blocks
 
     def ours(*args: Any, **kwargs: Any) -> Any:
-        replaced = found
+        replaced = products
         # layers that are recomputed by themselves run their own forward in the backward
         if _attends_at_once(encoder) and not any(map(_recomputes, encoder.modules())):
-            replaced = found | attending
+            replaced = products | attending
         with changing(encoder) as changes:
             for module, of_module in replaced.items():
                 changes.set(module, forward=of_module)
@@ -349,16 +322,11 @@ def in_runs(
     divided: Callable[[], tuple[EncoderShape, list[Run], list[Run]]],
     blank: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[..., Any]:
-    """Makes a vision encoder's forward that takes its images in runs.
+    """Makes a vision encoder's forward that takes images in runs, and returns only features.
 
     Args:
-        forward: the vision encoder's, of all images. grid_keyword: its keyword of grids.
-        runs: with a number of patches.
         divided: gives the sizes of a call, and its `EncoderShape.runs`.
         blank: pixels and grids of an image that no token shows.
-
-    Returns:
-        A forward that returns the same features, and nothing else.
     """
     assert runs.patches is not None
 

@@ -66,12 +66,10 @@ class Encoding:
     """One call of the vision encoder: the distinct images of one modality.
 
     Attributes:
-        tensors: the keywords of the model's forward, pixels and grids of the N distinct images.
-        grid_name: the key of the grids in `tensors`.
-        placed: the grids of the K placements, which take its place: as many features as they hold.
+        tensors: keywords of the model's forward, pixels and grids of the N distinct images.
+        placed: grids of the K placements, which replace those in `tensors`.
         rows: maps features [F, H] of the distinct images to those of the placements.
-        exchange: brings the features that `rows` reads to a rank of a group. Default: they are the
-            vision encoder's own.
+        exchange: brings the features that `rows` reads to this rank. Default: it has them.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -98,12 +96,12 @@ class Encoding:
 
     def repeat(self, output: Any) -> None:
         """Repeats the features in the vision encoder's output per placement, in packed order."""
-        found = features_in(output)
-        if not found:
+        by_name = features_in(output)
+        if not by_name:
             raise UnsupportedError(f"{UNEXPECTED} and got {type(output).__name__}")
-        is_list = {name: isinstance(values, (list, tuple)) for name, values in found.items()}
-        each = [x for n, values in found.items() for x in (values if is_list[n] else [values])]
-        for features in each:
+        is_list = {name: isinstance(values, (list, tuple)) for name, values in by_name.items()}
+        outputs = [x for n, values in by_name.items() for x in (values if is_list[n] else [values])]
+        for features in outputs:
             if len(features) != self.shape.features:
                 raise UnsupportedError(
                     f"the vision encoder gave {len(features)} features for images of "
@@ -111,9 +109,9 @@ class Encoding:
                     "made for"
                 )
         if self.exchange is not None:
-            each = self.exchange.fetch(each)
-        repeated = iter([self._repeated(features) for features in each])
-        for name, values in found.items():
+            outputs = self.exchange.fetch(outputs)
+        repeated = iter([self._repeated(features) for features in outputs])
+        for name, values in by_name.items():
             placed = [next(repeated) for _ in values] if is_list[name] else next(repeated)
             setattr(output, name, placed)
 
@@ -144,10 +142,7 @@ class EncoderCalls:
     def of_rank(
         self, modality: Modality, parts: Parts, index: int, group: ProcessGroup
     ) -> Encoding | None:
-        """The call for a rank's share of the forest's images; a blank one if it has none.
-
-        None if the forest has no images of this modality.
-        """
+        """Makes the call for a rank's share of images, maybe a blank one; None without images."""
         images = self.images
         placed = [self._placed(modality, parts.owner == rank) for rank in range(len(parts))]
         distinct = sorted({n for of_rank in placed for n, _ in of_rank})
@@ -161,15 +156,15 @@ class EncoderCalls:
         arrived = np.empty(len(of_features), np.int32)
         arrived[exchange.fetched] = np.arange(len(exchange.fetched))
         rows = GatherIndex(arrived[features[index]], len(exchange.fetched), self.device)
-        made = empty = blank(self.config, self.device, modality)
+        encoding = empty = blank(self.config, self.device, modality)
         shown = [p for p, rank in zip(all_shown, holder, strict=True) if rank == index]
         if shown:
             tensors, shape = _call(modality, images.model_type, shown, self.device)
-            made = _made(tensors, empty.placed, _NONE, shape, self.device)
+            encoding = _made(tensors, empty.placed, _NONE, shape, self.device)
         grids = empty.placed
         if placed[index]:
             grids = move(self._grids(placed[index], all_shown), self.device)
-        return replace(made, placed=grids, rows=rows, exchange=exchange)
+        return replace(encoding, placed=grids, rows=rows, exchange=exchange)
 
     def _placed(self, modality: Modality, is_own: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """The runs of own placeholders of one modality in packed order: (image, its features)."""
@@ -179,9 +174,9 @@ class EncoderCalls:
             placements.start, placements.number, placements.frame, strict=True
         ):
             image = self.images.distinct[n]
-            own = np.flatnonzero(is_own[start : start + image.run_tokens])
-            if image.modality == modality and len(own):
-                placed.append((int(n), frame * image.run_tokens + own))
+            features = np.flatnonzero(is_own[start : start + image.run_tokens])
+            if image.modality == modality and len(features):
+                placed.append((int(n), frame * image.run_tokens + features))
         return placed
 
     def _grids(self, placed: list[tuple[int, np.ndarray]], shown: list[Image]) -> torch.Tensor:
@@ -211,11 +206,7 @@ def _call(
 
 
 def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
-    """Makes grids of as many placeholders, all that transformers reads if positions are given.
-
-    Args:
-        counts: placeholders of each run. patches: of Gemma 4, to which images are padded.
-    """
+    """Makes grids of as many placeholders; `patches`: of Gemma 4, to which images are padded."""
     vision = config.vision_config
     if config.model_type not in ENCODERS:
         merge = vision.spatial_merge_size
@@ -236,19 +227,15 @@ def blank(config: Any, device: torch.device, modality: Modality = "image") -> En
 
 
 def blank_image(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes an image without content, as a model's processor would give it.
+    """Makes an image without content, of `side` placeholders in height and in width.
 
-    Args:
-        side: its placeholders in height and in width.
-
-    Returns:
-        Its pixels and its grid: [P, D] and [1, 3], for Gemma 4 [1, P, D] and [1, P, 2].
+    Returns its pixels [P, D] and grid [1, 3], for Gemma 4 [1, P, D] and [1, P, 2].
     """
     vision = config.vision_config
     if config.model_type in ENCODERS:
-        each = torch.arange(side * vision.pooling_kernel_size)
-        steps = torch.cartesian_prod(each, each)[None]
-        return torch.zeros(1, len(each) ** 2, 3 * vision.patch_size**2), steps
+        places = torch.arange(side * vision.pooling_kernel_size)
+        steps = torch.cartesian_prod(places, places)[None]
+        return torch.zeros(1, len(places) ** 2, 3 * vision.patch_size**2), steps
     side *= vision.spatial_merge_size
     channels = getattr(vision, "in_channels", None) or vision.in_chans
     values = channels * vision.temporal_patch_size * vision.patch_size**2

@@ -38,8 +38,6 @@ class FeatureExchange:
     Args:
         holder: int64 [F], the rank that computes each feature, in ascending order of features.
         shown: by rank, the features that its own tokens show, integers [*], also several times.
-        index: this rank's place in the group.
-        device: of the features.
 
     Attributes:
         fetched: int64 [*], the features that come to this rank, in order of arrival.
@@ -55,11 +53,11 @@ class FeatureExchange:
     ) -> None:
         ranks = len(shown)
         row, held = arrival(holder, ranks)
-        here = row - np.repeat([0, *np.cumsum(held)[:-1]], held)[row]
+        row_of_holder = row - np.repeat([0, *np.cumsum(held)[:-1]], held)[row]
 
         def wanted(features: np.ndarray) -> np.ndarray:
-            each = np.unique(features)
-            return each[np.argsort(holder[each], kind="stable")]
+            distinct = np.unique(features)
+            return distinct[np.argsort(holder[distinct], kind="stable")]
 
         sent = [features[holder[features] == index] for features in map(wanted, shown)]
         self.fetched = wanted(shown[index])
@@ -67,14 +65,11 @@ class FeatureExchange:
         self._received = np.bincount(holder[self.fetched], minlength=ranks).tolist()
         # a rank without images has the feature of a blank image
         count = max(1, held[index])
-        rows = here[np.concatenate(sent)].astype(np.int32)
+        rows = row_of_holder[np.concatenate(sent)].astype(np.int32)
         self._rows, self._group = GatherIndex(rows, count, device), group
 
     def fetch(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Brings features [held, H] each to the ranks that show them, [fetched, H] each.
-
-        Differentiable once.
-        """
+        """Brings features [held, H] to ranks that show them, [fetched, H]; differentiable once."""
         rows = gather(torch.cat([*features], 1), self._rows)
         rows = exchange_rows(rows, self._sent, self._received, self._group)
         return list(rows.split([x.shape[1] for x in features], 1))
@@ -83,10 +78,7 @@ class FeatureExchange:
 def exchange_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> torch.Tensor:
-    """Exchanges rows by `all_to_all`, differentiable once: gradients go back the same way.
-
-    All ranks must run its backward too.
-    """
+    """Exchanges rows by `all_to_all`, differentiable once; all ranks must run its backward too."""
     out: torch.Tensor = _ExchangeRows.apply(rows, sent, received, group)
     return out
 

@@ -110,7 +110,7 @@ class Images:
             ValueError: tensors that do not fit one another; two grids or sizes for one key.
         """
         rule = ImageRule(config)
-        given: dict[Modality, list[Image]] = {
+        read: dict[Modality, list[Image]] = {
             "image": rule.read(
                 "image",
                 pixel_values,
@@ -130,7 +130,7 @@ class Images:
                 "beyond the vocabulary and stand for images: give the processor's token ids"
             )
         rows = np.split(flat.copy(), ends[:-1])
-        walk = _Walk(rule, given)
+        walk = _Walk(rule, read)
         of_sequences = [walk.number(i, row) for i, row in enumerate(rows)]
         walk.check_all_are_held()
         return cls(
@@ -148,13 +148,7 @@ class Images:
         return sum(map(len, self.of_sequences))
 
     def with_placeholders(self, tokens: np.ndarray) -> np.ndarray:
-        """Replaces ids of images by the placeholders that the model knows.
-
-        Args:
-            tokens: integers, any shape, ids of `sequences` or of a forest of them.
-
-        Returns:
-            The same with the placeholder of each image in the place of its id.
+        """Replaces ids of images in integers of any shape by the placeholders that the model knows.
 
         Raises:
             ForestError: an id beyond the images.
@@ -181,14 +175,14 @@ class Images:
 
 def _one_of(rule: ImageRule, grids: Any, positions: Any) -> Any:
     """The grids, or the positions of patches if the family has these in their place."""
-    wanted, other = rule.grid_name, positions
-    given = grids
-    if wanted == "image_position_ids":
-        given, other = positions, grids
+    expected, other = rule.grid_name, positions
+    chosen = grids
+    if expected == "image_position_ids":
+        chosen, other = positions, grids
     if other is not None:
-        wrong = "image_grid_thw" if wanted == "image_position_ids" else "image_position_ids"
-        raise ValueError(f"model type {rule.model_type!r} takes {wanted}, not {wrong}")
-    return given
+        wrong = "image_grid_thw" if expected == "image_position_ids" else "image_position_ids"
+        raise ValueError(f"model type {rule.model_type!r} takes {expected}, not {wrong}")
+    return chosen
 
 
 class _Walk:
@@ -201,12 +195,7 @@ class _Walk:
         self._met: dict[Modality, int] = {"image": 0, "video": 0}
 
     def number(self, index: int, row: np.ndarray) -> list[int]:
-        """Writes ids over the placeholders of a sequence, in place; returns its images' numbers.
-
-        Args:
-            index: of the sequence.
-            row: its token ids.
-        """
+        """Writes ids over a sequence's placeholders, in place; returns its images' numbers."""
         numbers: list[int] = []
         # for a video whose frames are apart: its number, and the runs that are still to come
         video, missing = -1, 0
@@ -238,10 +227,10 @@ class _Walk:
 
     def check_all_are_held(self) -> None:
         """Raises a ForestError for images that no placeholder stands for."""
-        for modality, given in self._given.items():
-            if (met := self._met[modality]) < len(given):
+        for modality, images in self._given.items():
+            if (met := self._met[modality]) < len(images):
                 raise ForestError(
-                    f"{len(given)} {modality}s were given, and the sequences hold {met}: give the "
+                    f"{len(images)} {modality}s were given, and the sequences hold {met}: give the "
                     f"{modality}s of these sequences alone, one that several hold once for each"
                 )
 
@@ -259,15 +248,15 @@ class _Walk:
 
     def _meet(self, modality: Modality, where: str) -> int:
         """Takes the next image, and returns its number."""
-        given, at = self._given[modality], self._met[modality]
-        if at == len(given):
+        images, at = self._given[modality], self._met[modality]
+        if at == len(images):
             raise ForestError(
                 f"{where} placeholders of {modality} {at} of the batch, and {at} {modality}s were "
                 f"given; give every sequence its {modality}s, also those that others hold too"
                 + self._if_sampled(modality)
             )
         self._met[modality] += 1
-        image = given[at]
+        image = images[at]
         number = self._number.setdefault(image.key, len(self.distinct))
         if number == len(self.distinct):
             self.distinct.append(image)
@@ -281,18 +270,18 @@ class _Walk:
         return number
 
     def _check_length(self, image: Image, start: int, end: int, length: int, where: str) -> None:
-        found, expected = end - start, image.run_tokens
-        if found == expected:
+        placeholders, expected = end - start, image.run_tokens
+        if placeholders == expected:
             return
-        what = f"{where} {found} placeholders of one {image.modality} with {expected}"
+        message = f"{where} {placeholders} placeholders of one {image.modality} with {expected}"
         if image.runs > 1:
-            what += " per frame"
-        if found < expected and end == length:
+            message += " per frame"
+        if placeholders < expected and end == length:
             raise ForestError(
-                f"{what}: the sequence is cut inside an image; drop it, or allow more tokens"
+                f"{message}: the sequence is cut inside an image; drop it, or allow more tokens"
             )
         raise ForestError(
-            f"{what} (grid {_short(image.grid)}): the image is of another size, another one "
+            f"{message} (grid {_short(image.grid)}): the image is of another size, another one "
             "is missing before it, or two stand side by side without a token between"
             + self._if_sampled(image.modality)
         )

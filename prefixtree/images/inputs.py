@@ -102,9 +102,6 @@ class ImageRule:
         placeholders: by modality, the token id that the model knows.
         first_id: the first token id beyond the vocabulary and the placeholders.
         grid_name: the argument that says how large images are.
-
-    Raises:
-        UnsupportedError: a family whose images are not verified, with the reason where known.
     """
 
     def __init__(self, config: Any) -> None:
@@ -134,18 +131,14 @@ class ImageRule:
         Args:
             pixels: [sum of P, D] of N images or a list of N tensors [P, D]; for Gemma 4 [N, P, D].
             grids: integers [N, 3]; for Gemma 4 [N, P, 2].
-            seconds, keys: N each. Default: none.
-
-        Raises:
-            UnsupportedError: videos of a family whose videos are not verified.
-            ValueError: tensors that do not fit one another.
+            seconds, keys: N each.
         """
         names = self._names(modality)
         if pixels is None and grids is None:
             return []
         if pixels is None or grids is None:
-            there, missing = (names[1], names[0]) if pixels is None else (names[0], names[1])
-            raise ValueError(f"{there} came without {missing}: give both, or neither")
+            present, missing = (names[1], names[0]) if pixels is None else (names[0], names[1])
+            raise ValueError(f"{present} came without {missing}: give both, or neither")
         if modality == "video" and self.model_type in (*_POSITIONS, *_ONE_PLACEHOLDER):
             raise UnsupportedError(
                 f"videos are not verified in model type {self.model_type!r}: give images alone"
@@ -163,7 +156,7 @@ class ImageRule:
             read_seconds = numbers("second_per_grid_ts", seconds, "one number per video")
             if not np.isfinite(read_seconds).all():
                 raise ValueError(f"second_per_grid_ts must be finite, got {read_seconds.tolist()}")
-        found: list[Image] = []
+        images: list[Image] = []
         known: dict[Hashable, bytes] = {}
         for i, (part, (runs, tokens)) in enumerate(zip(parts, sizes, strict=True)):
             second = None if seconds is None else seconds[i]
@@ -175,8 +168,8 @@ class ImageRule:
                 same = id(part), steps[i].numpy().tobytes(), str(second)
                 key = known.get(same) or image_key(part, steps[i], modality, second)
                 known[same] = key
-            found.append(Image(modality, part, steps[i], runs, tokens, second, key))
-        return found
+            images.append(Image(modality, part, steps[i], runs, tokens, second, key))
+        return images
 
     def _names(self, modality: Modality) -> tuple[str, str]:
         """The names of the arguments that hold pixels and grids."""
@@ -240,11 +233,7 @@ class ImageRule:
 
 
 def check_served(model_type: str, text_config: Any) -> None:
-    """Refuses a family whose images are not verified.
-
-    Raises:
-        UnsupportedError: with the reason where it is known.
-    """
+    """Refuses a family whose images are not verified, with the reason where it is known."""
     both_ways = getattr(text_config, "use_bidirectional_attention", None) == "vision"
     if both_ways or model_type in _UNSERVED:
         setting = ' with use_bidirectional_attention="vision"' if both_ways else ""
@@ -297,11 +286,11 @@ def _parts(
                     "its grid"
                 )
         return parts
-    whole = _pixels(pixel_name, pixels)
-    if whole.ndim != 2 or len(whole) != sum(patches):
+    joined = _pixels(pixel_name, pixels)
+    if joined.ndim != 2 or len(joined) != sum(patches):
         raise ValueError(
-            f"{pixel_name} has shape {list(whole.shape)}; {grid_name} asks for "
+            f"{pixel_name} has shape {list(joined.shape)}; {grid_name} asks for "
             f"[{sum(patches)}, values], those of {len(patches)} {modality}s: one is missing, or of "
             "another size than its grid"
         )
-    return list(whole.split(patches))
+    return list(joined.split(patches))

@@ -24,8 +24,7 @@ class Placements:
 
     Attributes:
         start: int64 [K], the first packed token of each run.
-        number: int64 [K], its image.
-        frame: int64 [K], which of the image's runs it is.
+        number, frame: int64 [K], its image, and which of the image's runs it is.
     """
 
     start: np.ndarray
@@ -42,28 +41,17 @@ class Placements:
 
 @dataclass(frozen=True)
 class PathImages:
-    """A sequence of a packed forest: ids of `Images.sequences`, int64 [n], and its images in order.
-
-    A video comes once.
-    """
+    """A sequence's ids, int64 [n], as `Images.sequences` has them, and its images, a video once."""
 
     tokens: np.ndarray
     numbers: list[int]
 
 
 def place(packed: PackedForest, images: Images) -> tuple[Placements, list[PathImages]]:
-    """Finds the images of a packed forest.
+    """Finds the placements in a packed forest of `images.sequences`, and its S sequences.
 
-    Args:
-        packed: a forest of `images.sequences`, or of a part of them.
-        images: the images of the batch.
-
-    Returns:
-        The placements, and S sequences; equal sequences are the same object.
-
-    Raises:
-        ForestError: images of another batch, or a sequence that is cut inside an image, or that
-            begins as none of `images.sequences`.
+    Equal sequences are the same object. Raises ForestError for images of another batch, and for a
+    sequence that is cut inside an image or begins as none of `images.sequences`.
     """
     forest = packed.forest
     if forest.tokens is None:
@@ -94,10 +82,10 @@ def place(packed: PackedForest, images: Images) -> tuple[Placements, list[PathIm
         )
     _check_paths(packed, images)
     frame = _frames(sequence, number, runs)
-    whole, of_whole = number[frame == 0], sequence[frame == 0]
-    held = np.split(whole, np.searchsorted(of_whole, np.arange(1, len(chosen))))
+    image, of_sequence = number[frame == 0], sequence[frame == 0]
+    images_of = np.split(image, np.searchsorted(of_sequence, np.arange(1, len(chosen))))
     parts = np.split(tokens, np.cumsum(counts)[:-1])
-    paths = [PathImages(part, n.tolist()) for part, n in zip(parts, held, strict=True)]
+    paths = [PathImages(part, n.tolist()) for part, n in zip(parts, images_of, strict=True)]
     start, at = np.unique(index[starts].astype(np.int64), return_index=True)
     return Placements(start, number[at], frame[at]), [paths[i] for i in same.tolist()]
 

@@ -125,13 +125,7 @@ def check_images(
 ) -> np.ndarray | None:
     """Refuses images that the model would not run as it runs each sequence alone.
 
-    Returns:
-        int64 [T], the token ids that the model gets; None of a forest without ids.
-
-    Raises:
-        TypeError: no Images.
-        ValueError: images that were made for another model. ForestError: ids of other images.
-        UnsupportedError: a model or option not verified with images, with the way to mend it.
+    Returns int64 [T], the token ids that the model gets; None of a forest without ids.
     """
     if not isinstance(images, Images):
         raise TypeError(

@@ -77,7 +77,6 @@ class PlacedImages(CallWing):
         packed: the forest with the token ids that the model knows.
         inputs: keywords of the model's forward that differ from the packed forest's, without
             images.
-        images: those of the batch.
         least_runs: the least number of runs per call of the vision encoder. 0: ranks that shard it
             agree in each forward.
     """
@@ -101,27 +100,20 @@ class PlacedImages(CallWing):
         return self._encoded(self._shown(own), own is not None and self._only_images_train())
 
     def in_lockstep(self, owns: Iterable[np.ndarray], modes: Iterable[Any]) -> None:
-        """Has all forwards of a block make equally many runs of the vision encoder.
-
-        A backward may meet that of any forward of another rank, and each run is exchanges.
-        """
+        """Has all forwards run the vision encoder equally often, as every run is an exchange."""
         # a forward without images encodes a blank image
-        most = [
+        runs = [
             _most_runs(self._shown(own), getattr(mode, "patches", RUN)) or 1
             for own, mode in zip(owns, modes, strict=True)
         ]
-        most_here = [max(most, default=1)]
+        most_here = [max(runs, default=1)]
         (self.least_runs,) = most_of_all_ranks(self.model, most_here, self.packed.device)
 
     def of_rank(self, parts: Parts, rank: int, group: ProcessGroup) -> CallWing:
-        """The images that one rank of a group encodes, and those that its own tokens show.
-
-        Each distinct image is encoded by one rank, and features travel between the ranks. So all
-        ranks call their vision encoders equally often.
-        """
-        where = parts, rank, group
-        found = (self._calls.of_rank(modality, *where) for modality in MODALITIES)
-        return _OfRank(self._encoded([encoding for encoding in found if encoding is not None]))
+        """Encodes each distinct image on one rank; all ranks run vision encoders equally often."""
+        place = parts, rank, group
+        encodings = (self._calls.of_rank(modality, *place) for modality in MODALITIES)
+        return _OfRank(self._encoded([encoding for encoding in encodings if encoding is not None]))
 
     def facts(self) -> dict[str, Any]:
         parts: dict[str, Any] = {"whether they are passed": True}
@@ -177,12 +169,7 @@ def _most_runs(encodings: list[Encoding], patches: int) -> int:
 
 
 class EncodedImages(ForwardWing):
-    """The images of one forward over a forest, or over a part of one.
-
-    Attributes:
-        placed: those of the forest.
-        encodings: the calls of the vision encoder.
-    """
+    """The images of one forward over a forest or a part of one; `placed` are the forest's."""
 
     def __init__(
         self,
@@ -247,13 +234,10 @@ class EncodedImages(ForwardWing):
 
     @contextmanager
     def encoded(self, runs: EncoderRuns = ALL_AT_ONCE) -> Iterator[None]:
-        """Has a forward, while open, encode each distinct image once.
+        """Has a forward, while open, encode each distinct image once, `runs` at a time.
 
-        Args:
-            runs: how many images the vision encoder takes at once.
-
-        Raises:
-            UnsupportedError: a model that does not call its vision encoder as transformers' does.
+        Raises UnsupportedError for a model that does not call its vision encoder as transformers'
+        does.
         """
         left = list(self.encodings)
         current: list[Encoding] = []
@@ -280,13 +264,13 @@ class EncodedImages(ForwardWing):
                 masks = _of_no_image(base.get_placeholder_mask, self._causal_lm.config)
                 changes.set(base, get_placeholder_mask=masks)
             forward = in_few_calls(self.encoder)
-            if (most := runs.patches) is not None:
+            if (patches := runs.patches) is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
                 forward = in_runs(
                     forward,
                     self._grid_keyword,
                     runs,
-                    lambda: self._divided(current[-1], most, runs.kept),
+                    lambda: self._divided(current[-1], patches, runs.kept),
                     of_nothing.shown,
                 )
             changes.set(self.encoder, forward=forward)
@@ -334,10 +318,9 @@ def grid_keyword_of(config: Any) -> str:
 def _position_ids(
     base: Any, packed: PackedForest, images: Images, paths: list[PathImages]
 ) -> torch.Tensor:
-    """Positions int64 [4, 1, T]: those in the text, for masks, and those of the model's 3-D RoPE.
+    """Makes positions int64 [4, 1, T]: in the text, for masks, and of the model's 3-D RoPE.
 
-    The latter are the model's own for each sequence alone. Those of a token follow from its path,
-    so that `pack_values` finds the copies of shared tokens equal.
+    The latter are the model's own for each sequence alone, so that copies of a token agree.
     """
     known: dict[int, torch.Tensor] = {}
     for path in paths:
@@ -350,11 +333,7 @@ def _position_ids(
 def positions_alone(
     base: Any, images: Images, tokens: np.ndarray, numbers: list[int]
 ) -> torch.Tensor:
-    """The positions, int64 [n, 3] on the CPU, of a model's 3-D RoPE for one sequence alone.
-
-    Args:
-        base: the model without its lm_head. tokens, numbers: as for `alone_inputs`.
-    """
+    """Computes 3-D RoPE's positions, int64 [n, 3] on the CPU, of one sequence alone."""
     if not numbers:
         return torch.arange(len(tokens))[:, None].expand(-1, 3)
     inputs = _alone_inputs(images, tokens, numbers, grids_of)
@@ -363,14 +342,13 @@ def positions_alone(
 
 
 def alone_inputs(images: Images, tokens: np.ndarray, numbers: list[int]) -> dict[str, Any]:
-    """The inputs of transformers for one sequence alone, as its processor gives them.
+    """Makes transformers' inputs of one sequence alone, on the CPU, as its processor gives them.
+
+    These are input_ids and mm_token_type_ids [1, n], and the pixels and grids of its images.
 
     Args:
         tokens: integers [n], one of `images.sequences`.
         numbers: the images it holds, in order; `images.of_sequences` has them.
-
-    Returns:
-        input_ids and mm_token_type_ids [1, n], and the pixels and grids of its images, on the CPU.
     """
 
     def both(*shown: Any) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def best_keys_kernel(
                 high = middle
                 reach_high = reach
         # scores between the two are equal, or no more than are left
-        left = most - reach_high
+        places_left = most - reach_high
         BITS += row * num_words
         lane = tl.arange(0, 32)[None, :]
         word = tl.arange(0, SIZE // 32)
@@ -248,18 +248,18 @@ def best_keys_kernel(
             tied = (by_word >= _at(low)).to(tl.int32) - above
             count = tl.sum(tied, 1)
             ties = tl.sum(tied << lane, 1)
-            ties_left = left - tl.cumsum(count, 0) + count
+            ties_left = places_left - tl.cumsum(count, 0) + count
             # one word keeps some of its ties, the lowest bits
             is_cut = (ties_left > 0) & (ties_left < count)
             cut = tl.sum(tl.where(is_cut, ties, 0), 0)
-            others = cut
+            dropped = cut
             for _ in range(tl.sum(tl.where(is_cut, ties_left, 0), 0)):
-                others &= others - 1
-            ties = tl.where(is_cut, cut ^ others, tl.where(ties_left > 0, ties, 0))
+                dropped &= dropped - 1
+            ties = tl.where(is_cut, cut ^ dropped, tl.where(ties_left > 0, ties, 0))
             bits = tl.sum(above << lane, 1) | ties
             at = start // 32 + word
             tl.store(BITS + at, tl.where(is_number, bits, 0), mask=at < num_words)
-            left -= tl.sum(count, 0)
+            places_left -= tl.sum(count, 0)
 
 
 def serves_choice(scores: torch.Tensor) -> bool:
@@ -272,15 +272,15 @@ def best_bits(
     scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
 ) -> torch.Tensor:
     """Computes `kernels.best_keys.best_bits` for float32 scores."""
-    n, width = scores.shape
-    bits = torch.zeros(n, num_words, dtype=torch.int32, device=scores.device)
+    num_queries, width = scores.shape
+    bits = torch.zeros(num_queries, num_words, dtype=torch.int32, device=scores.device)
     arguments = scores.contiguous(), position.contiguous(), bits, width, num_words, count
     longest = max(SIZES)
     shortest = 0
     for size, is_whole in (*dict.fromkeys(SIZES, True).items(), (longest, False)):
-        if n and width > shortest:
+        if num_queries and width > shortest:
             with runtime.current(scores.device):
-                best_keys_kernel[(n,)](
+                best_keys_kernel[(num_queries,)](
                     *arguments,
                     shortest,
                     SIZE=size,

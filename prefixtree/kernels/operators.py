@@ -114,11 +114,9 @@ _took: dict[str, float] = {}
 
 
 def first_call(*kind: Hashable) -> AbstractContextManager[Any]:
-    """Makes a context for a call that may compile; `kind` tells kinds apart and makes the line.
-
-    If the first of its kind takes longer than `PATIENCE` seconds, the logger "prefixtree" says what
-    is compiled, as a warning, and how long it took. A call waits for no GPU.
-    """
+    """Makes a context for a call that may compile; `kind` tells kinds apart and makes the line."""
+    # if the first of its kind takes longer than `PATIENCE` seconds, the logger "prefixtree" says
+    # what is compiled, as a warning, and how long it took; a call waits for no GPU
     if kind in _begun:
         return _NOT_FIRST
     _begun.add(kind)

@@ -57,12 +57,10 @@ def load_queries(
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Loads rows of q or dout [Tq, H, DIM] in pieces of columns: a tuple of # [ROWS, WIDTH]
-
-    X is a pointer or a tensor descriptor. Dead rows hold zeros, or through a descriptor whatever is
-    after the tile. Through a descriptor pieces come as boxes, which are in registers as a product's
-    first operand; through a pointer as matrices, which are in shared memory.
-    """
+    """Loads rows of q or dout [Tq, H, DIM] in pieces of columns: a tuple of # [ROWS, WIDTH]"""
+    # X is a pointer or a tensor descriptor; dead rows hold zeros, or through a descriptor whatever
+    # is after the tile; through a descriptor pieces come as boxes, which are in registers as a
+    # product's first operand; through a pointer as matrices, which are in shared memory
     pieces = ()
     for first in tl.static_range(0, DIM, WIDTH):
         if TMA:
@@ -89,13 +87,11 @@ def load_keys(
     TMA: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Loads KEYS rows of k or v [T, Hk, DIM] in pieces of columns: a tuple of # [KEYS, WIDTH]
-
-    ALL says that no row is dead. X is a pointer, or a descriptor of the matrix [T, columns] in
-    which the heads are side by side: dead lanes and padding then hold whatever is after the tile.
-    It is a matrix and not a reshaped [T, Hk, DIM] box, because only a tile loaded as a matrix stays
-    in shared memory as the first operand of a product; dK/dV has no registers for it.
-    """
+    """Loads KEYS rows of k or v [T, Hk, DIM] in pieces of columns: a tuple of # [KEYS, WIDTH]"""
+    # ALL says that no row is dead; X is a pointer, or a descriptor of the matrix [T, columns] in
+    # which the heads are side by side: dead lanes and padding then hold whatever is after the tile;
+    # it is a matrix and not a reshaped [T, Hk, DIM] box, because only a tile loaded as a matrix
+    # stays in shared memory as the first operand of a product; dK/dV has no registers for it
     pieces = ()
     for first in tl.static_range(0, DIM, WIDTH):
         if TMA:
@@ -187,11 +183,9 @@ def absorb(scores, outer, value, top, total, acc):
 
 @triton.jit
 def squash(scores, inner, SOFTCAP: tl.constexpr):
-    """Computes the factor of `outer` in base-2 logits: the scores, or tanh(scores x inner).
-
-    scale x log2(e) is `outer` without a softcap c; with one, inner is scale / c and outer c x
-    log2(e).
-    """
+    """Computes the factor of `outer` in base-2 logits: the scores, or tanh(scores x inner)."""
+    # scale x log2(e) is `outer` without a softcap c; with one, inner is scale / c and outer c x
+    # log2(e)
     if SOFTCAP:
         # tanh x = 1 - 2 / (exp(2x) + 1): right at both ends, absolute error about 1e-7
         return 1.0 - 2.0 / (tl.exp2(scores * (inner * (2.0 * LOG2E))) + 1.0)
@@ -202,10 +196,8 @@ def squash(scores, inner, SOFTCAP: tl.constexpr):
 def key_lanes(
     K_SPANS, POSITION, tile, begin, KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr
 ):
-    """Finds each key's packed index, whether it is alive, its span, and its position. # [KEYS]
-
-    The span is subtree_end - index, 0 where dead. The position is read only for a window.
-    """
+    """Finds keys' packed indices, whether alive, spans and positions. # [KEYS]"""
+    # the span is subtree_end - index, 0 where dead; the position is read only for a window
     key = begin + tl.arange(0, KEYS)
     span = load_vector(K_SPANS, tile * KEYS, KEYS, TMA)
     alive = span > 0
@@ -217,11 +209,9 @@ def key_lanes(
 
 @triton.jit
 def visible(query, key, span, query_position, key_position, window, WINDOW: tl.constexpr):
-    """Tests k <= q < subtree_end[k] by one unsigned compare: q - k < span = subtree_end[k] - k.
-
-    Broadcasts query against key; span is 0 for dead key lanes. With a window also position(q) -
-    position(k) < window.
-    """
+    """Tests k <= q < subtree_end[k] by one unsigned compare: q - k < span = subtree_end[k] - k."""
+    # broadcasts query against key; span is 0 for dead key lanes; with a window also position(q) -
+    # position(k) < window
     seen = (query - key).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
     if WINDOW:
         seen = seen & (query_position - key_position < window)
@@ -230,11 +220,9 @@ def visible(query, key, span, query_position, key_position, window, WINDOW: tl.c
 
 @triton.jit
 def chosen_words(BITS, pair, at, lane, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Loads the word with the bit of each of a tile's pairs (at, lane). # [at, lane]
-
-    BITS are laid out by `attention.triton.chosen`: for each 32 of LANES lanes, one word per token
-    of the other side's SIZE.
-    """
+    """Loads the word with the bit of each of a tile's pairs (at, lane). # [at, lane]"""
+    # BITS are laid out by `attention.triton.chosen`: for each 32 of LANES lanes, one word per token
+    # of the other side's SIZE
     COUNT: tl.constexpr = (LANES + 31) // 32
     first = BITS + tl.cast(pair, tl.int64) * (COUNT * SIZE) + at
     words = tl.load(first)[:, None]
@@ -253,12 +241,10 @@ def chosen(words, lane):
 
 @triton.jit
 def only_chosen(values, other, words, lane, is_dense, BRANCH: tl.constexpr):
-    """Replaces each pair's value by `other` unless it is `chosen`; with is_dense all are.
-
-    BRANCH says whether dense tiles skip the compares. It must be off if the products before and
-    after have results of one shape: ptxas (CUDA 12.8) then puts the second's operand into those
-    registers of the first's that later steps read again (`benchmarks.cases.compiled` counts them).
-    """
+    """Replaces each pair's value by `other` unless it is `chosen`; with is_dense all are."""
+    # BRANCH says whether dense tiles skip the compares. It must be off if the products before and
+    # after have results of one shape: ptxas (CUDA 12.8) then puts the second's operand into those
+    # registers of the first's that later steps read again (`benchmarks.cases.compiled` counts them)
     if BRANCH:
         if not is_dense:
             values = tl.where(chosen(words, lane), values, other)

@@ -36,9 +36,9 @@ def paths(predictor, query_runs):
     """Cuts queries into blocks along one unbroken path, and lists the runs of keys above each.
 
     Returns blocks int64 [B, 3] (packed start, row in q, length), prefix_ptr int64 [B + 1] and
-    prefix_runs int64 [*, 2] (packed start, end), root first. Every query of a block sees all keys
-    of its runs. Within the block attention is plain causal.
+    prefix_runs int64 [*, 2] (packed start, end), root first.
     """
+    # a query of a block sees all keys of its runs; within the block attention is plain causal
     num_tokens = len(predictor)
     chain_start = np.empty(num_tokens, np.int64)
     for t in range(num_tokens):
@@ -147,31 +147,31 @@ def cut_key_tiles(subtree_end, q_tiles, tile_k):
     cost = np.full(num_tokens + 1, unreached, np.int64)
     come_from = np.empty(num_tokens + 1, np.int64)
     cost[0] = 0
-    for s in range(num_tokens):
-        if cost[s] == unreached:
+    for begin in range(num_tokens):
+        if cost[begin] == unreached:
             continue
-        limit = min(s + tile_k, num_tokens)
-        last = np.int64(subtree_end[s])
-        e = s
-        while e < limit:
-            last = max(last, np.int64(subtree_end[e]))
-            e = min(border[e], limit)
+        limit = min(begin + tile_k, num_tokens)
+        last = np.int64(subtree_end[begin])
+        end = begin
+        while end < limit:
+            last = max(last, np.int64(subtree_end[end]))
+            end = min(border[end], limit)
             # of equal query runs take the fewest tiles
-            step = (max(started[last] - ended[s], 0) << 20) + 1
-            if cost[s] + step < cost[e]:
-                cost[e] = cost[s] + step
-                come_from[e] = s
+            step = (max(started[last] - ended[begin], 0) << 20) + 1
+            if cost[begin] + step < cost[end]:
+                cost[end] = cost[begin] + step
+                come_from[end] = begin
     count = 0
-    e = num_tokens
-    while e > 0:
-        e = come_from[e]
+    end = num_tokens
+    while end > 0:
+        end = come_from[end]
         count += 1
     tiles = np.empty((count, 2), np.int32)
-    e = num_tokens
+    end = num_tokens
     for j in range(count - 1, -1, -1):
-        tiles[j, 0] = come_from[e]
-        tiles[j, 1] = e - come_from[e]
-        e = come_from[e]
+        tiles[j, 0] = come_from[end]
+        tiles[j, 1] = end - come_from[end]
+        end = come_from[end]
     return tiles
 
 
@@ -228,16 +228,15 @@ def _first_above(values, column, first, end, bound):
 def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, window):
     """Finds the runs of key tiles that each query tile sees.
 
-    The key tiles before a query tile that it still sees form a stack, because tokens leave the path
-    in the reverse of the order in which they joined it. A tile is `whole` if all its keys were on
-    the path when it joined. Along neighbouring whole tiles the least end falls, so those full for a
-    query tile are the lower part of a run. A query tile therefore costs its number of runs, not of
-    tiles.
-
     k_ends, k_positions and q_positions, int32 [n, 2], are the least and greatest of a tile's
     tokens. Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (full runs stand before it, partial
     ones after) and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).
     """
+    # the key tiles before a query tile that it still sees form a stack, because tokens leave the
+    # path in the reverse of the order in which they joined it; a tile is `whole` if all its keys
+    # were on the path when it joined; along neighbouring whole tiles the least end falls, so those
+    # full for a query tile are the lower part of a run, and a query tile costs its number of runs,
+    # not of tiles
     num_q = len(q_tiles)
     num_k = len(k_tiles)
     q_ptr = np.zeros(num_q + 1, np.int32)
@@ -264,11 +263,11 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
             pending += 1
             if k_ends[j, 1] <= q0:
                 continue
-            whole = 1 if k_ends[j, 0] > q0 and k_tiles[j, 1] == tile_k else 0
-            if top > 0 and stack[top - 1, 1] == j and stack[top - 1, 2] == whole:
+            is_whole = 1 if k_ends[j, 0] > q0 and k_tiles[j, 1] == tile_k else 0
+            if top > 0 and stack[top - 1, 1] == j and stack[top - 1, 2] == is_whole:
                 stack[top - 1, 1] = j + 1
             else:
-                stack[top] = (j, j + 1, whole)
+                stack[top] = (j, j + 1, is_whole)
                 top += 1
         low, high = q_positions[i, 0], q_positions[i, 1]
         for partial in range(2):
@@ -350,11 +349,9 @@ def backward_runs(q_tiles, k_tiles, k_ends):
 
 @njit(cache=True)
 def transposed_runs(q_ptr, q_runs, num_k):
-    """Transposes the forward table: with a window a key tile may have several runs of query tiles.
-
-    The format is that of `backward_runs`, but tiles outside the full part may also need the window
-    compare.
-    """
+    """Transposes the forward table: with a window a key tile may have several runs."""
+    # the format is that of `backward_runs`, but tiles outside the full part may also need the
+    # window compare
     num_q = len(q_ptr) - 1
     pointer = np.zeros(num_k + 1, np.int64)
     for r in range(len(q_runs)):

@@ -23,11 +23,11 @@ def _grown(rows):
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
     """Finds every part's pieces: its runs and the ancestors it imports, cut where owners change.
 
-    Nodes are in preorder; tokens after the last node are padding, which has no ancestors. run_start
-    int64 [Q + 1] are runs of one owner from 0 to T, run_part int64 [Q] their owners. Returns ptr
-    int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part after part and
-    ascending within a part. No piece spans two runs.
+    run_start int64 [Q + 1] are runs of one owner from 0 to T, run_part int64 [Q] their owners.
+    Returns ptr int64 [num_parts + 1] and pieces int64 [P, 3] (packed start, length, owner), part
+    after part and ascending within a part. No piece spans two runs.
     """
+    # nodes are in preorder; tokens after the last node are padding, which has no ancestors
     num_runs = len(run_part)
     num_packed = node_end[-1]
     # the runs of each part, ascending
@@ -133,10 +133,10 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
 
     A step that starts at token t imports all position[t] tokens above t, and each counts `weight`.
     It ends early at the end of a branch, within the last `slack` of its room, if this saves the
-    next step at least as many imported tokens as the step leaves unused. It never ends where
-    further steps cannot reach the last token. There are such ends only above a weight of 1, where a
-    step that starts deep in a branch may have no room to finish the branch.
+    next step at least as many imported tokens as the step leaves unused.
     """
+    # it never ends where further steps cannot reach the last token; there are such ends only above
+    # a weight of 1, where a step that starts deep in a branch may have no room to finish the branch
     num_tokens = len(position)
     starts = np.empty(16, np.int64)
     # whether further steps from a token reach the last one: all do, if every token has room
@@ -144,46 +144,44 @@ def cut_steps(position, predictor, max_step_tokens, weight, slack):
     reaches = np.ones(1 if anywhere else num_tokens + 1, np.bool_)
     if not anywhere:
         furthest = np.int64(0)
-        for at in range(num_tokens):
-            if at <= furthest:
-                furthest = max(furthest, at + _room(position[at], max_step_tokens, weight))
+        for token in range(num_tokens):
+            if token <= furthest:
+                furthest = max(furthest, token + _room(position[token], max_step_tokens, weight))
         if furthest < num_tokens:
             return starts[:0].copy(), furthest
         next_one = np.int64(num_tokens)
-        for at in range(num_tokens - 1, -1, -1):
-            reaches[at] = at + _room(position[at], max_step_tokens, weight) >= next_one
-            if reaches[at]:
-                next_one = np.int64(at)
+        for token in range(num_tokens - 1, -1, -1):
+            reaches[token] = token + _room(position[token], max_step_tokens, weight) >= next_one
+            if reaches[token]:
+                next_one = np.int64(token)
     count = 0
-    t = np.int64(0)
-    while t < num_tokens:
+    begin = np.int64(0)
+    while begin < num_tokens:
         if count == len(starts):
             starts = np.concatenate((starts, np.empty_like(starts)))
-        starts[count] = t
+        starts[count] = begin
         count += 1
-        room = _room(position[t], max_step_tokens, weight)
-        if t + room >= num_tokens:
+        room = _room(position[begin], max_step_tokens, weight)
+        if begin + room >= num_tokens:
             break
-        best = t + room
+        best = begin + room
         while not (anywhere or reaches[best]):
             best -= 1
-        least = max(t, best - np.int64(slack * room))
+        least = max(begin, best - np.int64(slack * room))
         for end in range(best - 1, least, -1):
             gain = position[best] - position[end]
             wins = predictor[end] != end - 1 and gain > 0 and gain >= best - end
             if wins and (anywhere or reaches[end]):
                 best = np.int64(end)
-        t = best
+        begin = best
     return starts[:count].copy(), np.int64(-1)
 
 
 @njit(cache=True)
 def deal(seconds, order, is_long, num_parts, each):
-    """Deals chunks in `order`, heaviest first, to the part with the least work so far: int64 [C].
-
-    A part takes `each` chunks, and its share of the long ones (one tile longer) while another part
-    has room. seconds, float64 [C], is the work.
-    """
+    """Deals chunks of work `seconds`, float64 [C], in `order`; the part of each, int64 [C]."""
+    # to the part with the least work so far; a part takes `each` chunks, and its share of the long
+    # ones (one tile longer) while another part has room
     share = (is_long.sum() + num_parts - 1) // num_parts
     short_share = each - is_long.sum() // num_parts
     part = np.empty(len(seconds), np.int64)

@@ -89,17 +89,17 @@ def _first_fit(sizes, order, room):
     bins = np.empty(num_items, np.int64)
     num_bins = 0
     if num_items <= _SMALL:
-        left = np.empty(num_items, np.int64)
+        room_left = np.empty(num_items, np.int64)
         for k in range(num_items):
             i = order[k]
-            b = 0
-            while b < num_bins and left[b] < sizes[i]:
-                b += 1
-            if b == num_bins:
-                left[b] = room
+            bin_number = 0
+            while bin_number < num_bins and room_left[bin_number] < sizes[i]:
+                bin_number += 1
+            if bin_number == num_bins:
+                room_left[bin_number] = room
                 num_bins += 1
-            left[b] -= sizes[i]
-            bins[i] = b
+            room_left[bin_number] -= sizes[i]
+            bins[i] = bin_number
         return bins, num_bins
     # a binary tree over the bins, with the greatest room below each vertex, finds the first bin
     leaves = 1
@@ -146,28 +146,26 @@ def _descending(sizes):
 
 @njit(cache=True)
 def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep, limit):
-    """Joins units to pieces that weigh at most `capacity`, the path above them included.
-
-    It goes from the leaves up. Pieces below a node are joined there, first-fit decreasing, before
-    the parent gets them. So units meet as deep as possible, where they share most. A node that does
-    not fit as a whole is repeated in as few pieces as first-fit needs. A unit heavier than the
-    capacity is a piece alone. A piece may also weigh `keep` times the path above it, and up to
-    `limit` with the path, so that it stays whole if it costs much to cut.
+    """Joins units to pieces of at most `capacity` with the path above: int64 [U], by first unit.
 
     unit_node int64 [U] is the deepest node that all of a unit's sequences share (-1 for none),
-    unit_size int64 [U] the weight below it. Returns the piece of each unit, int64 [U], numbered by
-    first unit.
+    unit_size int64 [U] the weight below it. A heavier unit is a piece alone. A piece may also weigh
+    `keep` times the path above it, and up to `limit` with the path, so that it stays whole if it
+    costs much to cut.
     """
-    n = len(parent)
+    # it goes from the leaves up: pieces below a node are joined there, first-fit decreasing, before
+    # the parent gets them, so units meet as deep as possible, where they share most; a node that
+    # does not fit as a whole is repeated in as few pieces as first-fit needs
+    num_nodes = len(parent)
     num_units = len(unit_node)
     path = path_weights(parent, weight)
     size = np.empty(2 * num_units, np.int64)
     into = np.full(2 * num_units, -1, np.int64)
     # pieces waiting at each node as a linked list; the last entry is above all roots
     following = np.empty(2 * num_units, np.int64)
-    head = np.full(n + 1, -1, np.int64)
-    waiting = np.zeros(n + 1, np.int64)
-    sources = np.zeros(n + 1, np.int64)
+    head = np.full(num_nodes + 1, -1, np.int64)
+    waiting = np.zeros(num_nodes + 1, np.int64)
+    sources = np.zeros(num_nodes + 1, np.int64)
     for unit in range(num_units - 1, -1, -1):
         node = unit_node[unit]
         size[unit] = unit_size[unit]
@@ -177,8 +175,8 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
         sources[node] += 1
     count = num_units
     pieces = np.empty(num_units, np.int64)
-    for step in range(n + 1):
-        node = n - 1 - step
+    for step in range(num_nodes + 1):
+        node = num_nodes - 1 - step
         count_here = waiting[node]
         if count_here == 0 or (node < 0 and not join_roots):
             continue
@@ -208,20 +206,20 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
                 members[bins[k]] += 1
             joined = np.full(num_bins, -1, np.int64)
             for k in range(count_here):
-                b = bins[k]
-                if members[b] == 1:
-                    joined[b] = pieces[k]
+                bin_number = bins[k]
+                if members[bin_number] == 1:
+                    joined[bin_number] = pieces[k]
                     continue
-                if joined[b] < 0:
-                    joined[b] = count
+                if joined[bin_number] < 0:
+                    joined[bin_number] = count
                     size[count] = 0
                     count += 1
-                size[joined[b]] += size[pieces[k]]
-                into[pieces[k]] = joined[b]
+                size[joined[bin_number]] += size[pieces[k]]
+                into[pieces[k]] = joined[bin_number]
             pieces[:num_bins] = joined
             count_here = num_bins
         if node >= 0:
-            up = parent[node] if parent[node] >= 0 else n
+            up = parent[node] if parent[node] >= 0 else num_nodes
             sources[up] += 1
             waiting[up] += count_here
             for k in range(count_here - 1, -1, -1):
@@ -290,7 +288,7 @@ def split_weights(parent, weight, ptr, ends):
     own = np.zeros(num_items, np.int64)
     shared_ptr = np.zeros(num_items + 1, np.int64)
     shared = np.empty(entries, np.int64)
-    at = 0
+    entry = 0
     for i in range(num_items):
         last = -1
         for k in range(ptr[i], ptr[i + 1]):
@@ -300,11 +298,11 @@ def split_weights(parent, weight, ptr, ends):
                     own[i] += weight[node]
                 else:
                     shared_weight[number[node]] = weight[node]
-                    shared[at] = number[node]
-                    at += 1
+                    shared[entry] = number[node]
+                    entry += 1
                 node = parent[node]
             last = ends[k]
-        shared_ptr[i + 1] = at
+        shared_ptr[i + 1] = entry
     return own, shared_ptr, shared, shared_weight
 
 
@@ -323,20 +321,20 @@ def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
         paid[:] = -1
         runs, load = 0, np.int64(0)
         for i in range(num_items):
-            more = own[i]
+            added = own[i]
             for k in range(shared_ptr[i], shared_ptr[i + 1]):
                 if paid[shared[k]] != runs:
-                    more += shared_weight[shared[k]]
-            if load + more > limit:
+                    added += shared_weight[shared[k]]
+            if load + added > limit:
                 runs += 1
                 load = np.int64(0)
-                more = own[i]
+                added = own[i]
                 for k in range(shared_ptr[i], shared_ptr[i + 1]):
-                    more += shared_weight[shared[k]]
-                if runs == num_ranks or more > limit:
+                    added += shared_weight[shared[k]]
+                if runs == num_ranks or added > limit:
                     runs = num_ranks
                     break
-            load += more
+            load += added
             for k in range(shared_ptr[i], shared_ptr[i + 1]):
                 paid[shared[k]] = runs
         if runs < num_ranks:
@@ -347,16 +345,16 @@ def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
     run, load = 0, np.int64(0)
     for i in range(num_items):
         for attempt in range(2):
-            more = own[i]
+            added = own[i]
             for k in range(shared_ptr[i], shared_ptr[i + 1]):
                 if paid[shared[k]] != run:
-                    more += shared_weight[shared[k]]
-            if attempt == 0 and load + more > high:
+                    added += shared_weight[shared[k]]
+            if attempt == 0 and load + added > high:
                 run += 1
                 load = np.int64(0)
             else:
                 break
-        load += more
+        load += added
         rank[i] = run
         for k in range(shared_ptr[i], shared_ptr[i + 1]):
             paid[shared[k]] = run
@@ -433,12 +431,10 @@ def _pass_on(i, origin, target, own, shared_ptr, shared, shared_weight, held):
 
 @njit(cache=True)
 def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
-    """Moves items off the heaviest rank, or exchanges them for others, in place.
-
-    A move is taken if it gives the least sum of the heavier of the two ranks and the mean of all,
-    as long as that sum falls. `work` bounds the moves that are tried, each counted with what its
-    items share.
-    """
+    """Moves items off the heaviest rank, or exchanges them for others, in place."""
+    # a move is taken if it gives the least sum of the heavier of the two ranks and the mean of all,
+    # as long as that sum falls; `work` bounds the moves that are tried, each counted with what its
+    # items share
     num_items = len(own)
     load = rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks)
     held = np.zeros((len(shared_weight), num_ranks), np.int32)
@@ -504,10 +500,10 @@ def fill_in_order(lengths, max_tokens):
     """Fills micro-batches in input order up to a budget, as trainers do: int64 [S]."""
     label = np.empty(len(lengths), np.int64)
     current, held = 0, np.int64(0)
-    for s in range(len(lengths)):
-        if s > 0 and held + lengths[s] > max_tokens:
+    for sequence in range(len(lengths)):
+        if sequence > 0 and held + lengths[sequence] > max_tokens:
             current += 1
             held = np.int64(0)
-        held += lengths[s]
-        label[s] = current
+        held += lengths[sequence]
+        label[sequence] = current
     return label

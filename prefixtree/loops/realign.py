@@ -47,34 +47,34 @@ def fingerprints(tokens, begins, ends):
     for c in range(num_chains):
         first = count
         value = np.uint64(0)
-        kept = -1
+        kept_place = -1
         for t in range(begins[c], ends[c]):
             value = value * _MULTIPLIER + np.uint64(tokens[t] + 1)
-            at = t - GRAM + 1
-            if at < begins[c]:
+            gram = t - GRAM + 1
+            if gram < begins[c]:
                 continue
-            if at > begins[c]:
-                value -= np.uint64(tokens[at - 1] + 1) * oldest
+            if gram > begins[c]:
+                value -= np.uint64(tokens[gram - 1] + 1) * oldest
             # the polynomial's own low bits are too regular to choose by
             mixed = (value ^ (value >> _SHIFT)) * _MIX
-            recent[at % WINDOW] = mixed ^ (mixed >> _SHIFT)
-            if at < begins[c] + WINDOW - 1 and t < ends[c] - 1:
+            recent[gram % WINDOW] = mixed ^ (mixed >> _SHIFT)
+            if gram < begins[c] + WINDOW - 1 and t < ends[c] - 1:
                 continue
-            start = max(begins[c], at - WINDOW + 1)
-            if kept >= start:
+            start = max(begins[c], gram - WINDOW + 1)
+            if kept_place >= start:
                 # the hash kept last is in this window too, and stays while no hash is below it
-                best = kept
-                if recent[at % WINDOW] < recent[kept % WINDOW]:
-                    best = at
+                best = kept_place
+                if recent[gram % WINDOW] < recent[kept_place % WINDOW]:
+                    best = gram
             else:
                 # of equal hashes the last, which stays longest
                 best = start
-                for i in range(start + 1, at + 1):
+                for i in range(start + 1, gram + 1):
                     if recent[i % WINDOW] <= recent[best % WINDOW]:
                         best = i
-            if best == kept:
+            if best == kept_place:
                 continue
-            kept = best
+            kept_place = best
             if count == len(hashes):
                 hashes = np.concatenate((hashes, np.empty(count, np.uint64)))
                 positions = np.concatenate((positions, np.empty(count, np.int64)))
@@ -90,11 +90,9 @@ def fingerprints(tokens, begins, ends):
 
 @njit(cache=True)
 def _anchors(pointers, hashes, positions, a, a_from, b, b_from):
-    """Lists common hashes of chains a, at or after a_from, and b, each as one int64 key.
-
-    Keys ascend in b. At one place of b they descend in a, so an ascending chain takes each place
-    once.
-    """
+    """Lists common hashes of chains a, at or after a_from, and b, each as one int64 key."""
+    # keys ascend in b; at one place of b they descend in a, so an ascending chain takes each place
+    # once
     low, high = pointers[a], pointers[a + 1]
     keys = np.empty(_MOST_COPIES * (pointers[b + 1] - pointers[b]), np.int64)
     count = 0
@@ -148,10 +146,10 @@ def _longest_ascending(values):
 def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
     """Finds runs of equal tokens of chain a from a_from and of chain b, in order in both.
 
-    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM). Each
-    run is as long as it can be. If two chains have only one common run of GRAM + WINDOW - 1 tokens
-    or more, it is found.
+    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM).
     """
+    # each run is as long as it can be; if two chains have only one common run of GRAM + WINDOW - 1
+    # tokens or more, it is found
     b_from = begins[b]
     keys = _anchors(pointers, hashes, positions, a, a_from, b, b_from)
     in_b = (keys >> 31) + b_from
@@ -253,23 +251,21 @@ def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout, question):
 
 @njit(cache=True)
 def _question(blocks, a_from, b_from, a_prompt, b_prompt):
-    """Finds the difference of two prompts that is their questions, and the length of their end.
-
-    It is the first with at least half the tokens of the longest: stamps and ids are short.
-    Differences are numbered as the blocks that they stand before. The prompts end at the packed
-    tokens a_prompt and b_prompt. A run of less than GRAM is the end that a template writes.
-    """
+    """Finds the difference of two prompts that is their questions, and the length of their end."""
+    # the first with at least half the tokens of the longest: stamps and ids are short; differences
+    # are numbered as the blocks that they stand before; the prompts end at the packed tokens
+    # a_prompt and b_prompt; a run of less than GRAM is the end that a template writes
     sizes = np.zeros(len(blocks) + 1, np.int64)
     instruction = 0
     for i in range(len(blocks) + 1):
-        x, y, length = a_prompt, b_prompt, 0
+        a_begin, b_begin, length = a_prompt, b_prompt, 0
         if i < len(blocks) and blocks[i, 0] <= a_prompt and blocks[i, 1] <= b_prompt:
-            x, y, length = blocks[i]
-        sizes[i] = x - a_from + y - b_from
-        if x + length >= a_prompt and y + length >= b_prompt:
-            instruction = min(a_prompt - x, b_prompt - y)
+            a_begin, b_begin, length = blocks[i]
+        sizes[i] = a_begin - a_from + b_begin - b_from
+        if a_begin + length >= a_prompt and b_begin + length >= b_prompt:
+            instruction = min(a_prompt - a_begin, b_prompt - b_begin)
             break
-        a_from, b_from = x + length, y + length
+        a_from, b_from = a_begin + length, b_begin + length
     question = int(np.argmax(2 * sizes >= sizes.max()))
     return question, instruction if instruction >= GRAM else 0
 
@@ -310,7 +306,7 @@ def best_partners(
     for c in range(first, last):
         partner[c] = -1
         found[c] = 0
-        candidate, a_from, left = trunk[c], fork[c], tries
+        candidate, a_from, tries_left = trunk[c], fork[c], tries
         while candidate >= 0:
             blocks = align(tokens, begins, ends, pointers, hashes, positions, candidate, a_from, c)
             is_one = rollout[candidate] == rollout[c]
@@ -332,7 +328,7 @@ def best_partners(
                 partner[c] = candidate
                 found[c] = gains
             candidate = previous[c] if candidate == trunk[c] else previous[candidate]
-            if candidate < 0 or left == 0:
+            if candidate < 0 or tries_left == 0:
                 break
-            left -= 1
+            tries_left -= 1
             a_from = begins[candidate]

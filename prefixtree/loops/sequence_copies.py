@@ -34,7 +34,7 @@ def copy_index(parent, start, length, position, sequence_node, sequences, offset
         counts[i] = count
     index = np.empty(counts.sum(), np.int32)
     line = np.empty(longest, np.int32)
-    at = 0
+    filled = 0
     for i in range(len(sequences)):
         s = sequences[i]
         if counts[i] == 0:
@@ -46,8 +46,8 @@ def copy_index(parent, start, length, position, sequence_node, sequences, offset
             node = parent[node]
         for j in range(offsets[s + 1] - offsets[s]):
             if everything or selected[offsets[s] + j] != 0:
-                index[at] = line[j]
-                at += 1
+                index[filled] = line[j]
+                filled += 1
     return index, counts
 
 
@@ -128,12 +128,12 @@ def distinct(values):
     for value in values:
         place[value] = 1
     distinct_values = np.empty(place.sum(), np.int64)
-    at = 0
+    count = 0
     for value in range(size):
         if place[value]:
-            distinct_values[at] = value
-            place[value] = at
-            at += 1
+            distinct_values[count] = value
+            place[value] = count
+            count += 1
     inverse = np.empty(len(values), np.int64)
     for i in range(len(values)):
         inverse[i] = place[values[i]]
@@ -173,13 +173,13 @@ def are_equal(first, above, value):
 def keep_equal(found, above, value, first, is_equal, other_above, other_value):
     """Sets `found`, int64 [Q], the first token elsewhere with a hash, to -1 if paths differ."""
     for q in range(len(found)):
-        at = found[q]
-        if at < 0:
+        other_token = found[q]
+        if other_token < 0:
             continue
-        a, b = above[q], other_above[at]
+        a, b = above[q], other_above[other_token]
         if a < 0 or b < 0:
             is_above_equal = a < 0 and b < 0
         else:
             is_above_equal = found[a] == first[b] and is_equal[b]
-        if not is_above_equal or value[q] != other_value[at]:
+        if not is_above_equal or value[q] != other_value[other_token]:
             found[q] = -1

@@ -13,8 +13,8 @@ _SMALL = 24
 @njit(cache=True)
 def _stable_by_token(flat, offsets, position, perm, lo, hi):
     """Reorders perm[lo:hi] by each sequence's token at `position`; ties keep their order."""
-    n = hi - lo
-    if n <= _SMALL:
+    num_sequences = hi - lo
+    if num_sequences <= _SMALL:
         for i in range(lo + 1, hi):
             sequence = perm[i]
             token = flat[offsets[sequence] + position]
@@ -24,22 +24,19 @@ def _stable_by_token(flat, offsets, position, perm, lo, hi):
                 j -= 1
             perm[j + 1] = sequence
         return
-    tokens = np.empty(n, flat.dtype)
-    for i in range(n):
+    tokens = np.empty(num_sequences, flat.dtype)
+    for i in range(num_sequences):
         tokens[i] = flat[offsets[perm[lo + i]] + position]
     perm[lo:hi] = perm[lo:hi][np.argsort(tokens, kind="mergesort")]
 
 
 @njit(cache=True)
 def find_prefixes(flat, offsets, perm, namespace_of):
-    """Builds a path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]].
+    """Builds a path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]], per namespace.
 
-    Each token is compared once. `perm` lists the sequences grouped by namespace, in input order
-    within one; it is reordered in place. Sequences of different namespaces never meet. Parents come
-    before their children.
-
+    `perm`, reordered in place, lists the sequences grouped by namespace, in input order within one.
     Returns parent, length, source (where in `flat` the node's tokens stand) and first (the smallest
-    sequence index below the node), each [N], and sequence_node [S].
+    sequence index below the node), each [N], and sequence_node [S]; parents come before children.
     """
     num_sequences = len(perm)
     capacity = 2 * num_sequences + 1
@@ -71,20 +68,20 @@ def find_prefixes(flat, offsets, perm, namespace_of):
             end = lo + 1
             while end < hi and flat[offsets[perm[end]] + position] == token:
                 end += 1
-            a = offsets[head] + position
-            shared = offsets[head + 1] - a
+            head_begin = offsets[head] + position
+            shared = offsets[head + 1] - head_begin
             for i in range(lo + 1, end):
-                b = offsets[perm[i]] + position
-                most = min(shared, offsets[perm[i] + 1] - b)
+                other_begin = offsets[perm[i]] + position
+                longest = min(shared, offsets[perm[i] + 1] - other_begin)
                 j = 1
-                while j < most and flat[a + j] == flat[b + j]:
+                while j < longest and flat[head_begin + j] == flat[other_begin + j]:
                     j += 1
                 shared = j
             node = num_nodes
             num_nodes += 1
             parent[node] = above
             length[node] = shared
-            source[node] = a
+            source[node] = head_begin
             first[node] = head
             # sequences that end here step out, the others stay in order at the end
             after = position + shared
@@ -112,30 +109,30 @@ def find_prefixes(flat, offsets, perm, namespace_of):
 @njit(cache=True)
 def parents_first(parent):
     """Orders nodes [N] so that parents precede children; shorter than N if there is a cycle."""
-    n = len(parent)
-    children = np.zeros(n + 1, np.int64)
+    num_nodes = len(parent)
+    children = np.zeros(num_nodes + 1, np.int64)
     num_roots = 0
-    for node in range(n):
+    for node in range(num_nodes):
         if parent[node] >= 0:
             children[parent[node] + 1] += 1
         else:
             num_roots += 1
     pointer = np.cumsum(children)
-    below = np.empty(n - num_roots, np.int64)
+    below = np.empty(num_nodes - num_roots, np.int64)
     fill = pointer[:-1].copy()
-    order = np.empty(n, np.int64)
+    order = np.empty(num_nodes, np.int64)
     count = 0
-    for node in range(n):
+    for node in range(num_nodes):
         if parent[node] >= 0:
             below[fill[parent[node]]] = node
             fill[parent[node]] += 1
         else:
             order[count] = node
             count += 1
-    done = 0
-    while done < count:
-        node = order[done]
-        done += 1
+    visited = 0
+    while visited < count:
+        node = order[visited]
+        visited += 1
         for i in range(pointer[node], pointer[node + 1]):
             order[count] = below[i]
             count += 1
@@ -164,22 +161,20 @@ def levels(parent):
 
 @njit(cache=True)
 def preorder(parent, length, siblings):
-    """Renumbers nodes depth first.
-
-    `siblings` lists all nodes, those of one parent adjacent and in the order wanted, roots first.
+    """Renumbers nodes depth first; `siblings` lists one parent's adjacent, in order, roots first.
 
     Returns new_id [N] (old -> new) and, in the new numbering, parent, start, length, position
     (tokens above the node) and subtree_end (packed token), each int32 [N].
     """
-    n = len(parent)
-    child_begin = np.zeros(n, np.int64)
-    child_end = np.zeros(n, np.int64)
-    stack = np.empty(n, np.int64)
+    num_nodes = len(parent)
+    child_begin = np.zeros(num_nodes, np.int64)
+    child_end = np.zeros(num_nodes, np.int64)
+    stack = np.empty(num_nodes, np.int64)
     top = 0
     i = 0
-    while i < n:
+    while i < num_nodes:
         j = i
-        while j < n and parent[siblings[j]] == parent[siblings[i]]:
+        while j < num_nodes and parent[siblings[j]] == parent[siblings[i]]:
             j += 1
         above = parent[siblings[i]]
         if above < 0:
@@ -190,11 +185,11 @@ def preorder(parent, length, siblings):
             child_begin[above] = i
             child_end[above] = j
         i = j
-    new_id = np.empty(n, np.int32)
-    new_parent = np.empty(n, np.int32)
-    start = np.empty(n, np.int32)
-    new_length = np.empty(n, np.int32)
-    position = np.empty(n, np.int32)
+    new_id = np.empty(num_nodes, np.int32)
+    new_parent = np.empty(num_nodes, np.int32)
+    start = np.empty(num_nodes, np.int32)
+    new_length = np.empty(num_nodes, np.int32)
+    position = np.empty(num_nodes, np.int32)
     next_start = 0
     count = 0
     while top > 0:
@@ -216,7 +211,7 @@ def preorder(parent, length, siblings):
             stack[top] = siblings[k]
             top += 1
     subtree_end = start + new_length
-    for node in range(n - 1, -1, -1):
+    for node in range(num_nodes - 1, -1, -1):
         above = new_parent[node]
         if above >= 0 and subtree_end[node] > subtree_end[above]:
             subtree_end[above] = subtree_end[node]

@@ -110,12 +110,12 @@ class HostMask:
         """Yields (row, length, key runs (start, end, causal)) per block of `paths`, root first."""
         blocks, prefix_ptr, prefix_runs = self.paths
         above = prefix_runs.tolist()
-        for (start, row, length), a, b in zip(
+        for (start, row, length), first_run, stop_run in zip(
             blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
         ):
             # the block's own tokens are the one causal run; if it begins inside a path, that path's
             # beginning is among the runs above it
-            runs = [(first, end, False) for first, end in above[a:b]]
+            runs = [(first, end, False) for first, end in above[first_run:stop_run]]
             yield row, length, [*runs, (start, start + length, True)]
 
     @cached_property

@@ -29,13 +29,12 @@ from prefixtree.packing.per_sequence import check_lengths, flat_selection, per_s
 
 
 class NoLabels:
-    """Stands in for `num_items_in_batch`, by which a model divides its loss.
+    """Stands in for `num_items_in_batch`, by which a model divides its loss."""
 
-    transformers hands that keyword only to the loss, and the loss reads it only if there are
-    labels. Without labels nothing touches the object: compiled code, checkpoints and wrappers pass
-    it on. `shift_labels` would be read first, but its mere presence makes Liger Kernel's forward
-    compute a loss.
-    """
+    # transformers hands that keyword only to the loss, and the loss reads it only if there are
+    # labels; without labels nothing touches the object: compiled code, checkpoints and wrappers
+    # pass it on; `shift_labels` would be read first, but its mere presence makes Liger Kernel's
+    # forward compute a loss
 
     def __rtruediv__(self, loss: Any) -> NoReturn:
         raise UnsupportedError(LABELS)

@@ -33,11 +33,9 @@ def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
 
 
 def zeros_like(entry: Any) -> Any:
-    """Makes a stand-in, for an empty step, of an entry of another sequence.
-
-    It is 0 for a number, one row of zeros without a gradient for a list, an array or a tensor, and
-    None for anything else.
-    """
+    """Makes a stand-in, for an empty step, of an entry of another sequence."""
+    # 0 for a number, one row of zeros without a gradient for a list, an array or a tensor, and None
+    # for anything else
     if isinstance(entry, (list, tuple)):
         return [zeros_like(first) for first in entry[:1]] or [0]
     if isinstance(entry, (torch.Tensor, np.ndarray)):

@@ -19,15 +19,11 @@ from prefixtree.forest import PrefixForest
 
 
 class Found(NamedTuple):
-    """The tokens of another forest with the same paths as a forest's tokens.
+    """The tokens of another forest with the same paths as a forest's tokens."""
 
-    Attributes:
-        at: int64 [Q], the first token there with the path; -1 if there is none.
-        is_one_of_several: bool [Q], whether several tokens there have the path, as under
-            `namespaces=`.
-    """
-
+    # int64 [Q], the first token there with the path; -1 if there is none
     at: np.ndarray
+    # bool [Q], whether several tokens there have the path, as under `namespaces=`
     is_one_of_several: np.ndarray
 
 
@@ -61,11 +57,9 @@ _paths: WeakKeyDictionary[PrefixForest, _Paths] = WeakKeyDictionary()
 
 
 def find_paths(forest: PrefixForest, other: PrefixForest) -> Found:
-    """Looks up each token of a forest in another one.
-
-    Equal paths have equal token ids and, if the other forest has routes, equal routes. In forests
-    whose nodes are alike and in one order, token t is token t.
-    """
+    """Looks up each token of a forest in another one."""
+    # equal paths have equal token ids and, if the other forest has routes, equal routes; in forests
+    # whose nodes are alike and in one order, token t is token t
     if _is_alike(forest, other):
         return Found(np.arange(forest.num_tokens), np.zeros(forest.num_tokens, bool))
     nothing = Found(np.full(forest.num_tokens, -1), np.zeros(forest.num_tokens, bool))

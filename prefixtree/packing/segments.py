@@ -28,43 +28,40 @@ MOST_SLOTS = 8
 
 @dataclass(frozen=True)
 class StateSchedule:
-    """Work in an order in which nothing waits for later work. Tensors are int32, on one device.
+    """Work in an order in which nothing waits for later work. Tensors are int32, on one device."""
 
-    The first four tensors are those of the device's `SegmentTables`, not copies.
+    # the first four tensors are those of the device's `SegmentTables`, not copies
 
-    Attributes:
-        num_entries: I.
-        entered_slot: the first slot of the states that enter, which are the last branch points.
-        start: [N + 1] first packed token of each segment; a `cu_seqlens`.
-        first_chunk: [N + 1] chunks before each segment.
-        chunk_indices: [NC, 2] the segment of each chunk, and the chunk's number in it.
-        state_of: [N] the branch point in which a segment ends, -1 if nothing reads its final state.
-        forward_order: [N] segments by the chunks above them, longest way down first.
-        backward_order: [N] segments by the chunks below them, longest way up first.
-        parent_state: [N] the branch point from which a segment starts, -1 at roots that start from
-            zeros. State i of those that enter is branch point B + i.
-        slot_of, rank_of: [N] the slot to which a segment adds its gradient, and how many segments
-            add before it; -1 where parent_state is -1.
-        slot_start: [B + I + 1] first slot of each branch point.
-        slot_count: [S] how many segments add to each slot.
-        left: [F] branch points of the states that leave.
-        left_slot: [F] the slots that hold their gradients.
-    """
-
+    # I
     num_entries: int
+    # the first slot of the states that enter, which are the last branch points
     entered_slot: int
+    # [N + 1], the first packed token of each segment; a `cu_seqlens`
     start: torch.Tensor
+    # [N + 1], chunks before each segment
     first_chunk: torch.Tensor
+    # [NC, 2], the segment of each chunk, and the chunk's number in it
     chunk_indices: torch.Tensor
+    # [N], the branch point in which a segment ends, -1 if nothing reads its final state
     state_of: torch.Tensor
+    # [N], segments by the chunks above them, longest way down first
     forward_order: torch.Tensor
+    # [N], segments by the chunks below them, longest way up first
     backward_order: torch.Tensor
+    # [N], the branch point from which a segment starts, -1 at roots that start from zeros; state i
+    # of those that enter is branch point B + i
     parent_state: torch.Tensor
+    # [N], the slot to which a segment adds its gradient; -1 where parent_state is -1
     slot_of: torch.Tensor
+    # [N], how many segments add to that slot before it, likewise
     rank_of: torch.Tensor
+    # [B + I + 1], the first slot of each branch point
     slot_start: torch.Tensor
+    # [S], how many segments add to each slot
     slot_count: torch.Tensor
+    # [F], branch points of the states that leave
     left: torch.Tensor
+    # [F], the slots that hold their gradients
     left_slot: torch.Tensor
 
     @property
@@ -135,71 +132,63 @@ class Chunks(NamedTuple, Generic[_Array]):
 
 
 class Taps(NamedTuple, Generic[_Array]):
-    """Tokens that a causal convolution along paths and its gradient read. numpy or torch, int32.
+    """Tokens that a causal convolution along paths and its gradient read. numpy or torch, int32."""
 
-    The gradient of x[s] sums over the tokens t with ancestors[j, t] == s. At distance j, one of
-    them is t = s + j, if ancestors[j, s + j] == s. The others reach s over a branch, with other
-    tokens between: the entries start[s] .. start[s + 1] list them. A segment has at most W (W - 1)
-    / 2 entries.
+    # the gradient of x[s] sums over the tokens t with ancestors[j, t] == s; at distance j, one of
+    # them is t = s + j, if ancestors[j, s + j] == s; the others reach s over a branch, with other
+    # tokens between: the entries start[s] .. start[s + 1] list them; a segment has at most W (W -
+    # 1) / 2 entries
 
-    Attributes:
-        ancestors: [W, T], the token 0, 1, .. W - 1 before each on its path; -1 for none.
-        start: [T + 1] into the entries of each token.
-        token: [M], the entry's t; ascending within a token's entries.
-        tap: [M], its distance j, 1 .. W - 1.
-        branch_tokens: the tokens that have entries, ascending.
-        run_start: [R + 1], the first tokens of runs of at most `RUN` tokens in which the
-            predecessor is the token before; run_start[R] = T.
-    """
-
+    # [W, T], the token 0, 1, .. W - 1 before each on its path; -1 for none
     ancestors: _Array
+    # [T + 1], into the entries of each token
     start: _Array
+    # [M], the entry's t; ascending within a token's entries
     token: _Array
+    # [M], its distance j, 1 .. W - 1
     tap: _Array
+    # the tokens that have entries, ascending
     branch_tokens: _Array
+    # [R + 1], the first tokens of runs of at most `RUN` tokens in which the predecessor is the
+    # token before; run_start[R] = T
     run_start: _Array
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments:
-    """Maximal runs of packed tokens, each the only child of the one before it.
+    """Maximal runs of packed tokens, each the only child of the one before it; numpy int32.
 
     A sequence that ends inside a run does not end the run; a state that leaves (`StateBorders`)
-    does. Segments are numbered in packed order, so a parent comes before its children. Arrays are
-    numpy int32, except `has_children`.
-
-    Attributes:
-        start: [N + 1], the first packed token of each; start[N] = T. A `cu_seqlens`.
-        parent: [N], the segment above, whose last token is the predecessor of the first; -1 at
-            roots.
-        level: [N], the number of segments above.
-        has_children: bool [N], whether others read a segment's final state: it has children, or its
-            state leaves.
-        order: [N], segments by (level, number). Segments with one parent are neighbours.
-        level_start: [L + 1] into `order`.
-        children_start: [N + 1] into `children`.
-        children: the child segments of each, ascending.
-        state_row: [N], the row of each segment with children in an array of B final states,
-            numbered along `order`; -1 for the others.
-        predictor: [T], the token before each on its path, -1 at roots.
-        entry: [N], the row of the given states from which a root starts; -1 at roots that start
-            from zeros, and at segments with a parent.
-        exits: [F], the segments whose final states leave, one per returned row.
-        num_entries: the number of given states, I.
+    does. Segments are numbered in packed order, so a parent comes before its children.
     """
 
+    # [N + 1], the first packed token of each; start[N] = T; a `cu_seqlens`
     start: np.ndarray
+    # [N], the segment above, whose last token is the predecessor of the first; -1 at roots
     parent: np.ndarray
+    # [N], the number of segments above
     level: np.ndarray
+    # bool [N], whether others read a segment's final state: it has children, or its state leaves
     has_children: np.ndarray
+    # [N], segments by (level, number); segments with one parent are neighbours
     order: np.ndarray
+    # [L + 1], into `order`
     level_start: np.ndarray
+    # [N + 1], into `children`
     children_start: np.ndarray
+    # the child segments of each, ascending
     children: np.ndarray
+    # [N], the row of each segment with children in an array of B final states, numbered along
+    # `order`; -1 for the others
     state_row: np.ndarray
+    # [T], the token before each on its path, -1 at roots
     predictor: np.ndarray
+    # [N], the row of the given states from which a root starts; -1 at roots that start from zeros,
+    # and at segments with a parent
     entry: np.ndarray
+    # [F], the segments whose final states leave, one per returned row
     exits: np.ndarray
+    # the number of given states, I
     num_entries: int
     _chunks: dict[int, Chunks[np.ndarray]] = field(default_factory=dict, init=False)
     _taps: dict[int, Taps[np.ndarray]] = field(default_factory=dict, init=False)

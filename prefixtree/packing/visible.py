@@ -16,17 +16,10 @@ def visible_pairs(position: np.ndarray, length: np.ndarray, window: int | None) 
 
 
 def pairs_per_run(position: np.ndarray, length: np.ndarray, window: int | None) -> np.ndarray:
-    """Counts the visible (query, key) pairs of runs of tokens, per head.
+    """Counts the visible (query, key) pairs of runs of tokens, per head, int64 [N].
 
-    This is the sum of `visible_keys` over each run, in closed form.
-
-    Args:
-        position: int64 [N], the position of each run's first token in its sequence.
-        length: int64 [N], the number of tokens of each run.
-        window: the sliding window, in tokens; None for none.
-
-    Returns:
-        int64 [N].
+    position int64 [N] is that of each run's first token in its sequence, length int64 [N] its
+    tokens.
     """
 
     def up_to(n: np.ndarray) -> np.ndarray:

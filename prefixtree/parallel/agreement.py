@@ -29,12 +29,7 @@ Parts = Mapping[str, Any]
 
 
 def num_ranks(group: Any) -> int:
-    """Counts the ranks of a process group that this rank is a member of.
-
-    Raises:
-        TypeError: anything else, with the way to a group.
-        ValueError: a group without this rank.
-    """
+    """Counts the ranks of a process group that this rank is a member of."""
     import torch.distributed as dist
 
     if isinstance(group, dist.ProcessGroup):
@@ -60,19 +55,15 @@ def agree(
 ) -> _T:
     """Prepares a call on every rank, and goes on only if it is the same call on all of them.
 
-    It costs one all-gather of a few numbers, which waits for the slowest rank.
+    One all-gather of a few numbers waits for the slowest rank; all ranks of the group must call.
 
     Args:
-        group: the process group. All its ranks must call this.
         device: where the group's collectives take tensors.
         prepare: prepares the call, and gives the parts of each fact by its name. It may raise, but
             must not communicate.
         facts: name of each fact that must be the same on all ranks -> the beginning of the error's
             message. The message ends with the ranks that differ from the group's first, and in
             which parts.
-
-    Returns:
-        What `prepare` returned.
 
     Raises:
         ValueError: on every rank, a fact that differs.
@@ -95,8 +86,8 @@ def agree(
     mine = torch.from_numpy(numbers).to(device)
     of_ranks = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(of_ranks, mine, group=group)
-    found = torch.stack(of_ranks).cpu().numpy()
-    if (found[:, 0] == _REFUSED).any():
+    rank_numbers = torch.stack(of_ranks).cpu().numpy()
+    if (rank_numbers[:, 0] == _REFUSED).any():
         messages: list[Any] = [None] * ranks
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         dist.all_gather_object(messages, said, group=group)
@@ -108,7 +99,7 @@ def agree(
             f"{messages[first]}"
         )
     for at, (name, message) in enumerate(facts.items(), 1):
-        others = np.flatnonzero(found[:, at] != found[0, at]).tolist()
+        others = np.flatnonzero(rank_numbers[:, at] != rank_numbers[0, at]).tolist()
         if others:
             raise ValueError(f"{message}; {_differences(group, parts[name], others)}")
     return prepared
@@ -143,14 +134,14 @@ def _text(value: Any) -> str | None:
 
 def digest(*values: Any) -> int:
     """Hashes values to 64 bits: arrays by dtype, shape and bytes, others by their repr."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for value in values:
         if isinstance(value, np.ndarray):
-            found.update(f"{value.dtype}{value.shape}".encode())
-            found.update(np.ascontiguousarray(value).data)
+            hasher.update(f"{value.dtype}{value.shape}".encode())
+            hasher.update(np.ascontiguousarray(value).data)
         else:
-            found.update(repr(value).encode() + b"\0")
-    return int.from_bytes(found.digest(), "big", signed=True)
+            hasher.update(repr(value).encode() + b"\0")
+    return int.from_bytes(hasher.digest(), "big", signed=True)
 
 
 # ---- an order of forwards and backwards ----------------------------------------------------------
@@ -177,23 +168,18 @@ def among_ranks(events: schedule.Schedule, order: str) -> schedule.Schedule:
     upcoming, events_with_dummies = list(order), list[schedule.Event]()
     for event in events:
         if order and (own := order_of([event])):
-            while (other := upcoming.pop(0)) != own:
-                events_with_dummies.append(schedule.Event(dummies[other], schedule.DUMMY))
+            while (letter := upcoming.pop(0)) != own:
+                events_with_dummies.append(schedule.Event(dummies[letter], schedule.DUMMY))
         events_with_dummies.append(event)
     return events_with_dummies + [
-        schedule.Event(dummies[other], schedule.DUMMY) for other in upcoming
+        schedule.Event(dummies[letter], schedule.DUMMY) for letter in upcoming
     ]
 
 
 def common_order(orders: Sequence[str]) -> str:
-    """Finds an order of forwards and backwards in which all ranks can run, with dummies added.
-
-    Wherever any rank's next run is a forward, all run one. So a rank has a dummy's graph to run
-    backward wherever it has no backward of its own. Dummies that are left run backward at the end.
-
-    Args:
-        orders: one per rank, "F" for a forward and "B" for a backward.
-    """
+    """Finds an order, of "F" forward and "B" backward, in which all ranks can run, with dummies."""
+    # wherever any rank's next run is a forward, all run one, so a rank has a dummy's graph to run
+    # backward wherever it has no backward of its own; dummies that are left run backward at the end
     places = [0] * len(orders)
     common = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -209,24 +195,22 @@ def common_order(orders: Sequence[str]) -> str:
 def agree_on_order(groups: Sequence[Any], device: torch.device, order: str | None) -> str | None:
     """The order in which all ranks of some groups run; None if any rank cannot run.
 
-    Args:
-        groups: process groups, in an order that all ranks share; a mesh has one per dimension.
-        device: where their collectives take tensors.
-        order: of this rank; None where it cannot run.
+    groups are in an order that all ranks share (a mesh has one per dimension); `order` is this
+    rank's, None where it cannot run.
     """
     import torch.distributed as dist
 
     for group in groups:
         codes = [_FAILED] if order is None else [*order.encode()]
-        most = torch.tensor([len(codes)], device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        mine = torch.zeros(int(most), dtype=torch.int64, device=device)
+        longest = torch.tensor([len(codes)], device=device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+        mine = torch.zeros(int(longest), dtype=torch.int64, device=device)
         mine[: len(codes)] = torch.tensor(codes, dtype=torch.int64, device=device)
         of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(of_ranks, mine, group=group)
-        found = torch.stack(of_ranks).tolist()
-        if any(_FAILED in codes for codes in found):
+        rank_codes = torch.stack(of_ranks).tolist()
+        if any(_FAILED in codes for codes in rank_codes):
             order = None
         else:
-            order = common_order([bytes(c for c in codes if c).decode() for codes in found])
+            order = common_order([bytes(c for c in codes if c).decode() for codes in rank_codes])
     return order

@@ -28,34 +28,25 @@ from prefixtree.wings import DividedMask
 
 
 class KeyValueExchange(Protocol):
-    """Brings keys and values of one layer from the parts that own them, and gradients back.
+    """Brings keys and values of one layer from the parts that own them, and gradients back."""
 
-    `import_rows` is called once per forward of the layer, also when a forward is recomputed;
-    `give_back` once per backward, unless neither keys nor values need gradients.
-    """
+    # `import_rows` is called once per forward of the layer, also when a forward is recomputed;
+    # `give_back` once per backward, unless neither keys nor values need gradients
 
     def import_rows(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exports own rows to other parts and joins the own rows with the imported ones.
+        """Exports own rows, and joins them with the imported ones: [K, ...] each, as `Part.tokens`.
 
-        Args:
-            own: [t, Hk, D] and [t, Hk, Dv], keys and values; or [t, D], those of an indexer, which
-                get no gradient back.
-
-        Returns:
-            [K, ...] each in the dtypes given, rows in the order of `Part.tokens`.
+        own are keys [t, Hk, D] and values [t, Hk, Dv]; or [t, D], those of an indexer, which get no
+        gradient back.
         """
         ...
 
     def give_back(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of imported rows to their owners, and adds up those of own rows.
+        """Returns imported rows' gradients to their owners, and gives the own rows' sums.
 
-        Args:
-            gradients: [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), from the
-                part's queries. In the dtype of the keys if the part neither exports nor imports.
-
-        Returns:
-            [t, Hk, D] and [t, Hk, Dv] in the dtypes given: the gradients of the own rows, with
-            those that importers returned added in a fixed order.
+        gradients are [K, Hk, D] and [K, Hk, Dv] float32 (float64 for float64 keys), from the part's
+        queries; in the dtype of the keys if the part neither exports nor imports. Results are [t,
+        ...] in the own rows' dtypes, added in a fixed order.
         """
         ...
 
@@ -63,13 +54,11 @@ class KeyValueExchange(Protocol):
 class PartMask(DividedMask):
     """The stand-in for a mask in a model's forward over the own tokens of a part with imports.
 
-    It is not a dataclass, for the reason that `TreeMask` is none.
-
-    Attributes:
-        exchange_of: gives the exchange of an attention layer, or of an indexer, from its module.
-        states_of: gives the stand-in for this mask in a recurrent layer, from its module. None if
-            states are not handed on.
+    exchange_of gives the exchange of an attention layer, or of an indexer, from its module;
+    states_of the stand-in in a recurrent layer, or is None if states are not handed on.
     """
+
+    # not a dataclass, for the reason that `TreeMask` is none
 
     def __init__(
         self,
@@ -105,10 +94,8 @@ class PartMask(DividedMask):
         return self.exchange_of(layer)
 
     def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
-        """Joins an indexer's own keys [t, D] with imported ones to [K, D], as `Part.tokens`.
-
-        They carry no gradient, as transformers trains no indexer, so nothing is given back.
-        """
+        """Joins an indexer's own keys [t, D] with imported ones to [K, D], as `Part.tokens`."""
+        # they carry no gradient, as transformers trains no indexer, so nothing is given back
         return self.exchange_of(indexer).import_rows(own)[0]
 
     @uncompiled
@@ -149,15 +136,12 @@ class Stays:
 
 @dataclass(frozen=True)
 class ByHeads:
-    """The exchange by which each rank computes some heads of all tokens of a slot.
-
-    Attributes:
-        part: all tokens of the slot.
-        exchange_of: gives the exchange of this rank's heads of a turn, by its number.
-    """
+    """The exchange by which each rank computes some heads of all tokens of a slot."""
 
     flight: TokensForHeads
+    # all tokens of the slot
     part: Part
+    # gives the exchange of this rank's heads of a turn, by its number
     exchange_of: Callable[[int], KeyValueExchange]
 
 
@@ -180,23 +164,18 @@ def part_attention(
     """Computes attention of every own token of a part to itself and its ancestors in the forest.
 
     The results, and the gradients of the own rows, are those of `tree_attention` on the whole
-    forest. Differentiable once.
+    forest. Differentiable once. Other arguments are those of `tree_attention`.
 
     Args:
         query: [t, H, D], rows in the order of `Part.own_tokens`.
         key, value: [t, Hk, D] and [t, Hk, Dv], of the same tokens.
         exchange: brings the imported rows, and takes their gradients back; or says how ranks
             exchange tokens for heads.
-        scale, window, softcap, sinks, chosen, deterministic, backend: as in `tree_attention`. The
-            part's mask has the defaults of the last two. The flash backend serves parts that export
-            or import where query heads share kv heads.
+        deterministic, backend: default: those of the part's mask. The flash backend serves parts
+            that export or import where query heads share kv heads.
 
     Returns:
         [t, H, Dv] in the dtype of `query`.
-
-    Raises:
-        ValueError: arguments that do not fit together, with what was expected.
-        UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
     mask = part.mask
     options = checked_call(
@@ -276,20 +255,22 @@ class _PartAttention(torch.autograd.Function):
                 *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options, chosen
             )
             of_sinks += dsinks
-            own: tuple[torch.Tensor, ...] = ()
+            own_gradients: tuple[torch.Tensor, ...] = ()
             # the same on all ranks: the model says which tensors need gradients
             if any(ctx.needs_input_grad[1:3]):
-                own = exchange.give_back(dkey, dvalue)
+                own_gradients = exchange.give_back(dkey, dvalue)
                 if ctx.copies == 1:
-                    own = tuple(x.to(dtype) for x, dtype in zip(own, dtypes, strict=True))
-            back.append(flight.start_to_tokens([dquery, *own]))
-        each = zip(*(arrived() for arrived in back), strict=True)
-        dquery, *both = (flight.joined(of_turns) for of_turns in each)
+                    own_gradients = tuple(
+                        x.to(dtype) for x, dtype in zip(own_gradients, dtypes, strict=True)
+                    )
+            back.append(flight.start_to_tokens([dquery, *own_gradients]))
+        by_tensor = zip(*(arrived() for arrived in back), strict=True)
+        dquery, *kv_gradients = (flight.joined(of_turns) for of_turns in by_tensor)
         if ctx.copies > 1:
-            both = [
+            kv_gradients = [
                 x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype)
-                for x, dtype in zip(both, dtypes, strict=False)
+                for x, dtype in zip(kv_gradients, dtypes, strict=False)
             ]
-        dkey, dvalue = both or (None, None)
+        dkey, dvalue = kv_gradients or (None, None)
         dsink = flight.all_ranks(torch.cat(of_sinks)).to(sinks_dtype) if of_sinks else None
         return dquery, dkey, dvalue, dsink, *(None,) * 5

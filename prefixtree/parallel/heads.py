@@ -27,21 +27,15 @@ _Start = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 def divides(heads: int, shared: int, ranks: int) -> bool:
-    """Whether heads, and the heads that several of them share, divide among ranks.
-
-    A shared head goes to several ranks if there are more ranks than shared heads.
-    """
+    """Whether heads, and the heads that several of them share, divide among ranks."""
+    # a shared head goes to several ranks if there are more ranks than shared heads
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 class TokensForHeads:
-    """The exchange of tokens for heads among n ranks. All layers may share it, as it keeps nothing.
+    """The exchange of tokens for heads among n ranks; owner, int [T], is the rank of each token."""
 
-    Args:
-        owner: int [T], the rank that owns each token of the slot.
-        index: this rank's place in the group.
-        device: of the tokens.
-    """
+    # all layers may share it, as it keeps nothing
 
     def __init__(
         self, owner: np.ndarray, index: int, group: ProcessGroup, device: torch.device
@@ -80,11 +74,9 @@ class TokensForHeads:
         return [0 if rank == self.index else count for rank, count in enumerate(counts)]
 
     def turns(self, *heads: int) -> int:
-        """The number of turns in which so many heads each may be exchanged and computed.
-
-        While a turn's heads are computed, those of the next travel here, and those of the last
-        travel back. 1 if a rank's heads cannot be halved.
-        """
+        """The number of turns in which so many heads each may be exchanged and computed."""
+        # while a turn's heads are computed, those of the next travel here, and those of the last
+        # travel back; 1 if a rank's heads cannot be halved
         return 2 if all(count % (2 * self.ranks) == 0 for count in heads) else 1
 
     def of_turns(self, rows: Sequence[torch.Tensor], turns: int) -> list[list[torch.Tensor]]:
@@ -103,31 +95,31 @@ class TokensForHeads:
         return torch.stack([x.unflatten(1, (self.ranks, -1)) for x in of_turns], 2).flatten(1, 3)
 
     def start_to_heads(self, rows: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Sends [t, n h, d] or [t, n, h, d] each. Rows of several dtypes travel as bits.
+        """Sends [t, n h, d] or [t, n, h, d] each; returns a function that waits for the rows.
 
-        Returns:
-            A function that waits for the rows, on a GPU in the stream alone, and returns [T, h, d]
-            each of this rank's heads, in packed order.
+        They are [T, h, d] each of this rank's heads, in packed order. On a GPU the stream alone
+        waits.
         """
-        ranks, own = self.ranks, self._counts[self.index]
+        # rows of several dtypes travel as bits
+        ranks, own_count = self.ranks, self._counts[self.index]
         pieces = [
             (x if x.ndim == 4 else x.unflatten(1, (ranks, -1))).flatten(2)
             for x in _in_one_dtype(rows)
         ]
         widths = [x.shape[2] for x in pieces]
-        sent = pieces[0].new_empty(ranks - 1, own, sum(widths))
+        sent = pieces[0].new_empty(ranks - 1, own_count, sum(widths))
         other_ranks = [rank for rank in range(ranks) if rank != self.index]
         for to_rank, rank in zip(sent, other_ranks, strict=True):
             torch.cat([x[:, rank] for x in pieces], 1, out=to_rank)
-        to_ranks, of_ranks = self._but_own([own] * ranks), self._but_own(self._counts)
-        got, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
+        to_ranks, of_ranks = self._but_own([own_count] * ranks), self._but_own(self._counts)
+        received, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
         arriving = sent.new_empty(sum(self._counts), sum(widths))
         for x, columns in zip(pieces, arriving.split(widths, 1), strict=True):
             self._runs[self.index].put(columns, x[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
-            for runs, of_rank in zip(self._runs, got.split(of_ranks), strict=True):
+            for runs, of_rank in zip(self._runs, received.split(of_ranks), strict=True):
                 if len(of_rank):
                     runs.put(arriving, of_rank)
             return [
@@ -139,23 +131,25 @@ class TokensForHeads:
 
     def start_to_tokens(self, heads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Sends [T, h, d] each back; the returned function gives [t, n h, d] each."""
-        ranks, own = self.ranks, self._counts[self.index]
+        ranks, own_count = self.ranks, self._counts[self.index]
         pieces = [x.flatten(1) for x in _in_one_dtype(heads)]
         widths = [x.shape[1] for x in pieces]
-        to_ranks, of_ranks = self._but_own(self._counts), self._but_own([own] * ranks)
+        to_ranks, of_ranks = self._but_own(self._counts), self._but_own([own_count] * ranks)
         sent = pieces[0].new_empty(sum(to_ranks), sum(widths))
         for runs, to_rank in zip(self._runs, sent.split(to_ranks), strict=True):
             if len(to_rank):
                 for x, columns in zip(pieces, to_rank.split(widths, 1), strict=True):
                     runs.take(x, columns)
-        got, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
-        arriving = [x.new_empty(own, ranks, width) for x, width in zip(pieces, widths, strict=True)]
+        received, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
+        arriving = [
+            x.new_empty(own_count, ranks, width) for x, width in zip(pieces, widths, strict=True)
+        ]
         for x, out in zip(pieces, arriving, strict=True):
             self._runs[self.index].take(x, out[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
-            for rank, of_rank in enumerate(got.split(of_ranks)):
+            for rank, of_rank in enumerate(received.split(of_ranks)):
                 if len(of_rank):
                     for out, columns in zip(arriving, of_rank.split(widths, 1), strict=True):
                         out[:, rank] = columns
@@ -180,10 +174,8 @@ def _in_its_dtype(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Says why heads cannot be divided among ranks; None if they can.
-
-    A kv head goes to several ranks if there are more ranks than kv heads.
-    """
+    """Says why heads cannot be divided among ranks; None if they can."""
+    # a kv head goes to several ranks if there are more ranks than kv heads
     if divides(heads, kv_heads, ranks):
         return None
     return (
@@ -194,12 +186,8 @@ def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
-    """Says why the heads of a recurrence cannot be divided among ranks; None if they can.
-
-    Args:
-        heads: of values, each with a state. shared: heads of keys, or groups of Mamba-2, that
-            several of them share. ranks: n.
-    """
+    """Says why the heads of a recurrence cannot be divided among ranks; None if they can."""
+    # `heads` are of values, each with a state; `shared` of keys, or groups of Mamba-2
     if divides(heads, shared, ranks):
         return None
     return (
@@ -217,18 +205,16 @@ def in_turns(
 ) -> torch.Tensor:
     """Computes with some heads of all tokens: [t, H] or [t, H, d] each -> [t, H, V].
 
-    Args:
-        rows: of all heads of the own tokens.
-        compute: (a turn's [T, h] or [T, h, d] each, the turn, the number of turns) -> [T, h, V].
+    compute takes a turn's [T, h] or [T, h, d] each, the turn and their number, and gives [T, h, V].
     """
     turns = exchange.turns(*(x.shape[1] for x in rows))
     with_size = [x if x.ndim == 3 else x[..., None] for x in rows]
-    there, back = [], []
+    flights, back = [], []
     # all start before any is waited for; autograd runs the backward in the reverse order
     for turn_rows in exchange.of_turns(with_size, turns):
         flight = _Flight(exchange.start_to_heads, exchange.start_to_tokens)
-        there.append((flight, _Sent.apply(flight, exchange.ranks, *turn_rows)))
-    for turn, last in enumerate(there):
+        flights.append((flight, _Sent.apply(flight, exchange.ranks, *turn_rows)))
+    for turn, last in enumerate(flights):
         arrived = zip(rows, _Arrived.apply(*last), strict=True)
         of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in arrived]
         out = compute(of_heads, turn, turns)
@@ -238,14 +224,9 @@ def in_turns(
 
 
 class _Flight:
-    """Rows on their way in a forward, and their gradients on their way back in its backward.
+    """Rows on their way in a forward, and their gradients on their way back in its backward."""
 
-    Args:
-        there: sends them, and returns a function that waits for their arrival. back: the reverse.
-
-    Attributes:
-        waited: the function to wait with, while something is on its way.
-    """
+    # `there`, or `back`, starts a flight, and returns a function that waits for the arrival
 
     def __init__(self, there: _Start, back: _Start) -> None:
         self.there, self.back = there, back
@@ -258,11 +239,10 @@ class _Flight:
 
 
 class _Sent(torch.autograd.Function):
-    """Starts a flight, and returns a token [0] on which the waiting depends.
+    """Starts a flight, and returns a token [0] on which the waiting depends."""
 
-    The backward waits for the gradients. Heads [t, H, d] that are fewer than ranks go to several
-    ranks, and get the sum of their gradients.
-    """
+    # the backward waits for the gradients; heads [t, H, d] that are fewer than ranks go to several
+    # ranks, and get the sum of their gradients
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, ranks: int, *rows: torch.Tensor) -> torch.Tensor:
@@ -287,10 +267,9 @@ class _Sent(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """Ends a flight, and returns the rows that arrived.
+    """Ends a flight, and returns the rows that arrived."""
 
-    The backward starts the flight of the gradients, which overlaps the backward of another turn.
-    """
+    # the backward starts the flight of the gradients, which overlaps the backward of another turn
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, token: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -49,23 +49,20 @@ Key = tuple[Hashable, int]
 
 @dataclass(eq=False)
 class Export:
-    """Rows that one cell exports, all of which the same slots read.
+    """Rows that one cell exports, all of which the same slots read."""
 
-    Attributes:
-        exporter: the slot of the cell.
-        readers: the slots that read them, ascending.
-        tokens: int64 [r], their packed tokens, ascending.
-        rows: [r], their places among the rows that the exporter makes, ascending.
-        values: by layer and call, [r, ...] each; on the host while no slot needs them.
-        gradients: by layer and call, the sums of the gradients that readers returned so far.
-    """
-
+    # the slot of the cell
     exporter: int
+    # the slots that read them, ascending
     readers: tuple[int, ...]
+    # int64 [r], their packed tokens, ascending
     tokens: np.ndarray
+    # [r], their places among the rows that the exporter makes, ascending
     rows: RowRuns
     life: Life
+    # by layer and call, [r, ...] each; on the host while no slot needs them
     values: dict[Key, Rows] = field(default_factory=dict)
+    # by layer and call, the sums of the gradients that readers returned so far
     gradients: dict[Key, Rows] = field(default_factory=dict)
 
 
@@ -102,16 +99,14 @@ class Exports:
 class Ledger:
     """The rows that cells of a rank export over a schedule, and the gradients that come back.
 
-    It holds nothing until a layer asks.
-
     Args:
         events: the order in which the slots run.
         parks: whether rows wait on the host between the last forward and the first backward that
             read them, as steps need it. Otherwise they stay.
         on_host: whether rows wait on the host until a layer reads them.
-        rank: this rank's place in the group.
-        group: the process group, if there are several ranks.
     """
+
+    # it holds nothing until a layer asks
 
     def __init__(
         self,
@@ -154,10 +149,10 @@ class Ledger:
             exports = []
             for slot, readers, tokens in self.division.exports(kind, self.rank):
                 # states are of own tokens that others continue, other rows of all own tokens
-                made = self.division.cell(slot, self.rank).own_tokens
+                made_tokens = self.division.cell(slot, self.rank).own_tokens
                 if kind == STATES:
-                    made = self.division.states(slot, self.rank).left
-                rows = RowRuns.of(np.searchsorted(made, tokens), self._device)
+                    made_tokens = self.division.states(slot, self.rank).left
+                rows = RowRuns.of(np.searchsorted(made_tokens, tokens), self._device)
                 exports.append(Export(slot, readers, tokens, rows, self._lives.of(readers)))
             self._exports[kind] = Exports(len(self.division), exports)
         return self._exports[kind]
@@ -176,11 +171,7 @@ class Ledger:
 
     @contextmanager
     def running(self, event: int) -> Iterator[CellExchanges]:
-        """Runs a forward of a slot; its exchanges serve the slot's backward too.
-
-        Args:
-            event: its place in the schedule.
-        """
+        """Runs the forward at place `event` of the schedule; its exchanges serve the backward."""
         slot = self.schedule[event].at
         if self._parks:
             for export in self._at("fetching", event):
@@ -193,11 +184,7 @@ class Ledger:
         self._after(event)
 
     def end_backward(self, event: int) -> None:
-        """Ends the backward of a slot.
-
-        Raises:
-            RuntimeError: a layer's backward did not take the gradients that readers returned.
-        """
+        """Ends a slot's backward, in which layers must have taken the returned gradients."""
         self.close(self.schedule[event].at)
         self._after(event)
 
@@ -210,16 +197,16 @@ class Ledger:
 
     def close(self, slot: int) -> None:
         """Raises a RuntimeError if gradients were returned to a cell and not taken."""
-        left = [
+        lost = [
             (kind, key)
             for kind, exports in self._by_kind
             for export in exports.of_exporter[slot]
             for key in export.gradients
         ]
         what = None
-        if layers := dict.fromkeys(_module_of(layer) for kind, (layer, _) in left if kind == KEYS):
+        if layers := dict.fromkeys(_module_of(layer) for kind, (layer, _) in lost if kind == KEYS):
             what = f"the attention of {len(layers)} layers ({next(iter(layers))}), whose keys"
-        elif calls := [f"{type(_module_of(layer)).__name__}, call {n}" for _, (layer, n) in left]:
+        elif calls := [f"{type(_module_of(layer)).__name__}, call {n}" for _, (layer, n) in lost]:
             what = f"{len(calls)} calls of recurrent layers ({calls[0]}), whose states"
         if what is not None:
             raise RuntimeError(
@@ -242,16 +229,13 @@ class Ledger:
         return to_device(rows, self._device)
 
     def most_waiting(self, kind: int) -> np.ndarray:
-        """Rows, and rows of gradients, that wait on the device while a slot has a graph.
-
-        Returns:
-            int64 [slots, 2], the most of each.
-        """
+        """Most rows, and rows of gradients, that wait on the device per slot, int64 [slots, 2]."""
+        # while the slot has a graph
         backward = {at: place for place, (what, at) in enumerate(self.schedule) if what == BACKWARD}
         change = np.zeros((len(self.schedule) + 1, 2), np.int64)
-        found = np.zeros((len(self.division), 2), np.int64)
+        most_rows = np.zeros((len(self.division), 2), np.int64)
         if self._on_host or not backward:
-            return found
+            return most_rows
         for export in self.exports(kind):
             count = len(export.tokens)
             change[self._lives.first[export.exporter], 0] += count
@@ -264,9 +248,9 @@ class Ledger:
             change[backward[export.exporter] + 1, 1] -= count
         waiting = np.cumsum(change, 0)
         for place, (what, slot) in enumerate(self.schedule):
-            if what in (KEEP, BACKWARD) and 0 <= slot < len(found):
-                found[slot] = np.maximum(found[slot], waiting[place])
-        return found
+            if what in (KEEP, BACKWARD) and 0 <= slot < len(most_rows):
+                most_rows[slot] = np.maximum(most_rows[slot], waiting[place])
+        return most_rows
 
     @property
     def kinds(self) -> set[int]:
@@ -282,13 +266,10 @@ class Ledger:
         )
 
     def order_of(self, slot: int, kind: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The packed order of rows that a cell reads of this rank and of its own rows.
+        """The packed order of rows that a cell reads of this rank and of its own rows, int64.
 
-        They come export after export, and own rows last; states have no own rows.
-
-        Returns:
-            int64, the place of each row in packed order, and the reverse; None if both orders are
-            one, as for keys of steps.
+        Returns the place of each row and the reverse; None if both orders are one, as for keys of
+        steps. Rows come export after export, own rows last; states have no own rows.
         """
         tokens = [export.tokens for export in self.exports(kind).of_reader[slot]]
         if kind != STATES:
@@ -310,19 +291,16 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Divided:
-    """A divided forest, of which this process computes its own cells.
-
-    Attributes:
-        on_host: whether imports of slots wait on the host.
-        rank: this rank's place in the group.
-        group: the process group, if there are several ranks.
-        by_heads: whether ranks exchange tokens for heads in attention too.
-    """
+    """A divided forest, of which this process computes its own cells."""
 
     division: Division
+    # whether imports of slots wait on the host
     on_host: bool = False
+    # this rank's place in the group
     rank: int = 0
+    # None without several ranks
     group: ProcessGroup | None = None
+    # whether ranks exchange tokens for heads in attention too
     by_heads: bool = False
 
     @property
@@ -346,11 +324,7 @@ class Divided:
 
 
 class CellExchanges:
-    """The exchanges of one cell's layers: `PartMask.exchange_of`.
-
-    Attributes:
-        exports: whether forwards export rows.
-    """
+    """The exchanges of one cell's layers; `exports`: whether forwards export rows."""
 
     def __init__(self, ledger: Ledger, slot: int, exports: bool) -> None:
         self.ledger, self.slot = ledger, slot
@@ -388,21 +362,14 @@ class CellExchanges:
             self.of_heads.exports = False
 
     def __call__(self, layer: Hashable) -> Exchange:
-        """The exchange of the keys of an attention layer, or of an indexer, known by its module.
-
-        Raises:
-            UnsupportedError: a module that attends twice per forward, in a cell's first forward.
-        """
+        """The exchange of the keys of an attention layer, or an indexer, known by its module."""
+        # a module that attends twice in a cell's first forward is refused
         self.note(layer, "attends", "keys")
         return self.exchange(KEYS, (layer, 1), in_place=True)
 
     def exchange(self, kind: int, key: Key, in_place: bool = False) -> Exchange:
-        """The exchange of one call of a layer.
-
-        Args:
-            in_place: whether it may overwrite the gradients that come, which are in float32 if the
-                cell shares rows, as those of attention are.
-        """
+        """The exchange of one call; `in_place`: it may overwrite the gradients that come."""
+        # they are in float32 if the cell shares rows, as those of attention are
         if kind not in self._orders:
             self._orders[kind] = self.ledger.order_of(self.slot, kind)
         return Exchange(self, kind, key, self._orders[kind], in_place)
@@ -422,11 +389,7 @@ class CellExchanges:
         return self._exported[kind]
 
     def note(self, layer: Hashable, does: str, rows: str) -> None:
-        """Notes that a layer runs.
-
-        Raises:
-            UnsupportedError: for the second time in a forward that exports.
-        """
+        """Notes that a layer runs, and refuses it the second time in a forward that exports."""
         if self.exports and layer in self._seen:
             raise UnsupportedError(
                 f"{type(_module_of(layer)).__name__} {does} twice in one forward: the {rows} of "
@@ -439,10 +402,7 @@ class CellExchanges:
 class Exchange:
     """One call of one layer in one cell, for one kind of rows: a `KeyValueExchange`.
 
-    Attributes:
-        key: the call.
-        exported: exports of the cell to later slots.
-        read: exports of this rank that the slot reads.
+    `exported` go to later slots; `read` are this rank's exports that the slot reads.
     """
 
     def __init__(
@@ -480,8 +440,8 @@ class Exchange:
     def import_rows(self, *own: torch.Tensor) -> Rows:
         """Exports own rows [t, ...] each and joins them with those that the cell reads to [K, ...].
 
-        Rows are in packed order; see `KeyValueExchange`. States are exported apart, and only those
-        that the cell reads come back.
+        Rows are in packed order. States are exported apart, and only those that the cell reads come
+        back.
         """
         own = tuple(x.detach() for x in own)
         self.export(*own)
@@ -496,37 +456,33 @@ class Exchange:
         return tuple(x.index_select(0, self._order[0]) for x in joined)
 
     def give_back(self, *gradients: torch.Tensor) -> Rows:
-        """Takes gradients [K, ...] of imported rows, and gives those of the own rows [t, ...].
-
-        They include what others returned; for states there are none. Readers add up in the order of
-        their backwards.
-        """
-        own, of_ranks = gradients, list[Rows]()
+        """Takes gradients [K, ...] of imported rows, and gives those of the own rows [t, ...]."""
+        # they include what others returned; for states there are none; readers add up in the order
+        # of their backwards
+        own_gradients, of_ranks = gradients, list[Rows]()
         if self._transport is not None:
-            held, own, of_ranks = self._transport.back(gradients, self._in_place)
+            held, own_gradients, of_ranks = self._transport.back(gradients, self._in_place)
             self._return(held)
         elif self.read:
             if self._order is not None:
                 gradients = tuple(x.index_select(0, self._order[1]) for x in gradients)
             count = sum(export.rows.count for export in self.read)
             self._return(tuple(x[:count] for x in gradients))
-            own = tuple(x[count:] for x in gradients)
+            own_gradients = tuple(x[count:] for x in gradients)
         if self.kind == STATES:
             return ()
         lanes = [] if self._transport is None else self._transport.exported
-        return self._added(own, [*zip(lanes, of_ranks, strict=True), *self.take()])
+        return self._added(own_gradients, [*zip(lanes, of_ranks, strict=True), *self.take()])
 
     def take(self) -> list[tuple[RowRuns, Rows]]:
-        """Takes gradients [r, ...] that later slots returned, with the places of their rows.
-
-        Places are among the rows that the cell makes, each once.
-        """
-        found = []
+        """Takes gradients [r, ...] that later slots returned, with the places of their rows."""
+        # places are among the rows that the cell makes, each once
+        returned = []
         for export in self.exported:
             # there are none in layers whose readers need no gradients
             if (waiting := export.gradients.pop(self.key, None)) is not None:
-                found.append((export.rows, self.ledger.fetch(waiting)))
-        return found
+                returned.append((export.rows, self.ledger.fetch(waiting)))
+        return returned
 
     def _return(self, gradients: Rows) -> None:
         """Returns gradients [H, ...] of rows that the slot reads, export after export."""
@@ -544,26 +500,23 @@ class Exchange:
             export.gradients[self.key] = self.ledger.park(total)
 
     def _added(self, own: Rows, returned: list[tuple[RowRuns, Rows]]) -> Rows:
-        """Adds returned gradients to own ones [t, ...] each, in float32 or wider.
-
-        The sums have the dtypes of the own ones.
-        """
+        """Adds returned gradients to own ones [t, ...], in float32 or wider; keeps their dtypes."""
         if not returned:
             return own
         out = []
-        for number, x in enumerate(own):
-            wide = torch.promote_types(x.dtype, torch.float32)
-            if self._in_place and x.dtype == wide:
+        for number, gradient in enumerate(own):
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            if self._in_place and gradient.dtype == wide:
                 for rows, pieces in returned:
-                    rows.add(x, pieces[number])
-                out.append(x)
+                    rows.add(gradient, pieces[number])
+                out.append(gradient)
                 continue
             exported, places = self._of_cell.exported_rows(self.kind)
-            total = x.index_select(0, exported).to(wide)
+            total = gradient.index_select(0, exported).to(wide)
             for rows, pieces in returned:
                 # each row comes once, so the sum is deterministic
                 total.index_add_(0, places[rows], pieces[number].to(wide))
-            out.append(x.index_copy(0, exported, total.to(x.dtype)))
+            out.append(gradient.index_copy(0, exported, total.to(gradient.dtype)))
         return tuple(out)
 
 

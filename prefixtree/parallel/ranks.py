@@ -19,21 +19,14 @@ if TYPE_CHECKING:
 def gather_rows(
     own: torch.Tensor, counts: Sequence[int], index: int, group: ProcessGroup
 ) -> torch.Tensor:
-    """Gives every rank the rows of all ranks.
+    """Gives every rank the rows of all ranks, [sum(counts), C], rank by rank.
 
-    The gradient of a row is the sum of the gradients of all ranks' backwards. So each rank may
-    compute another loss. The parameters' gradients, averaged over the ranks, are those of the mean
-    of the losses.
-
-    Args:
-        own: [counts[index], C], this rank's rows.
-        counts: the rows of each rank.
-        index: this rank's place in the group.
-        group: the process group. All ranks must call this, and run its backward.
-
-    Returns:
-        [sum(counts), C], rank by rank.
+    own is [counts[index], C], index this rank's place in the group. All ranks must call this, and
+    run its backward.
     """
+    # the gradient of a row is the sum of the gradients of all ranks' backwards, so each rank may
+    # compute another loss; the parameters' gradients, averaged over the ranks, are those of the
+    # mean of the losses
     out: torch.Tensor = _GatherRows.apply(own, list(counts), index, group)
     return out
 
@@ -58,15 +51,7 @@ class _GatherRows(torch.autograd.Function):
 def all_to_all(
     rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> torch.Tensor:
-    """Sends rows to all ranks of a group, and receives rows of each.
-
-    Args:
-        rows: [sum(sent), ...], rank by rank.
-        sent, received: the number of rows for, and of, each rank.
-
-    Returns:
-        [sum(received), ...], rank by rank.
-    """
+    """Sends rows [sum(sent), ...] to ranks, and gives [sum(received), ...], rank by rank."""
     out, on_its_way = start_all_to_all(rows, sent, received, group)
     on_its_way.wait()
     return out
@@ -75,11 +60,10 @@ def all_to_all(
 def start_all_to_all(
     rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """Starts an `all_to_all` that overlaps with what follows.
+    """Starts an `all_to_all` that overlaps with what follows: the received rows, and a handle.
 
-    Returns:
-        The received rows, and a handle that holds the sent rows; wait() on it before the result is
-        read. On a GPU the stream waits, not the host.
+    wait() on the handle, which holds the sent rows, before the result is read. On a GPU the stream
+    waits, not the host.
     """
     import torch.distributed as dist
 
@@ -91,14 +75,9 @@ def start_all_to_all(
 
 
 def arrival(owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[int]]:
-    """The rows of items that ranks hold, after `gather_rows` has gathered them.
+    """The row of each item after `gather_rows`, int64 [U], and how many items each rank holds.
 
-    Args:
-        owner: [U] integers, the rank that holds each item; a rank holds its items in ascending
-            order.
-
-    Returns:
-        int64 [U], the row of each item; and the number of items of each rank.
+    owner [U] integers is the rank that holds each item; it holds its items in ascending order.
     """
     row = np.empty(len(owner), np.int64)
     row[np.argsort(owner, kind="stable")] = np.arange(len(owner))

@@ -34,7 +34,6 @@ class Run:
         events: the schedule. Parts that are not the ledger's are dummies.
         ledger: of the parts and this schedule, not used before; None if all are dummies.
         gives: for each micro-batch, the parts whose rows the caller gets.
-        compute: runs a part through the model.
         check: raises if a later run would not find what an earlier one did.
         inline: whether the rest of the schedule runs within the caller's backward, as for one loss
             of everything. Otherwise it runs when the next micro-batch is asked for, so that several
@@ -79,14 +78,8 @@ class Run:
         return self._last_graph >= 0
 
     def give(self) -> list[Rows] | None:
-        """Runs up to the next micro-batch.
-
-        Returns:
-            The rows of each of its parts; None after the last micro-batch, when all was run.
-
-        Raises:
-            RuntimeError: no gradients came for the last one.
-        """
+        """Runs up to the next micro-batch: the rows of each of its parts; None after the last."""
+        # no gradients for the last one are a RuntimeError
         self.check_turn()
         self._turn = None
         for part in [x for x, last in self._last_give.items() if last <= self._at]:
@@ -112,11 +105,7 @@ class Run:
             )
 
     def take(self, turn: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Takes the caller's gradients of `give`'s rows, part by part. Several calls add up.
-
-        Raises:
-            RuntimeError: they come too late.
-        """
+        """Takes the gradients of `give`'s rows, part by part, in time; calls add up."""
         if turn != self._turn or (self._inline and self._is_taken):
             raise RuntimeError(_TWICE if self._inline else _LATE)
         self._is_taken = True
@@ -158,11 +147,9 @@ class Run:
         return [tuple(next(given) for _ in self._rows[part]) for part in parts]
 
     def _is_reached(self, parts: Sequence[int]) -> bool:
-        """Whether the rows of a micro-batch depend on something that trains.
-
-        They do not if only a vision encoder trains and there are no images. For a trunk that runs
-        again it is not known yet. For steps the last run shows it, which may be a dummy.
-        """
+        """Whether the rows of a micro-batch depend on something that trains."""
+        # they do not if only a vision encoder trains and there are no images; for a trunk that runs
+        # again it is not known yet; for steps the last run shows it, which may be a dummy
         held = [*self._graphs.values()] if self._inline else [self._graphs.get(p) for p in parts]
         return any(not kept or any(x.requires_grad for x in kept[-1]) for kept in held)
 
@@ -193,14 +180,12 @@ class Run:
 
 
 def _backward(rows: Rows, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Runs a part backward, also without gradients.
-
-    Rows that others imported from it have gradients, and ranks must stay in step.
-    """
-    given = gradients or [None] * len(rows)
+    """Runs a part backward, also without gradients."""
+    # rows that others imported from it have gradients, and ranks must stay in step
+    row_gradients = gradients or [None] * len(rows)
     reached = [
         (x, torch.zeros_like(x) if gradient is None else gradient)
-        for number, (x, gradient) in enumerate(zip(rows, given, strict=True))
+        for number, (x, gradient) in enumerate(zip(rows, row_gradients, strict=True))
         # router logits below the first layer that trains have no graph
         if x.requires_grad and (number == 0 or gradient is not None)
     ]

@@ -35,11 +35,7 @@ _Rule = Callable[..., Any]
 
 
 def part_mask(exchanges: CellExchanges, by_heads: bool = False) -> PartMask:
-    """Makes the stand-in for the mask in a forward of a cell.
-
-    Args:
-        by_heads: whether ranks exchange tokens for heads in attention too.
-    """
+    """Makes the stand-in for the mask in a forward of a cell; `by_heads` as in `Divided`."""
     if by_heads:
         return HeadsMask(exchanges)
     return PartMask(exchanges.part, exchanges, partial(LayerStates, exchanges))
@@ -74,17 +70,12 @@ class HeadsMask(PartMask):
 class LayerStates(DividedStates):
     """The stand-in for the mask in a recurrent layer's forward over a cell.
 
-    A layer may call its functions several times (Kimi's has three convolutions). The calls of a
-    forward are told apart by their order, which is that of the layer's code. All ranks of a group
-    must make the same calls, in the same order.
-
-    Args:
-        layer: the module, or its stand-in.
-        counted: the mask by which the forward counts its calls. Default: that of the cell.
-
-    Raises:
-        UnsupportedError: a layer that runs twice per forward, in a cell's first forward.
+    `counted` is the mask by which the forward counts its calls, by default that of the cell. All
+    ranks of a group must make the same calls, in the same order. A layer runs once per forward.
     """
+
+    # a layer may call its functions several times (Kimi's has three convolutions); the calls of a
+    # forward are told apart by their order, which is that of the layer's code
 
     def __init__(
         self, exchanges: CellExchanges, layer: Any, counted: TreeMask | None = None
@@ -133,11 +124,9 @@ class LayerStates(DividedStates):
         dt_bias: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P].
-
-        A, D and dt_bias [H, ..] are those of all heads. Their gradients are of the tokens and heads
-        that this rank computes: ranks' gradients add up.
-        """
+        """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]; A, D, dt_bias of all heads."""
+        # the gradients of these [H, ..] are of the tokens and heads that this rank computes: ranks'
+        # gradients add up
 
         def rule_of(of_all: Sequence[Any]) -> _Rule:
             A, D, dt_bias = of_all
@@ -210,10 +199,7 @@ class LayerStates(DividedStates):
         return _Exported.apply(out, final, exchange) if exchange.exported else out
 
     def _joined(self, kind: int, layer: Hashable, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Joins own rows [t, ..] with those of others that the cell reads.
-
-        Also says whether there are any on any rank.
-        """
+        """Joins own rows [t, ..] with others' that the cell reads; says whether a rank has any."""
         exchange = self._exchanges.exchange(kind, (layer, self._calls))
         if exchange.reads or exchange.exported:
             x = _Joined.apply(x, exchange)
@@ -259,10 +245,9 @@ class _Exported(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Joins own rows [t, ..] and those that the cell reads, in packed order: [K, ..].
+    """Joins own rows [t, ..] and those that the cell reads, in packed order: [K, ..]."""
 
-    It is one node, which every rank reaches, so that all take part in the exchange of gradients.
-    """
+    # it is one node, which every rank reaches, so that all take part in the exchange of gradients
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:

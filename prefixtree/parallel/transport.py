@@ -41,13 +41,7 @@ class Lane:
 
 
 class Transport:
-    """The exchange of one kind of rows in one slot.
-
-    Args:
-        kind: of rows, as in `Division.reads`.
-        rank: this rank's place in the group.
-        held: int64 [H], the packed tokens of the rows that are held.
-    """
+    """The exchange of one kind of rows in one slot; held, int64 [H], are packed tokens of rows."""
 
     def __init__(
         self,
@@ -60,10 +54,10 @@ class Transport:
     ) -> None:
         ranks, device, owner = division.ranks, division.packed.device, division.parts.owner
         part = division.cell(slot, rank)
-        here, others = division.tokens_read(kind, slot, rank), [*range(ranks)]
-        others.remove(rank)
+        read_tokens, other_ranks = division.tokens_read(kind, slot, rank), [*range(ranks)]
+        other_ranks.remove(rank)
         # int64 [K], merged from two ascending runs
-        joined = np.sort(np.concatenate([here, part.own_tokens]), kind="stable")
+        joined = np.sort(np.concatenate([read_tokens, part.own_tokens]), kind="stable")
         self.kind, self._group = kind, group
         self._num_held, self._num_own, self._num_rows = len(held), part.num_tokens, len(joined)
 
@@ -82,8 +76,10 @@ class Transport:
         self._own = runs(part.own_tokens, joined)
         held_here = division.tokens_read(kind, slot, rank, exporter=rank)
         self._held_here = runs(held_here, held), runs(held_here, joined)
-        lanes = {r: lane(division.tokens_read(kind, slot, r, exporter=rank)) for r in others}
-        of_ranks = {r: arriving(division.tokens_read(kind, slot, rank, exporter=r)) for r in others}
+        lanes = {r: lane(division.tokens_read(kind, slot, r, exporter=rank)) for r in other_ranks}
+        of_ranks = {
+            r: arriving(division.tokens_read(kind, slot, rank, exporter=r)) for r in other_ranks
+        }
         self._sent, self._received = (
             [of[r].count if r in of else 0 for r in range(ranks)] for of in (lanes, of_ranks)
         )
@@ -104,13 +100,15 @@ class Transport:
                 if len(of_held):
                     lane.held.take(held[number], of_held)
                 lane.own.take(own[number], of_own)
-        got, on_its_way = self._exchanged(exported, own, self._sent, self._received)
+        received, on_its_way = self._exchanged(exported, own, self._sent, self._received)
         joined = tuple(x.new_empty(self._num_rows, *x.shape[1:]) for x in own)
         for out, x in zip(joined, own, strict=True):
             self._own.put(out, x)
         _move(held, self._held_here[0], joined, self._held_here[1])
         on_its_way.wait()
-        for rows, pieces in zip(self._of_ranks, _pieces(got, own, self._received), strict=True):
+        for rows, pieces in zip(
+            self._of_ranks, _pieces(received, own, self._received), strict=True
+        ):
             for out, piece in zip(joined, pieces, strict=True):
                 rows.put(out, piece)
         return joined
@@ -118,14 +116,10 @@ class Transport:
     def back(self, gradients: Rows, in_float32: bool) -> tuple[Rows, Rows, list[Rows]]:
         """Brings gradients [K, ...] of `there`'s rows back to their owners.
 
-        Args:
-            in_float32: whether they travel in float32 or wider, which they have if the cell shares
-                rows. Otherwise they travel as they are.
-
-        Returns:
-            Gradients of the held rows [H, ...] in float32 or wider, summed over ranks; those of the
-            own rows [t, ...] from this cell alone; and those that each rank returned for the rows
-            of `exported`.
+        Returns those of the held rows [H, ...] in float32 or wider, summed over ranks; those of the
+        own rows [t, ...] from this cell alone; and those that each rank returned for the rows of
+        `exported`. With `in_float32`, for a cell that shares rows, they travel in float32 or wider;
+        otherwise as they are.
         """
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         dtype = wide if in_float32 else gradients[0].dtype
@@ -135,7 +129,9 @@ class Transport:
             for x, piece in zip(gradients, pieces, strict=True):
                 rows.take(x, piece)
         returned, on_its_way = self._exchanged(imported, gradients, self._received, self._sent)
-        own = tuple(self._own.take(x, x.new_empty(self._num_own, *x.shape[1:])) for x in gradients)
+        own_gradients = tuple(
+            self._own.take(x, x.new_empty(self._num_own, *x.shape[1:])) for x in gradients
+        )
         held: Rows = ()
         if self._num_held:
             held = tuple(x.new_zeros(self._num_held, *x.shape[1:], dtype=wide) for x in gradients)
@@ -143,12 +139,12 @@ class Transport:
         on_its_way.wait()
         of_own = []
         for lane, pieces in zip(self._lanes, _pieces(returned, gradients, self._sent), strict=True):
-            both = [piece.split((lane.held.count, lane.own.count)) for piece in pieces]
-            for x, (of_held, _) in zip(held, both, strict=False):
+            split_pieces = [piece.split((lane.held.count, lane.own.count)) for piece in pieces]
+            for x, (of_held, _) in zip(held, split_pieces, strict=False):
                 lane.held.add(x, of_held.to(wide))
             if lane.own.count:
-                of_own.append(tuple(piece for _, piece in both))
-        return held, own, of_own
+                of_own.append(tuple(piece for _, piece in split_pieces))
+        return held, own_gradients, of_own
 
     def _buffer(self, both: Rows, counts: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Makes a flat buffer for so many rows for each rank, or of each."""
@@ -185,10 +181,8 @@ def _row_size(both: Rows) -> int:
 
 
 def _pieces(numbers: torch.Tensor, both: Rows, counts: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Cuts a buffer into keys and values of each rank with rows.
-
-    A rank's keys stand before its values, so that either is contiguous.
-    """
+    """Cuts a buffer into keys and values of each rank with rows."""
+    # a rank's keys stand before its values, so that either is contiguous
     rows = [(x.shape[1:], math.prod(x.shape[1:])) for x in both]
     at = 0
     for count in filter(None, counts):

@@ -46,32 +46,29 @@ _EVENINGS = 6
 
 
 class Tree(NamedTuple):
-    """A forest numbered independently of the order of its sequences: siblings by token.
-
-    `cost` is int64 [N] in units of `unit_cost` FLOPs, so that sums are exact in any order; `ends`
-    int64 [S] is the node at which each sequence ends.
-    """
+    """A forest numbered independently of the order of its sequences: siblings by token."""
 
     parent: np.ndarray
     length: np.ndarray
+    # int64 [N] in units of `unit_cost` FLOPs, so that sums are exact in any order
     cost: np.ndarray
+    # int64 [S], the node at which each sequence ends
     ends: np.ndarray
     unit_cost: float
 
 
 class Units(NamedTuple):
-    """Sets of sequences that are never cut: distinct (group, end) pairs, each set contiguous.
+    """Sets of sequences that are never cut: distinct (group, end) pairs, each set contiguous."""
 
-    Attributes:
-        ends: int64 [pairs], ascending within a unit. of_pair: int64 [pairs], the unit of each.
-        ptr: int64 [U + 1] into `ends`. of_sequence: int64 [S].
-        group: int64 [U], -1 for none; a group that does not fit has several units.
-    """
-
+    # int64 [pairs], ascending within a unit
     ends: np.ndarray
+    # int64 [pairs], the unit of each
     of_pair: np.ndarray
+    # int64 [U + 1], into `ends`
     ptr: np.ndarray
+    # int64 [S]
     of_sequence: np.ndarray
+    # int64 [U], -1 for none; a group that does not fit has several units
     group: np.ndarray
 
 
@@ -139,10 +136,8 @@ class Deal(NamedTuple):
 def assign(
     tree: Tree, units: Units, num_ranks: int, max_tokens: int, whole_trees: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assigns each unit a rank and a micro-batch, int64 [U] each; micro-batches count up by rank.
-
-    With `whole_trees`, a rank's share of a tree is one micro-batch, however large.
-    """
+    """Assigns units ranks and micro-batches, int64 [U] each; micro-batches count up by rank."""
+    # with `whole_trees`, a rank's share of a tree is one micro-batch, however large
     deal = _deal(tree, units, num_ranks)
     least, best = None, None
     for _ in range(1 + _CORRECTIONS):
@@ -215,10 +210,7 @@ def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
 
 
 def _items(tree: Tree, units: Units, capacity: int, keep: int, limit: int) -> np.ndarray:
-    """The item of each unit, int64 [U], in preorder: a group, or a piece of a tree of `join_units`.
-
-    Items that are neighbours in number are neighbours in the forest.
-    """
+    """Item of each unit, int64 [U], in preorder: a group, or a tree's piece of `join_units`."""
     item = units.group.copy()
     free = np.flatnonzero(item < 0)
     if len(free):
@@ -272,10 +264,7 @@ def _fill(
 def _fill_with_trees(
     tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """Fills micro-batches with whole trees: all units of a tree on a rank go together.
-
-    Trees that a group joins go together too.
-    """
+    """Fills micro-batches with whole trees; trees that a group joins go together too."""
     tree_of_node = np.cumsum(tree.parent < 0) - 1
     num_trees = int(tree_of_node[-1]) + 1
     # each rank's share of a tree counts as a tree of its own
@@ -307,13 +296,10 @@ def _fill_rank(
 ) -> np.ndarray:
     """The micro-batch of each unit of one rank, of sizes as even as no repeated token allows.
 
-    Even ones need less memory, and ranks that meet in every step wait less.
-
-    Args:
-        parent, length: int64, of the rank's nodes alone.
-        unit: the node and the size of each unit, as `join_units` takes them.
-        pairs: the unit and the end of each pair.
+    parent and length, int64, are of the rank's nodes alone; unit is the node and the size of each,
+    as in `join_units`; pairs the unit and the end of each.
     """
+    # even ones need less memory, and ranks that meet in every step wait less
 
     def attempt(capacity: int) -> tuple[np.ndarray, int, int]:
         label = loops.planning.join_units(parent, length, *unit, capacity, True, 0, 0)

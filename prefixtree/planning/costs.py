@@ -114,10 +114,10 @@ class CostModel:
         )
         if getattr(config, "vision_config", None) is None:
             return of_text
-        found: CostModel = load("images").with_images(
+        with_encoder: CostModel = load("images").with_images(
             of_text, config, passes=4 if gradient_checkpointing else 3
         )
-        return found
+        return with_encoder
 
     def cost(
         self, position: np.ndarray, length: np.ndarray, image_of: np.ndarray | None = None
@@ -377,11 +377,7 @@ class ImportCost:
 
 
 def import_cost_of(cost: ModelCost, token_bytes: float | None = None) -> ImportCost:
-    """The bytes of a model whose costs are known; the rates stay the defaults.
-
-    Raises:
-        ValueError: a model without a layer of softmax attention, which has no keys to import.
-    """
+    """The bytes of a model whose costs are known; the rates stay the defaults."""
     layers = sum(1 for layer in cost.layers if layer.per_pair)
     if not layers:
         raise ValueError(
@@ -403,11 +399,7 @@ def import_cost_of(cost: ModelCost, token_bytes: float | None = None) -> ImportC
 
 
 def run_flops(packed: PackedForest, border: np.ndarray, cost_model: CostModel) -> np.ndarray:
-    """FLOPs of an update, float64 [B], of packed tokens border[i] .. border[i + 1] - 1 for each i.
-
-    Args:
-        border: int64 [B + 1], ascending from 0 to T.
-    """
+    """FLOPs of an update, float64 [B], of tokens border[i] .. border[i + 1] - 1 for each i."""
     forest = packed.forest
     # each piece lies within a node or in padding, which has no tokens above it
     cuts = np.unique(np.concatenate([border, forest.node_start, [forest.num_tokens]]))

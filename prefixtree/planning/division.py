@@ -26,15 +26,7 @@ MOST_ABOVE = 0.5
 
 
 class Division:
-    """The cells of a packed forest. `len(division)` is S.
-
-    Args:
-        parts: part slot * n + rank is cell (slot, rank).
-        ranks: n.
-
-    Raises:
-        ForestError: a token in an earlier slot than a token above it.
-    """
+    """The cells of a packed forest, in `len(division)` slots; part slot * n + rank is one."""
 
     def __init__(self, parts: Parts, ranks: int = 1) -> None:
         self.parts, self.ranks, self.packed = parts, ranks, parts.packed
@@ -81,14 +73,10 @@ class Division:
         return bool((above <= MOST_ABOVE * self.parts.num_own_tokens).all())
 
     def reads(self, kind: int) -> tuple[np.ndarray, ...]:
-        """Finds the rows of a kind that cells read of others.
+        """Finds the rows of a kind (KEYS, STATES, a convolution's taps) that cells read of others.
 
-        Args:
-            kind: KEYS, STATES, or the taps of a convolution for its inputs.
-
-        Returns:
-            int64 [*] each, by reader, then by token: the part that reads a run of packed tokens,
-            the run's first token, its length, and the part that owns it.
+        Returns int64 [*] each, by reader, then by token: the part that reads a run of packed
+        tokens, the run's first token, its length, and the part that owns it.
         """
         if kind not in self._reads:
             read = None
@@ -102,10 +90,7 @@ class Division:
     def tokens_read(
         self, kind: int, slot: int, rank: int, exporter: int | None = None
     ) -> np.ndarray:
-        """Packed tokens, int64 ascending, of other cells' rows of a kind that a cell reads.
-
-        With an exporter, only the tokens that this rank owns.
-        """
+        """Packed tokens, int64 ascending, that a cell reads of others, or of one exporter."""
         reader, start, length, owner = self.reads(kind)
         first, stop = np.searchsorted(reader, [cell := slot * self.ranks + rank, cell + 1])
         start, length, owner = (x[first:stop] for x in (start, length, owner))
@@ -120,14 +105,10 @@ class Division:
         return bool((crosses & (reader // self.ranks == slot)).any())
 
     def exports(self, kind: int, rank: int) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
-        """Finds the tokens of a rank that the same later slots read, on any rank.
+        """Finds the tokens of a rank, the exporter, that the same later slots read, on any rank.
 
-        Args:
-            kind: as in `reads`. rank: the exporter.
-
-        Returns:
-            (slot that exports, slots that read ascending, packed tokens int64 ascending) each, by
-            the slot that exports, then by first token.
+        Returns (slot that exports, slots that read ascending, packed tokens int64 ascending) each,
+        by the slot that exports, then by first token.
         """
         reader, start, length, exporter = self.reads(kind)
         slot, from_slot = reader // self.ranks, exporter // self.ranks

@@ -138,11 +138,7 @@ class MicroBatch:
 
 
 def micro_batch_of(forest: PrefixForest, sequences: Sequence[int] | np.ndarray) -> MicroBatch:
-    """Cuts a micro-batch out of a forest, with the cost of `CostModel()`.
-
-    Args:
-        sequences: indices in the forest, in any order, at least one.
-    """
+    """Cuts a micro-batch of one or more sequences out of a forest, at `CostModel()`'s cost."""
     indices = np.sort(np.asarray(sequences, np.int64))
     part = cut_out(forest, indices)
     cost = CostModel().cost(part.node_position, part.node_length).sum()
@@ -150,11 +146,7 @@ def micro_batch_of(forest: PrefixForest, sequences: Sequence[int] | np.ndarray) 
 
 
 def packed_of(given: Any, caller: str, device: Callable[[], torch.device]) -> PackedForest:
-    """Returns the given packed forest, or that of a micro-batch on the model's device.
-
-    Raises:
-        TypeError: neither of both.
-    """
+    """Returns the given packed forest, or that of a micro-batch on the model's device."""
     if isinstance(given, MicroBatch):
         return given.on(device())
     check_packed(given, caller, subset=True)
@@ -165,11 +157,7 @@ def packed_of(given: Any, caller: str, device: Callable[[], torch.device]) -> Pa
 def own_of(
     given: Any, temperature: Any, loss_mask: Any, sampling_masks: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Selects a micro-batch's entries of temperatures and masks, or all those of a packed forest.
-
-    Raises:
-        ForestError: a number of entries other than the number of planned sequences.
-    """
+    """Selects a micro-batch's temperatures and masks, or all those of a packed forest."""
     if not isinstance(given, MicroBatch):
         return temperature, loss_mask, sampling_masks
     which = given.num_planned, given.sequence_indices
@@ -181,11 +169,7 @@ def own_of(
 def of_plan(
     temperature: Any, loss_mask: Any, sampling_masks: Any, num_planned: int, which: np.ndarray
 ) -> tuple[Any, Any, Any]:
-    """Selects entries of temperatures and masks that were given for all planned sequences.
-
-    Raises:
-        ForestError: a number of entries other than the number of planned sequences.
-    """
+    """Selects entries of temperatures and masks that were given for all planned sequences."""
     if isinstance(temperature, (list, tuple)) or getattr(temperature, "ndim", 0) > 0:
         temperature = _some(_of_planned("temperature", temperature, num_planned), which)
     if loss_mask is not None:

@@ -369,9 +369,9 @@ def plan_micro_batches(
     whole_trees = reuse or trunks
     unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens, whole_trees)
     sequence_rank, sequence_bin = unit_rank[units.of_sequence], unit_bin[units.of_sequence]
-    kept: dict[int, Trunks] = {}
+    trunks_of: dict[int, Trunks] = {}
     if trunks:
-        kept, sequence_bin = _keep_trunks(forest, sequence_rank, max_tokens, import_cost)
+        trunks_of, sequence_bin = _keep_trunks(forest, sequence_rank, max_tokens, import_cost)
         bins = assignment.make_sets(sequence_bin, tree.ends)
     else:
         bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
@@ -383,7 +383,7 @@ def plan_micro_batches(
     tokens = loops.planning.union_weights(tree.parent, tree.length, *bins)
     costs = loops.planning.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
     if trunks:
-        costs = np.concatenate([kept[rank].costs(cost_model) for rank in sorted(kept)])
+        costs = np.concatenate([trunks_of[rank].costs(cost_model) for rank in sorted(trunks_of)])
     by_bin = np.argsort(sequence_bin, kind="stable")
     members = np.split(by_bin, np.cumsum(np.bincount(sequence_bin, minlength=num_bins))[:-1])
     # trunks need their micro-batches in the planned order
@@ -408,7 +408,7 @@ def plan_micro_batches(
         tree.parent, tree.length, *assignment.make_sets(naive_bin, tree.ends)
     )
     stats = PlanStats(
-        packed_tokens=sum(t.forest.num_tokens for t in kept.values()) or int(tokens.sum()),
+        packed_tokens=sum(t.forest.num_tokens for t in trunks_of.values()) or int(tokens.sum()),
         distinct_tokens=forest.num_tokens,
         replicated_tokens=int(lengths.sum()),
         micro_batches=num_bins,
@@ -431,8 +431,8 @@ def plan_micro_batches(
         stats = replace(stats, reuse=_reuse_stats(ranks, cut, tree.unit_cost))
     of_ranks = tuple(map(_RankMicroBatches, ranks))
     if trunks:
-        stats = replace(stats, trunks=joined([t.stats for t in kept.values()]))
-        for number, rank_trunks in kept.items():
+        stats = replace(stats, trunks=joined([t.stats for t in trunks_of.values()]))
+        for number, rank_trunks in trunks_of.items():
             of_ranks[number].trunks = rank_trunks
     return MicroBatchPlan(forest, max_tokens, of_ranks, stats)
 

@@ -34,53 +34,47 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a token in one layer.
+    """The cost of a token in one layer."""
 
-    Attributes:
-        kind: transformers' name: full_attention, sliding_attention, linear_attention or others.
-        weights: linear weights that a token meets, over the experts it is routed to.
-        per_pair: query heads x (D + Dv); 0 for a layer without softmax attention.
-        window: the sliding window, the token itself included.
-        state: multiply-adds that a token has with the layer's state and its chunk.
-        channels: of the convolution before a state.
-        state_numbers: numbers of the layer's state, over all heads.
-        index_per_pair: multiply-adds per pair of an indexer, which has no backward.
-    """
-
+    # transformers' name: full_attention, sliding_attention, linear_attention or others
     kind: str
+    # linear weights that a token meets, over the experts it is routed to
     weights: int
+    # query heads x (D + Dv); 0 for a layer without softmax attention
     per_pair: int
+    # in tokens, the token itself included
     window: int | None
+    # multiply-adds that a token has with the layer's state and its chunk
     state: int = 0
+    # channels of the convolution before a state
     channels: int = 0
+    # numbers of the layer's state, over all heads
     state_numbers: int = 0
+    # multiply-adds per pair of an indexer, which has no backward
     index_per_pair: int = 0
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The cost of a token in a causal language model.
-
-    Attributes:
-        parameters: of the whole model; a tied weight counts once.
-        outside_weights: linear weights a token meets outside layers, embedding and lm_head.
-        lm_head_weights: only scored tokens meet them.
-        heads, head_dim, value_dim: of the config; single layers may have others.
-        kv_heads: the most of any layer.
-        element_bytes: bytes per element of weights and activations.
-    """
+    """The cost of a token in a causal language model."""
 
     model_type: str
+    # parameters of the whole model; a tied weight counts once
     parameters: int
     layers: tuple[LayerCost, ...]
+    # linear weights a token meets outside layers, embedding and lm_head
     outside_weights: int
+    # only scored tokens meet them
     lm_head_weights: int
     hidden: int
     vocabulary: int
+    # heads and head dims are of the config; single layers may have others
     heads: int
+    # the most of any layer
     kv_heads: int
     head_dim: int
     value_dim: int
+    # bytes per element of weights and activations
     element_bytes: int
 
     @property
@@ -100,18 +94,12 @@ class ModelCost:
 
 
 def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
-    """Reads the cost of a token off a model, or off the model of a config.
+    """Reads the cost of a token off a model of transformers, or off the model of a config.
 
-    Args:
-        model: a causal language model of transformers, on any device. Of a config the model is
-            built on the meta device, without weights.
-        element_bytes: bytes per element of weights and activations. Default: those of the config's
-            dtype, or 2 where it has none.
-
-    Raises:
-        ValueError: a config that transformers builds no language model from, or no layers found.
-        UnsupportedError: a recurrent layer of a verified type, whose state is not found.
+    element_bytes are of weights and activations; None: of the config's dtype, or 2 where it has
+    none.
     """
+    # of a config the model is built on the meta device, without weights
     import torch
     from torch import nn
 
@@ -214,11 +202,7 @@ def _index_per_pair(indexer: Any) -> int:
 
 
 def on_meta(config: Any) -> Any:
-    """Builds the language model of a config on the meta device: shapes without numbers.
-
-    Raises:
-        ValueError: transformers builds none from it.
-    """
+    """Builds the language model of a config on the meta device: shapes without numbers."""
     import torch
 
     with torch.device("meta"):
@@ -226,10 +210,8 @@ def on_meta(config: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Finds transformers' class of a config's language model, with its vision encoder if any.
-
-    Modules and parameters then have the names that they have in the model.
-    """
+    """Finds transformers' class of a config's language model, with its vision encoder if any."""
+    # modules and parameters then have the names that they have in the model
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

@@ -27,22 +27,19 @@ KEYS, STATES = -1, 0
 
 
 class Tails(NamedTuple):
-    """The tokens of others that a convolution with W taps reads, or all above the own tokens.
+    """The tokens of others that a convolution with W taps reads, or all above the own tokens."""
 
-    Attributes:
-        tokens: int32 [b], ascending packed tokens: the foreign ones of the W - 1 above each place
-            where a state enters; without a W, all above it.
-        mask: over [b + t] rows, these and the own tokens in packed order. The nearest W - 1
-            ancestors of an own token are the true ones.
-        own_rows: int64 [t], the rows of the own tokens, on the mask's device.
-        joined: int64 [b + t], the place of each row in [tails, own tokens].
-        are_first: whether all tails stand before the own tokens, so that no row moves.
-    """
-
+    # int32 [b], ascending packed tokens: the foreign ones of the W - 1 above each place where a
+    # state enters; without a W, all above it
     tokens: np.ndarray
+    # over [b + t] rows, these and the own tokens in packed order; the nearest W - 1 ancestors of an
+    # own token are the true ones
     mask: TreeMask
+    # int64 [t], the rows of the own tokens, on the mask's device
     own_rows: torch.Tensor
+    # int64 [b + t], the place of each row in [tails, own tokens]
     joined: torch.Tensor
+    # whether all tails stand before the own tokens, so that no row moves
     are_first: bool
 
     def join(self, tails: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -69,25 +66,22 @@ class PartStates:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        own, predictor = part.own_tokens, part.host.predictor
+        own_tokens, predictor = part.own_tokens, part.host.predictor
         self._is_own = is_own = np.zeros(len(predictor), bool)
-        is_own[own] = True
-        above = predictor[own]
+        is_own[own_tokens] = True
+        above = predictor[own_tokens]
         self._entries = np.flatnonzero((above >= 0) & ~is_own[above])
         self.entered, self._rows = np.unique(above[self._entries], return_inverse=True)
-        others = predictor[~is_own]
-        others = others[others >= 0]
-        self.left = np.unique(others[is_own[others]])
+        above_others = predictor[~is_own]
+        above_others = above_others[above_others >= 0]
+        self.left = np.unique(above_others[is_own[above_others]])
         self._tails: dict[int | None, Tails] = {}
 
     @cached_property
     def borders(self) -> StateBorders:
-        """The borders of states for the own tokens' mask.
-
-        Row i of the states that enter is that after token `entered[i]`; those that leave are in the
-        order of `left`. Parts must be steps, or keep their order: no token in an earlier part than
-        a token above it.
-        """
+        """The borders of states for the own tokens' mask, in the orders of `entered` and `left`."""
+        # parts must be steps, or keep their order: no token in an earlier part than a token above
+        # it
         exits = np.searchsorted(self.part.own_tokens, self.left)
         part = self.part
         mask = self._mask(part.own_tokens) if part.num_imported else part.mask
@@ -96,16 +90,16 @@ class PartStates:
     def tails(self, width: int | None) -> Tails:
         """The tokens that a convolution with `width` taps reads; for None all above the own."""
         if width not in self._tails:
-            own = self.part.own_tokens
+            own_tokens = self.part.own_tokens
             tokens = self.part.imported_tokens
             if width is not None:
                 tokens = tokens_read(self.part.host.predictor, self._is_own, width)
-            own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
-            tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
-            joined = np.empty(len(tokens) + len(own), np.int64)
+            own_rows = np.arange(len(own_tokens)) + np.searchsorted(tokens, own_tokens)
+            tail_rows = np.arange(len(tokens)) + np.searchsorted(own_tokens, tokens)
+            joined = np.empty(len(tokens) + len(own_tokens), np.int64)
             joined[tail_rows] = np.arange(len(tokens))
-            joined[own_rows] = len(tokens) + np.arange(len(own))
-            mask = self._mask(np.concatenate([tokens, own])[joined])
+            joined[own_rows] = len(tokens) + np.arange(len(own_tokens))
+            mask = self._mask(np.concatenate([tokens, own_tokens])[joined])
             self._tails[width] = Tails(
                 tokens=tokens,
                 mask=mask,
@@ -129,10 +123,8 @@ class PartStates:
 def tokens_read(predictor: np.ndarray, is_own: np.ndarray, kind: int) -> np.ndarray:
     """Tokens of others, int32 [b] ascending, that recurrent layers over some packed tokens read.
 
-    Args:
-        predictor: int32 [T], the token above each; -1 for none.
-        is_own: bool [T], the tokens that the layers compute.
-        kind: STATES, or the taps W of a convolution, which reads the W - 1 tokens above.
+    predictor int32 [T] is the token above each, -1 for none; is_own bool [T] the tokens that the
+    layers compute; kind STATES, or the taps W of a convolution, which reads the W - 1 tokens above.
     """
     above = predictor[is_own]
     above = above[above >= 0]

@@ -31,16 +31,13 @@ from prefixtree.packing.mask import TreeMask, make_mask
 class Part:
     """The tokens that a rank or a step computes, and the ancestors whose keys it imports.
 
-    Made by `Parts`. Rows of q are the own tokens, rows of k and v all rows of the part, both
-    ascending in packed order.
+    Rows of q are the own tokens, rows of k and v all rows of the part, ascending in packed order.
 
     Attributes:
         tokens: int32 [K], the packed token of each row.
         own_runs: int64 [*, 3], the own tokens as runs (packed start, row of the part, length).
-        own_tokens: int32 [t], the own tokens, ascending.
-        own_rows: int32 [t], their rows of the part.
+        own_tokens, own_rows: int32 [t], the own tokens, and their rows of the part.
         num_exported: how many own rows other parts import, once per importer.
-        host: the host side of the whole forest's mask.
     """
 
     def __init__(
@@ -89,11 +86,8 @@ class Part:
 
     @cached_property
     def mask(self) -> TreeMask:
-        """The mask of q [t] over k and v [K], on the device of the packed forest.
-
-        It has the packed forest's positions, backend and `deterministic`. If nothing is imported,
-        it is a mask for all queries.
-        """
+        """The mask of q [t] over k and v [K]; without imports for all queries."""
+        # on the packed forest's device, with its positions, backend and `deterministic`
         runs = None
         if self.num_tokens == len(self.host.subtree_end):
             return self._whole
@@ -115,21 +109,12 @@ class Part:
         return values.index_select(0, self.index_on(values.device))
 
     def scored(self, predictor: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the edges that this part scores: those whose predictor it owns.
+        """Finds the edges that this part scores, int64 ascending, and the own row that scores each.
 
-        The token after an edge may belong to another part. Scoring needs only its id, which every
-        part knows.
-
-        Args:
-            predictor: [E] integers, the packed index of each edge's predictor: `Edges.predictor`.
-
-        Returns:
-            int64, the edges that the part scores, ascending; and int64, for each of these the row
-            among the own tokens at which the model's output scores it.
-
-        Raises:
-            ForestError: predictors that are not 1-D integers, or no packed tokens.
+        They are those whose predictor it owns: `Edges.predictor`, [E] integers. Rows are int64.
         """
+        # the token after an edge may belong to another part; scoring needs only its id, which each
+        # part knows
         tokens = integers("predictor", predictor, self.host.num_tokens, "packed tokens")
         place = np.full(self.host.num_tokens, -1)
         place[self.own_tokens] = np.arange(self.num_tokens)
@@ -142,22 +127,11 @@ class Part:
 
 
 class Parts:
-    """A packed forest whose tokens are divided among parts: ranks, or steps.
+    """A packed forest whose tokens are divided among parts, ranks or steps: a sequence of `Part`s.
 
-    A sequence of `Part`s: `len(parts)`, `parts[i]` and iteration. A part is made at its first
-    access and kept, so a rank pays only for its own.
-
-    Args:
-        packed: the packed forest.
-        owner: [T] integers, the part that owns each packed token, padding included. A list, an
-            array or a tensor. A part may own nothing.
-        num_parts: n. Owners are 0 .. n - 1.
-
-    Raises:
-        TypeError: anything but a PackedForest.
-        ForestError: owners that are not T integers in range; a packed forest whose mask holds a
-            subset of the queries.
-        ValueError: num_parts that is no integer >= 1.
+    owner is [T] integers, 0 .. num_parts - 1: the part that owns each packed token, padding
+    included. A part may own nothing. It is made at its first access and kept, so a rank pays only
+    for its own.
     """
 
     def __init__(self, packed: PackedForest, owner: Any, num_parts: int) -> None:
@@ -186,10 +160,7 @@ class Parts:
 
     @property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The borders of runs of tokens with one owner, int64 [Q + 1] from 0 to T, and owners [Q].
-
-        Neighbouring runs have different owners.
-        """
+        """Borders of runs, int64 [Q + 1] from 0 to T, and owners [Q]; neighbours' differ."""
         return self._run_start, self._run_part
 
     @cached_property
@@ -213,12 +184,7 @@ class Parts:
         return imported_rows(self._importer, self._pieces, len(self))
 
     def exported_runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the tokens that any part imports.
-
-        Returns:
-            The borders of runs of tokens, int64 [B + 1] from 0 to T, and bool [B], whether a run's
-            tokens are imported.
-        """
+        """Borders of runs, int64 [B + 1] from 0 to T, and bool [B]: whether parts import them."""
         foreign = self._pieces[self._pieces[:, 2] != self._importer]
         start, end = foreign[:, 0], foreign[:, 0] + foreign[:, 1]
         border = np.unique(np.concatenate([start, end, [0, self.packed.num_tokens]]))
@@ -229,15 +195,10 @@ class Parts:
         return border, np.cumsum(change)[:-1] > 0
 
     def read_runs(self, read: Sequence[np.ndarray] | None = None) -> tuple[np.ndarray, ...]:
-        """Finds the tokens that parts read of other parts, as runs of one owner.
+        """Finds the tokens that parts read (default: import) of others, as runs of one owner.
 
-        Args:
-            read: the packed tokens of others that each part reads, ascending. Default: all that it
-                imports.
-
-        Returns:
-            int64 [*] each, by reader, ascending: the part that reads a run, its first packed token,
-            its length, and the part that owns it.
+        `read` lists packed tokens of others per part, ascending. Returns int64 [*] each, by reader,
+        ascending: the part that reads a run, its first packed token, its length, and its owner.
         """
         if read is not None:
             return _runs_by_reader(read, self.owner)

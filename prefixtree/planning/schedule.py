@@ -36,11 +36,9 @@ Schedule = list[Event]
 
 
 def steps(count: int, trains: bool) -> Schedule:
-    """Makes the schedule of at least one step, whose scores are given at once.
-
-    Forwards run first to last. Backwards run last to first, each after a second forward; the last
-    step runs forward once.
-    """
+    """Makes the schedule of at least one step, whose scores are given at once."""
+    # forwards run first to last, backwards last to first, each after a second forward; the last
+    # step runs forward once
     if not trains:
         return [*(Event(FORWARD, step) for step in range(count)), Event(GIVE, 0)]
     last = count - 1
@@ -52,17 +50,13 @@ def steps(count: int, trains: bool) -> Schedule:
 
 
 def kept(spans: Sequence[Span], count: int, trains: bool, again: bool = False) -> Schedule:
-    """Makes the schedule of kept trunks and their micro-batches.
+    """Makes the schedule of kept trunks and of `count` micro-batches, those without a part empty.
 
-    Trunks begin before the first micro-batch that reads them, in the order of their numbers, and
-    end after the last one, in the reverse order.
-
-    Args:
-        spans: of the parts, in the order of forwards.
-        count: of the micro-batches; those in which no part lives are without tokens.
-        trains: whether there are backwards.
-        again: whether trunks keep no graph and run forward a second time.
+    spans are in the order of forwards; with `again`, trunks keep no graph and run forward a second
+    time.
     """
+    # trunks begin before the first micro-batch that reads them, in the order of their numbers, and
+    # end after the last one, in the reverse order
     starting: list[list[int]] = [[] for _ in range(count)]
     only: list[list[int]] = [[] for _ in range(count)]
     ending: list[list[int]] = [[] for _ in range(count)]
@@ -91,30 +85,20 @@ def kept(spans: Sequence[Span], count: int, trains: bool, again: bool = False) -
 
 
 class Life(NamedTuple):
-    """The time in which rows that a part exports are read, in places of a schedule.
+    """The time in which rows that a part exports are read, in places of a schedule."""
 
-    Attributes:
-        last: the last run that reads them.
-        pause: the last forward without a graph and the first run with one that read them, where
-            others run between the two.
-    """
-
+    # the last run that reads them
     last: int
+    # the last forward without a graph and the first run with one that read them, where others run
+    # between the two
     pause: tuple[int, int] | None
 
 
 class Lives:
-    """The lives of rows that parts export.
+    """The lives of rows that parts export; `first`, int64 [parts], are the first runs."""
 
-    A part reads them whenever it runs, also in its backward, as layers may be recomputed.
-
-    Args:
-        schedule: the order in which parts run.
-        parts: the number of parts without dummies; each runs at least once.
-
-    Attributes:
-        first: int64 [parts], the first run of each part.
-    """
+    # parts are those without dummies, which each run; a part reads them whenever it runs, also in
+    # its backward, as layers may be recomputed
 
     def __init__(self, schedule: Schedule, parts: int) -> None:
         self._never = len(schedule)
@@ -140,18 +124,14 @@ class Lives:
 
 
 def graphs_beside(schedule: Schedule) -> dict[int, list[frozenset[int]]]:
-    """Finds the graphs that are held while a part runs.
-
-    Returns:
-        The other parts whose graphs are held, for each of a part's runs with a graph.
-    """
+    """Finds the other parts whose graphs are held, for each of a part's runs with a graph."""
     held: set[int] = set()
-    others: dict[int, list[frozenset[int]]] = {}
+    held_beside: dict[int, list[frozenset[int]]] = {}
     for kind, part in schedule:
         if kind in (KEEP, BACKWARD):
-            others.setdefault(part, []).append(frozenset(held - {part}))
+            held_beside.setdefault(part, []).append(frozenset(held - {part}))
         if kind == KEEP:
             held.add(part)
         elif kind == BACKWARD:
             held.remove(part)
-    return others
+    return held_beside

@@ -29,27 +29,24 @@ _TILES = 16
 
 @dataclass(frozen=True)
 class SplitStats:
-    """Balance and traffic of a division among ranks, one entry per rank in each tuple.
+    """Balance and traffic of a division among ranks, one entry per rank in each tuple."""
 
-    Attributes:
-        own_tokens: tokens that the rank computes.
-        flops: FLOPs of an update of these, by the cost model.
-        seconds: predicted seconds to compute these.
-        received_rows: rows that the rank imports, per layer and exchange.
-        sent_rows: rows that the rank exports, once per importer, per layer and exchange.
-        received_bytes: bytes of an update that the rank receives as an importer, and sends back as
-            gradients, in all layers.
-        exchange_seconds: predicted seconds of all exchanges of an update.
-        efficiency: predicted seconds of one rank with all tokens, over n times those of n ranks.
-    """
-
+    # tokens that the rank computes
     own_tokens: tuple[int, ...]
+    # FLOPs of an update of these, by the cost model
     flops: tuple[float, ...]
+    # predicted seconds to compute these
     seconds: tuple[float, ...]
+    # rows that the rank imports, per layer and exchange
     received_rows: tuple[int, ...]
+    # rows that the rank exports, once per importer, per layer and exchange
     sent_rows: tuple[int, ...]
+    # bytes of an update that the rank receives as an importer, and sends back as gradients, in all
+    # layers
     received_bytes: tuple[int, ...]
+    # predicted seconds of all exchanges of an update
     exchange_seconds: float
+    # predicted seconds of one rank with all tokens, over n times those of n ranks
     efficiency: float
 
     @property
@@ -80,14 +77,11 @@ class SplitStats:
 
 
 class Split(Parts):
-    """A packed forest divided among ranks. Made by `split_tokens`; see `Parts`.
+    """A packed forest divided among ranks. Made by `split_tokens`."""
 
-    Attributes:
-        chunks_per_part: the number of chunks that were dealt to each rank.
-        tile: tokens; every chunk starts at a multiple of it.
-    """
-
+    # the number of chunks that were dealt to each rank
     chunks_per_part: int
+    # tokens; each chunk starts at a multiple of it
     tile: int
     _costs: tuple[CostModel, Edges | None, ImportCost]
 
@@ -110,10 +104,10 @@ def split_tokens(
 ) -> Split:
     """Divides the packed tokens among the ranks of a group, with equal tokens and equal work.
 
-    The result depends only on the arguments, so all ranks find the same one.
+    The result depends only on the arguments, so all ranks find the same one. Every part has at
+    least one token.
 
     Args:
-        packed: the packed forest.
         num_parts: n, the ranks of the group.
         scored: the edges to score, from `packed.edges(loss_mask)`. A token pays for the lm_head
             once per edge that it predicts. Default: every token pays once.
@@ -122,15 +116,10 @@ def split_tokens(
             halved while a rank has fewer than 16 tiles. Default: 128, the largest query tile.
         multiple: every part has a multiple of so many tokens, for ranks that cut it again.
 
-    Returns:
-        The split. Every part has at least one token.
-
     Raises:
-        TypeError: anything but a PackedForest.
         ForestError: fewer packed tokens than `multiple` per part, or no multiple of it; predictors
             that are no packed tokens; or a packed forest whose mask holds a subset of the queries.
-        ValueError: num_parts, tile or multiple that is no integer >= 1; `scored` with a cost model
-            whose `linear` is below `import_cost.lm_head`.
+        ValueError: `scored` with a cost model whose `linear` is below `import_cost.lm_head`.
     """
     check_packed(packed, "split_tokens")
     num_parts = at_least_one("num_parts", num_parts)
@@ -170,12 +159,8 @@ def split_slots(
 ) -> Parts:
     """Divides each slot of a forest among ranks, as `split_tokens` does a whole forest.
 
-    Args:
-        border: int64 [S + 1], ascending from 0 to T, the borders of the slots' tokens; a slot has
-            at least `ranks` tokens.
-
-    Returns:
-        The cells; part slot * n + rank is that of a rank. Each has a token.
+    border is int64 [S + 1], ascending from 0 to T, with at least `ranks` tokens per slot. A rank's
+    part is slot * n + rank; each has a token.
     """
     tiles = [_tile_of(count, ranks, tile) for count in np.diff(border).tolist()]
     costs = cost_model, import_cost, scored
@@ -198,14 +183,10 @@ def _dealt(
     tiles: list[int],
     costs: tuple[CostModel, ImportCost, Edges | None],
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """Deals the chunks of each slot to ranks.
+    """Deals the chunks of each slot to ranks; a slot is cut at multiples of its tile.
 
-    Args:
-        border: of slots. tiles: each slot's number of tokens between which it may be cut.
-
-    Returns:
-        The number of chunks per rank, and int64 [Q] each: the first token of each run of one cell,
-        and the cell.
+    Returns the number of chunks per rank, and int64 [Q] each: the first token of each run of one
+    cell, and the cell.
     """
     cost_model, import_cost, scored = costs
     slots = [

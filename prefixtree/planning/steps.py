@@ -103,19 +103,12 @@ class StepStats:
 
 
 class Steps(Parts):
-    """A packed forest divided into steps, each of which imports from earlier ones. See `Parts`.
+    """A packed forest divided into steps, which import from earlier ones; see `plan_steps`.
 
-    `plan_steps` makes them. The constructor takes any owners that keep the order: no token may
-    belong to an earlier step than a token above it.
-
-    Attributes:
-        stats: tokens, memory and work; only of `plan_steps`.
-
-    Raises:
-        TypeError, ForestError, ValueError: as `Parts`; a ForestError too where a step imports from
-            a later one.
+    No token may belong to an earlier step than a token above it, whoever makes it.
     """
 
+    # tokens, memory and work; only of `plan_steps`
     stats: StepStats
 
     def _init(
@@ -141,24 +134,19 @@ def plan_steps(
     """Divides a packed forest into steps that fit a budget, and computes every token in one step.
 
     A step ends early at the end of a branch, by up to half of its room, if this saves the next step
-    at least as many imported tokens as the step leaves unused.
+    at least as many imported tokens as the step leaves unused. Steps are in the order of forwards.
 
     Args:
-        packed: the packed forest.
         max_step_tokens: the budget of a step, in own tokens. An imported token counts
             `import_cost.weight`, the bytes of its keys, values and their gradients over those of an
             own token. States that wait for later steps count `import_cost.state_weight` per token.
             A sequence may be longer.
         cost_model: FLOPs per token and visible pair, for the stats.
 
-    Returns:
-        The steps, in the order of their forwards.
-
     Raises:
-        TypeError: anything but a PackedForest.
         ForestError: a path that fits no steps, because of the bytes that they import, or a packed
             forest whose mask holds a subset of the queries.
-        ValueError: max_step_tokens that is no integer >= 1, or an import_cost without token_bytes.
+        ValueError: an import_cost without token_bytes.
     """
     check_packed(packed, "plan_steps")
     max_step_tokens = at_least_one("max_step_tokens", max_step_tokens)
@@ -222,12 +210,8 @@ def plan_any_steps(
     *,
     import_cost: ImportCost | None = None,
 ) -> Steps:
-    """Plans steps as `plan_steps`, with imported rows on the host if a path does not fit otherwise.
-
-    Raises:
-        TypeError, ForestError, ValueError: as `plan_steps`. The ForestError names the least budget
-            with imported rows on the host.
-    """
+    """Plans steps as `plan_steps`; with imported rows on the host if a path does not fit."""
+    # its ForestError names the least budget with imported rows on the host
     import_cost = ImportCost() if import_cost is None else import_cost
     if not import_cost.on_host:
         with suppress(ForestError):
@@ -251,7 +235,7 @@ def _stats(
     steps: Steps, max_step_tokens: int, cost_model: CostModel, import_cost: ImportCost
 ) -> StepStats:
     border, exported = steps.exported_runs()
-    own = steps.num_own_tokens
+    own_tokens = steps.num_own_tokens
     exporter = np.searchsorted(steps.runs[0], border[:-1][exported], side="right") - 1
     own_exported = np.zeros(len(steps), np.int64)
     np.add.at(own_exported, steps.runs[1][exporter], np.diff(border)[exported])
@@ -260,14 +244,14 @@ def _stats(
     linear = cost_model.linear * exported_tokens
     # a forward is a third of an update in matrix products and 1 of 3.5 in attention
     again = linear / 3 + (float(flops[exported].sum()) - linear) / 3.5
-    linear = cost_model.linear * int(own[:-1].sum())
+    linear = cost_model.linear * int(own_tokens[:-1].sum())
     all_but_last = float(run_flops(steps.packed, steps.runs[0], cost_model)[:-1].sum())
     second = linear / 3 + (all_but_last - linear) / 3.5
     return StepStats(
         max_step_tokens=max_step_tokens,
         import_weight=import_cost.weight,
-        own_tokens=tuple(own.tolist()),
-        imported_tokens=tuple((steps.num_rows - own).tolist()),
+        own_tokens=tuple(own_tokens.tolist()),
+        imported_tokens=tuple((steps.num_rows - own_tokens).tolist()),
         own_exported_tokens=tuple(own_exported.tolist()),
         exported_tokens=exported_tokens,
         exported_bytes=exported_tokens * import_cost.row_bytes * import_cost.layers,

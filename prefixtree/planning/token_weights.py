@@ -24,11 +24,7 @@ OF_ROLLOUTS = ("rollout-mean", "session-mean")
 
 
 def rollout_numbers(rollouts: Sequence[Hashable], count: int) -> np.ndarray:
-    """int64 [S]: equal labels get equal numbers, counted from 0 as they first appear.
-
-    Raises:
-        ForestError: another number of labels, or one that is negative, None or of another type.
-    """
+    """int64 [S]: equal labels get equal numbers, counted from 0 as they first appear."""
     listed = entries("rollouts", rollouts, "a list that names one rollout per sequence")
     numbers = label_numbers(listed, "rollouts", count)
     for i, label in enumerate(listed):
@@ -48,14 +44,8 @@ def divisors(
 ) -> np.ndarray:
     """Computes what the weights of each sequence are divided by, float64 [S].
 
-    Args:
-        normalization: as in `MicroBatchPlan.token_weights`.
-        drawn: [S], the scored tokens of each sequence, or its shares of them.
-        constant: for "constant".
-        rollout: int64 [S], for `OF_ROLLOUTS`.
-
-    Raises:
-        ValueError: an unknown name, a constant where it does not belong, or nothing scored.
+    drawn is [S], the scored tokens of each sequence, or its shares of them; `constant` is for
+    "constant", rollout, int64 [S], for `OF_ROLLOUTS`.
     """
     known = ("token-mean", "sequence-mean", "constant", *OF_ROLLOUTS[: 2 * (rollout is not None)])
     if normalization not in known:
@@ -90,19 +80,10 @@ def shares_of_draws(
     rollout: np.ndarray | None,
     turns: Sequence[Any] | None,
 ) -> np.ndarray:
-    """Divides each draw's weight of 1 among its scored copies: 1 / their number, 0 elsewhere.
+    """Divides each draw's weight of 1 among its scored copies: 1 / their number, 0 elsewhere; [R].
 
-    Args:
-        forest: of all sequences.
-        scored: [R], nonzero where a token is scored.
-        rollout: int64 [S]; tells draws apart where `turns` is None.
-        turns: as in `MicroBatchPlan.token_weights`.
-
-    Returns:
-        float64 [R].
-
-    Raises:
-        ForestError: turns as in `MicroBatchPlan.token_weights`.
+    scored [R] is nonzero where a token is scored; rollout int64 [S] tells draws apart where `turns`
+    is None. Returns float64.
     """
     lengths = forest.sequence_lengths
     every = np.arange(len(lengths))

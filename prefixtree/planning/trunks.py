@@ -78,16 +78,13 @@ def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
 
 
 class Span(NamedTuple):
-    """The life of a part, in micro-batches.
+    """The life of a part, in micro-batches."""
 
-    Attributes:
-        first: the micro-batch before which it runs forward.
-        last: the micro-batch after which it runs its backward.
-        is_trunk: whether others import from it; otherwise it is the part of micro-batch `first`.
-    """
-
+    # the micro-batch before which it runs forward
     first: int
+    # the micro-batch after which it runs its backward
     last: int
+    # whether others import from it; otherwise it is the part of micro-batch `first`
     is_trunk: bool
 
 
@@ -133,10 +130,8 @@ class Trunks:
         return _states(self.forest, self._owner, len(self.spans))
 
     def extra_tokens(self, max_tokens: int, has_backward: bool) -> int:
-        """The cost of trunks over one pass over every token, in tokens of an update.
-
-        A small trunk leaves a GPU idle: it takes as long as a part of the budget does.
-        """
+        """The cost of trunks over one pass over every token, in tokens of an update."""
+        # a small trunk leaves a GPU idle: it takes as long as a part of the budget does
         sizes = np.bincount(self._owner, minlength=len(self.spans))
         sizes = sizes[[span.is_trunk for span in self.spans]]
         least = int(_LEAST * max_tokens)
@@ -162,21 +157,17 @@ def plan_trunks(
     import_cost: ImportCost | None = None,
     micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks:
-    """Divides a forest into micro-batches and trunks, and computes every token once.
+    """Divides a rank's forest into micro-batches and trunks, and computes every token once.
 
     Where trunks do not fit with their graphs, they keep none and their forward runs twice. Where
-    their exports do not fit either, these wait on the host.
+    their exports do not fit either, these wait on the host. Otherwise a ForestError names the least
+    budget that works.
 
     Args:
-        forest: the forest of one rank.
         max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
             `import_cost.trunk_weight`. A sequence may be longer.
         micro_batches: the sequences of each micro-batch, in the order in which they run; each
             sequence in one. Default: as few as fit.
-
-    Raises:
-        ForestError: a path whose trunk does not fit, with the least budget that works.
-        ValueError: an import_cost without token_bytes.
     """
     cost = ImportCost() if import_cost is None else import_cost
     if micro_batches is not None:
@@ -356,23 +347,23 @@ class _Held:
     ) -> None:
         first, last = (np.array([span[at] for span in spans]) for at in (0, 1))
         is_trunk = np.array([span.is_trunk for span in spans])
-        unshared, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
+        unshared, trunk_sizes = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
         exported = (
             np.zeros(len(spans), np.int64) if states is None else np.where(is_trunk, states, 0)
         )
         change = np.zeros((2, count + 1), np.int64)
-        for of_kind, numbers in zip(change, (kept, exported), strict=True):
+        for of_kind, numbers in zip(change, (trunk_sizes, exported), strict=True):
             np.add.at(of_kind, first, numbers)
             np.add.at(of_kind, last + 1, -numbers)
         self.alive, self.states = np.cumsum(change, 1)[:, :-1]
-        holds = weights.trunk * kept + weights.state * exported
+        holds = weights.trunk * trunk_sizes + weights.state * exported
         before = np.tri(len(spans), k=-1, dtype=bool)
         # in its forward: trunks before it; in its backward: trunks whose backward comes later
         forward = before & (first[:, None] <= last)
         ends = last[:, None]
         backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
         beside = np.where(is_trunk, np.maximum(forward @ holds, backward @ holds), 0)
-        running = kept * (1 + weights.returned) + weights.state * exported + beside
+        running = trunk_sizes * (1 + weights.returned) + weights.state * exported + beside
         held = weights.trunk * self.alive + weights.state * self.states
         self.of_batch = np.bincount(first, unshared, count) + held
         self.peak = float(max(running.max(), self.of_batch.max()))
@@ -423,11 +414,9 @@ def _merged(
 def _pieces(
     parts: _Parts, forest: PrefixForest, max_tokens: int, weights: _Weights, share: float
 ) -> tuple[np.ndarray, list[Span]] | None:
-    """The owner of each token, and the parts, with those that do not fit cut into pieces.
-
-    All pieces of a micro-batch but its last are trunks that it alone imports from. A piece of a
-    trunk fills at most `share` of its room.
-    """
+    """The owner of each token, and the parts, with those that do not fit cut into pieces."""
+    # all pieces of a micro-batch but its last are trunks that it alone imports from; a piece of a
+    # trunk fills at most `share` of its room
     of_token = np.repeat(parts.of_node, forest.node_length)
     ends_node = np.zeros(forest.num_tokens, bool)
     ends_node[forest.node_start + forest.node_length - 1] = True

@@ -125,11 +125,8 @@ def _planned(
     share: GroupShare | None = None,
     learns: bool = False,
 ) -> RecomputePlan:
-    """Plans as `plan_recomputation`; held, share: as in `recomputed_forward`.
-
-    Args:
-        learns: whether its forward runs now, so that layers may be measured in it.
-    """
+    """Plans as `plan_recomputation`; held and share as in `recomputed_forward`."""
+    # with `learns` its forward runs now, so that layers may be measured in it
     causal_lm, device = _transformer(model), packed.device
     scored = packed.num_tokens if scored is None else scored
     trains = lm_head_trains(causal_lm)
@@ -190,11 +187,8 @@ def first_plan(
     available: float,
     tokens: int = 0,
 ) -> MeasuredPlan | None:
-    """Plans a forward before anything is known of the layers; None if memory needs a probe first.
-
-    Args:
-        tokens: of the largest forward that runs so, if that is not `work`.
-    """
+    """Plans a forward before anything is known of layers; None if memory needs a probe first."""
+    # `tokens` are of the largest forward that runs so, if that is not `work`
     learnt = learnt_so_far(causal_lm, device)
     modes = _first_modes(causal_lm, device)
     if learnt.needs_at_most(max(tokens, work.num_tokens)) > available:
@@ -216,12 +210,9 @@ def _first_modes(causal_lm: Any, device: torch.device) -> tuple[Mode, ...]:
 
 @dataclass(frozen=True)
 class GroupShare:
-    """A rank's part of a forest under "auto"; ranks of the group recompute the same layers.
+    """A rank's part of a forest under "auto"; ranks of the group recompute the same layers."""
 
-    Attributes:
-        work: of the part, before its scored edges are known.
-    """
-
+    # the work of the part, before its scored edges are known
     work: PartWork
     group: ProcessGroup
 
@@ -233,13 +224,9 @@ class GroupShare:
     ) -> RecomputePlan:
         """The plan of this rank, with as much recomputation in each layer as any rank needs.
 
-        Args:
-            device: where the group's collectives take tensors. plan: plans for this rank.
-            first_modes: gives the modes of all ranks if none knows its layers. If only some know
-                theirs, all recompute every layer.
-
-        Raises:
-            RuntimeError: on the other ranks, if `plan` raised on one.
+        device is where the group's collectives take tensors. first_modes gives the modes of all
+        ranks if none knows its layers; if only some know theirs, all recompute every layer. If
+        `plan` raises on one rank, the others raise a RuntimeError.
         """
         import torch.distributed as dist
 
@@ -327,11 +314,7 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def left_for_activations(model: nn.Module, device: torch.device) -> tuple[Any, int]:
-    """The causal language model or classifier, and the bytes that its activations may take now.
-
-    Raises:
-        UnsupportedError: layers that a wrapper recomputes by itself.
-    """
+    """The causal language model or classifier, and the bytes that its activations may take now."""
     transformer = _transformer(model)
     return transformer, _left_for_activations(model, transformer, device)
 
@@ -350,22 +333,10 @@ def recomputed_forward(
     forwards: Mapping[str, ForwardWing] = MappingProxyType({}),
     share: GroupShare | None = None,
 ) -> tuple[Mode | RecomputePlan, AbstractContextManager[None]]:
-    """Chooses what the layers of one forward, and its vision encoder, compute again.
+    """Chooses what layers and vision encoder compute again; gives a context for the forward too.
 
-    Args:
-        scored: edges whose log-probability is computed.
-        recompute: not None.
-        held: bytes that are held until the backward in addition to activations of layers.
-        forwards: the wings of the forward, by name. Default: none.
-        share: of a rank of a group, which computes a part of the forest. Default: all of it.
-
-    Returns:
-        The choice, and a context for the forward.
-
-    Raises:
-        ValueError: an unknown mode, or a plan for another number of layers.
-        UnsupportedError: a model in eval mode, or what `plan_recomputation` refuses.
-        torch.OutOfMemoryError: see `plan_recomputation`.
+    held are bytes held until the backward in addition to activations of layers; forwards the wings
+    of the forward, by name. share is of a rank of a group, which computes a part of the forest.
     """
     if not causal_lm.training:
         raise UnsupportedError(
@@ -448,14 +419,9 @@ def memory_of(
 ) -> ModelMemory:
     """The memory model of a model as it trains now, from micro-batches or else from a probe.
 
-    Autocast, FSDP2's mixed precision, adapters and compiled layers count as they are now.
-
-    Args:
-        modes: those that must have been measured; others may count as more than they take.
-
-    Raises:
-        UnsupportedError: see `probe`.
+    `modes` must have been measured; others may count as more than they take.
     """
+    # autocast, FSDP2's mixed precision, adapters and compiled layers count as they are now
     learnt = learnt_so_far(causal_lm, device)
     missing = [mode for mode in modes if not learnt.knows((mode,))]
     if missing:
@@ -493,10 +459,8 @@ def encoder_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) ->
 
 
 def _begins_with_gradient(causal_lm: Any) -> bool:
-    """Whether hidden states may get a gradient though the embedding does not train.
-
-    A hook gives one (`enable_input_require_grads`), or images do.
-    """
+    """Whether hidden states may get a gradient though the embedding does not train."""
+    # a hook gives one (`enable_input_require_grads`), or images do
     hooks = causal_lm.get_input_embeddings()._forward_hooks.values()
     # FSDP2's hooks ask for none
     hooked = any(not hook.__module__.startswith("torch.distributed.") for hook in hooks)
@@ -541,7 +505,7 @@ def _missing_gradients(model: nn.Module) -> int:
 def gathered_bytes(causal_lm: Any) -> int:
     """Bytes that FSDP2 takes for whole parameters, their gradients and their exchange."""
     units: dict[Any, int] = defaultdict(int)
-    kept = 0
+    whole_bytes = 0
     for layer in layers_of(causal_lm):
         if isinstance(layer, FSDPModule):
             # layers that were wrapped together share the state, and travel together
@@ -550,6 +514,8 @@ def gathered_bytes(causal_lm: Any) -> int:
             # with reshard_after_forward=False a layer is whole until its backward
             if any(unit.post_forward_mesh_info is None for unit in fsdp2_units(layer)):
                 narrow = state._mp_policy.param_dtype
-                kept += sum(p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters())
+                whole_bytes += sum(
+                    p.numel() * (narrow or p.dtype).itemsize for p in layer.parameters()
+                )
     # two units on their way in, one at work, and a unit's gradients on their way out
-    return kept + 4 * max(units.values(), default=0)
+    return whole_bytes + 4 * max(units.values(), default=0)

@@ -19,14 +19,10 @@ _AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make while something holds them.
+    """Counts storages' bytes while held: `bytes` are alive now, `most` were the most so far."""
 
-    Compiled code runs uncompiled while it counts. Open around a forward and its backward, it stands
-    for an allocator on devices that have none.
-
-    Attributes:
-        bytes: alive now. most: the most so far.
-    """
+    # compiled code runs uncompiled while it counts; open around a forward and its backward, it
+    # stands for an allocator on devices that have none
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()

@@ -39,15 +39,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[Hashable, EncoderMemory]] = weakref.
 def encoder_memory(
     causal_lm: Any, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> EncoderMemory:
-    """Measures a model's vision encoder; an unchanged one is measured once.
-
-    Args:
-        causal_lm: the transformers model, on a device.
-        dtype: in which FSDP2 gathers weights. autocast: the caller's, which is on.
-
-    Raises:
-        UnsupportedError: a vision encoder with eager attention.
-    """
+    """Measures a model's vision encoder, weights gathered in `dtype`; an unchanged one once."""
     encoder, vision = encoder_of(causal_lm), causal_lm.config.vision_config
     if vision._attn_implementation == "eager":
         raise UnsupportedError(
@@ -121,14 +113,12 @@ def _line(values: list[int], patches: int) -> tuple[float, float]:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of a run: peak and bytes held to the backward, both without features, and features.
-
-    `rows` is the number of features.
-    """
+    """Bytes of a run: peak and bytes held to the backward, both without features, and features."""
 
     most: int
     held: int
     features: int
+    # the number of features
     rows: int
 
 
@@ -160,12 +150,10 @@ def _run(
 
 
 class Products(TorchDispatchMode):
-    """Counts the multiply-adds of a forward over one image.
+    """Counts the multiply-adds of a forward over one image."""
 
-    Attributes:
-        products: those that grow with its patches, attention within windows among them.
-        pairs: those that grow with its pairs of patches.
-    """
+    # `products` grow with its patches, attention within windows among them, `pairs` with its pairs
+    # of patches
 
     def __init__(self, patches: int) -> None:
         super().__init__()

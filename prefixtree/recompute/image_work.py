@@ -25,38 +25,32 @@ _LEAST_RUN = 1 << 12
 
 
 class EncoderChoice(NamedTuple):
-    """One choice of the images whose activations a vision encoder keeps.
+    """One choice of the images whose activations a vision encoder keeps."""
 
-    Attributes:
-        first: the first kept image; all later ones are kept too.
-        kept: patches of the kept images.
-        held: bytes from its forward to its backward, without features and pixels.
-        needs: the most bytes at once, without features and pixels but with `held`; of images that
-            are computed again, at least one at a time.
-        again: multiply-adds of the images that are computed again.
-    """
-
+    # the first kept image; all later ones are kept too
     first: int
+    # patches of the kept images
     kept: int
+    # bytes from its forward to its backward, without features and pixels
     held: float
+    # the most bytes at once, without features and pixels but with `held`; of images that are
+    # computed again, at least one at a time
     needs: float
+    # multiply-adds of the images that are computed again
     again: float
 
 
 @dataclass(frozen=True)
 class ImageWork:
-    """The images of a micro-batch, as the memory model sees them.
+    """The images of a micro-batch, as the memory model sees them."""
 
-    Attributes:
-        patches: of each distinct image, by its number, in the order of the vision encoder.
-        features: of distinct images, and those in the place of placeholders.
-        pixel_bytes: not there yet: pixels on their way, and in the vision encoder's dtype.
-        frames: of each video by its number. Default: images alone.
-    """
-
+    # patches of each distinct image, by its number, in the order of the vision encoder
     patches: dict[int, int]
+    # features of distinct images, and those in the place of placeholders
     features: int
+    # bytes that are not there yet: pixels on their way, and in the vision encoder's dtype
     pixel_bytes: int
+    # frames of each video by its number; empty for images alone
     frames: dict[int, int] = field(default_factory=dict)
 
     def held(self, encoder: EncoderMemory) -> int:
@@ -64,37 +58,34 @@ class ImageWork:
         return self.features * encoder.feature + self.pixel_bytes
 
     def choices(self, encoder: EncoderMemory, most: int) -> list[EncoderChoice]:
-        """Lists choices of a vision encoder: to keep nothing, then more and more last images.
-
-        Args:
-            most: choices after the first; a vision encoder that may not keep anything has none.
-        """
+        """Lists choices of a vision encoder: to keep nothing, then more and more last images."""
+        # at most `most` after the first, and none if the vision encoder may not keep anything
         sizes = list(self.patches.values())
         step = -(-len(sizes) // most)
         counts = [*range(0, len(sizes), step), len(sizes)] if encoder.may_keep else [0]
         return [self._keeping(encoder, sizes, len(sizes) - count) for count in counts]
 
     def _keeping(self, encoder: EncoderMemory, sizes: list[int], first: int) -> EncoderChoice:
-        again, kept = sizes[:first], sizes[first:]
+        again_sizes, kept_sizes = sizes[:first], sizes[first:]
         held, needs = 0.0, 0.0
-        runs, _ = EncoderShape(kept, 0).runs(RUN)
+        runs, _ = EncoderShape(kept_sizes, 0).runs(RUN)
         # kept runs have their backward first; gradients of weights wait for those of other runs
-        waiting = encoder.gradients if len(runs) > 1 or (runs and again) else 0
+        waiting = encoder.gradients if len(runs) > 1 or (runs and again_sizes) else 0
         for span in runs:
-            patches = sum(kept[slice(*span)])
+            patches = sum(kept_sizes[slice(*span)])
             needs = max(needs, held + encoder.run(patches) + waiting)
             held += encoder.kept(patches)
-        if again:
+        if again_sizes:
             # the room of a few images is no room for many: a GPU wants runs that keep it busy
-            run = max(max(again), min(_LEAST_RUN, sum(again)) if kept else 0)
+            run = max(max(again_sizes), min(_LEAST_RUN, sum(again_sizes)) if kept_sizes else 0)
             one_by_one = encoder.run(run) + (encoder.gradients if len(sizes) > 1 else 0)
-            at_once = encoder.run(sum(again)) + waiting
-            if sum(again) <= RUN or len(again) == 1:
+            at_once = encoder.run(sum(again_sizes)) + waiting
+            if sum(again_sizes) <= RUN or len(again_sizes) == 1:
                 one_by_one = min(one_by_one, at_once)
             needs = max(needs, one_by_one)
         numbers = list(self.patches)[:first]
         costs = (encoder.again(self.patches[n], self.frames.get(n, 1)) for n in numbers)
-        return EncoderChoice(first, sum(kept), held, needs, sum(costs))
+        return EncoderChoice(first, sum(kept_sizes), held, needs, sum(costs))
 
     def runs(
         self, encoder: EncoderMemory, available: float, choice: EncoderChoice
@@ -118,12 +109,7 @@ class ImageWork:
     def of(
         cls, placements: Placements, images: Images, dtype: torch.dtype, moved: bool
     ) -> ImageWork | None:
-        """The images of a forest; None if it places none.
-
-        Args:
-            placements: of the forest. dtype: in which the vision encoder takes pixels.
-            moved: whether their pixels are on the device.
-        """
+        """The images of a forest, or None; `moved`: pixels are on the device already."""
         # images go before videos
         numbers = sorted(
             set(placements.number.tolist()), key=lambda n: (images.distinct[n].modality, n)
@@ -149,13 +135,7 @@ class ImageWork:
 
     @classmethod
     def of_rank(cls, encodings: Sequence[Encoding], dtype: torch.dtype) -> ImageWork:
-        """The images that a rank of a group encodes, and features that come from other ranks.
-
-        The images' pixels are on the device.
-
-        Args:
-            encodings: the calls of the vision encoder. dtype: in which it takes pixels.
-        """
+        """The images that a rank of a group encodes, pixels on the device, and others' features."""
         patches = [n for encoding in encodings for n in encoding.shape.patches]
         features = taken = 0
         for encoding in encodings:

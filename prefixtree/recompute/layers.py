@@ -91,13 +91,8 @@ def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
 def checkpoint_of_encoder(encoder: nn.Module, mode: Mode) -> Callable[..., Any] | None:
     """A checkpoint around a whole vision encoder, in which its layers have none of their own.
 
-    Args:
-        encoder: of a transformers model.
-        mode: "all_but_attention" keeps the outputs of torch's attention, except under FSDP2, where
-            it is "all".
-
-    Returns:
-        (function, *tensors) -> what the function returns. None for "nothing".
+    It is (function, *tensors) -> what the function returns; None for "nothing". "all_but_attention"
+    keeps the outputs of torch's attention, except under FSDP2, where it is "all".
     """
     if mode == "nothing":
         return None
@@ -135,10 +130,8 @@ def _has_switch(module: nn.Module) -> bool:
 def _as_one(
     within: Sequence[nn.Module], function: Callable[..., Any], run: Callable[..., Any], *args: Any
 ) -> Any:
-    """Runs a checkpoint in which the layers within have none of their own.
-
-    The backward opens it too, and then restores the earlier settings.
-    """
+    """Runs a checkpoint in which the layers within have none of their own."""
+    # the backward opens it too, and then restores the earlier settings
 
     def whole(*args: Any) -> Any:
         with changing(within[0]) as changes:

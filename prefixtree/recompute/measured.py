@@ -33,13 +33,11 @@ _Bytes = tuple[float, float]
 
 @dataclass(frozen=True)
 class MeasuredPlan(RecomputePlan):
-    """A plan whose forward and backward are measured.
+    """A plan whose forward and backward are measured."""
 
-    Attributes:
-        work: the part that runs. first: whether nothing was known of the layers before.
-    """
-
+    # the part that runs
     work: Work | PartWork | None = field(default=None, compare=False)
+    # whether nothing was known of the layers before
     first: bool = False
 
 
@@ -47,11 +45,9 @@ class MeasuredPlan(RecomputePlan):
 
 
 class _Line:
-    """Bytes for a number of tokens, a line through the fewest and the most measured tokens.
+    """Bytes for a number of tokens, a line through the fewest and the most measured tokens."""
 
-    Args:
-        fixed: bytes that do not grow with the tokens, as far as one number of tokens tells.
-    """
+    # `fixed` bytes do not grow with the tokens, as far as one number of tokens tells
 
     def __init__(self, fixed: float = 0.0) -> None:
         self._fixed = fixed
@@ -111,11 +107,7 @@ class Learnt:
     # ---- measurements ----------------------------------------------------------------------------
 
     def add(self, run: Run, work: Work | PartWork | None = None) -> None:
-        """Adds the measurements of a run.
-
-        Args:
-            work: the part that ran, if it imported rows. Default: a whole forest.
-        """
+        """Adds the measurements of a run: of `work` if it imported rows, or of a whole forest."""
         count = len(run.modes)
         self.frozen = run.frozen if run.frozen < count else len(self.kinds)
         rows = {m: added_by_rows(self.cost, work, m) for m in MODES}
@@ -131,10 +123,10 @@ class Learnt:
             self._add((kind, mode, "held"), tokens, max(output_bytes, held - of_held))
             fixed = self._fixed[kind]
             self._add((kind, mode, "working"), tokens, working - of_working, fixed)
-        whole = int(run.tokens.min())
-        self._add("before", whole, run.before)
+        fewest_tokens = int(run.tokens.min())
+        self._add("before", fewest_tokens, run.before)
         if len(run.held) > count:
-            self._add("norm", whole, run.working[count])
+            self._add("norm", fewest_tokens, run.working[count])
 
     def _add(self, name: Hashable, tokens: int, size: float, fixed: float = 0.0) -> None:
         self._lines.setdefault(name, _Line(fixed)).add(tokens, size)
@@ -160,14 +152,9 @@ class Learnt:
     # ---- modes to measure ------------------------------------------------------------------------
 
     def first_modes(self, compiled: bool) -> tuple[Mode, ...]:
-        """The safest modes that tell of all: all layers recompute all, but the last of each kind.
-
-        Bytes that these keep are free again when others recompute.
-
-        Args:
-            compiled: whether layers are. Each mode is another graph, so the least one waits until a
-                plan may want it.
-        """
+        """The safest modes that tell of all: layers recompute all, but the last of each kind."""
+        # bytes that these keep are free again when others recompute; each mode of compiled layers
+        # is another graph, so the least one waits until a plan may want it
         modes: list[Mode] = ["all"] * len(self.kinds)
         for kind in dict.fromkeys(self.kinds):
             places = [i for i, other in enumerate(self.kinds) if other == kind]
@@ -178,10 +165,8 @@ class Learnt:
         return tuple(modes)
 
     def needs_at_most(self, tokens: int) -> int:
-        """A bound of the bytes that `first_modes` take of a model of which nothing is known.
-
-        It counts hidden states of all layers, and 40 times as many numbers per layer that is alive.
-        """
+        """A bound of the bytes that `first_modes` take of a model of which nothing is known."""
+        # hidden states of all layers, and 40 times as many numbers per layer that is alive
         # layers of Qwen3-0.6B, 8B and 30B-A3B keep 31 to 37 times as many, recomputed ones included
         alive = 1 + len(set(self.kinds))
         return (len(self.kinds) + 40 * alive) * self.cost.hidden * self._element_bytes * tokens
@@ -213,11 +198,9 @@ class Learnt:
     # ---- the memory ------------------------------------------------------------------------------
 
     def memory(self) -> ModelMemory | None:
-        """The memory model of the known layers; None if nothing is known of a kind of layers.
-
-        A mode that was not measured counts as the most that it may take: a layer that recomputes
-        all has all its activations when its backward begins.
-        """
+        """The memory model of the known layers; None if nothing is known of a kind of layers."""
+        # a mode that was not measured counts as the most that it may take: a layer that recomputes
+        # all has all its activations when its backward begins
         by_kind: dict[Hashable, dict[Mode, LayerMemory]] = {}
         for kind in dict.fromkeys(self.kinds[self.frozen :]):
             known = {m: self._layer(kind, m) for m in MODES if not self._missing(kind, m)}
@@ -252,15 +235,15 @@ class Learnt:
 
     def _all_modes(self, known: dict[Mode, LayerMemory]) -> dict[Mode, LayerMemory]:
         if "all" in known:
-            whole = known["all"]
+            of_all = known["all"]
         else:
             of_mode = next(iter(known.values()))
-            own = self.cost.hidden * self._element_bytes
-            whole = LayerMemory((own, 0.0), _sum(of_mode.held, of_mode.working))
-        most = LayerMemory(_sum(whole.held, whole.working), whole.working)
-        kept = known.get("nothing", most)
-        middle = LayerMemory(kept.held, whole.working)
-        return {"all": whole, "all_but_attention": middle, "nothing": most, **known}
+            output_bytes = self.cost.hidden * self._element_bytes
+            of_all = LayerMemory((output_bytes, 0.0), _sum(of_mode.held, of_mode.working))
+        most_of_nothing = LayerMemory(_sum(of_all.held, of_all.working), of_all.working)
+        of_nothing = known.get("nothing", most_of_nothing)
+        middle = LayerMemory(of_nothing.held, of_all.working)
+        return {"all": of_all, "all_but_attention": middle, "nothing": most_of_nothing, **known}
 
     # ---- forwards that run -----------------------------------------------------------------------
 
@@ -280,10 +263,8 @@ class Learnt:
 
     @contextmanager
     def watching(self, causal_lm: Any, meter: Meter, planned: float) -> Iterator[None]:
-        """Watches a forward, while open, that was planned to take so many additional bytes.
-
-        After its backward, or before the next forward, the margin grows if it took more.
-        """
+        """Watches a forward, while open, that was planned to take so many additional bytes."""
+        # after its backward, or before the next forward, the margin grows if it took more
         # the last forward may have died in its backward
         self.look(meter)
         self._watched = meter.bytes, meter.most, planned
@@ -328,10 +309,8 @@ def _tied(causal_lm: Any) -> int:
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> tuple[Hashable, ...]:
-    """Names kinds of layers: class, configured type and parameters. Equal ones hold as much.
-
-    A layer that no gradient reaches may hold less.
-    """
+    """Names kinds of layers: class, configured type and parameters. Equal ones hold as much."""
+    # a layer that no gradient reaches may hold less
     return tuple(
         (
             type(layer).__name__,
@@ -349,11 +328,7 @@ _learnt: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Learnt]] = weakref.
 
 
 def learnt_of(causal_lm: Any, element_bytes: int, *facts: Hashable) -> Learnt:
-    """Finds what is known of a model's layers as they are now.
-
-    Args:
-        facts: other facts that memory depends on: dtypes, the device, compiled layers.
-    """
+    """Finds what is known of layers as they are now, by facts such as dtypes and device."""
     kinds = kinds_of(layers_of(causal_lm))
     experts = getattr(causal_lm.config, "_experts_implementation", None)
     state = kinds, element_bytes, experts, *facts
@@ -367,11 +342,7 @@ def learnt_of(causal_lm: Any, element_bytes: int, *facts: Hashable) -> Learnt:
 def learning(
     learnt: Learnt, causal_lm: Any, meter: Meter, plan: RecomputePlan, planned: float
 ) -> Iterator[None]:
-    """Measures or watches a forward while open.
-
-    Args:
-        planned: additional bytes that it may take.
-    """
+    """Measures or watches a forward while open; it may take `planned` additional bytes."""
     start = meter.bytes
     try:
         with (

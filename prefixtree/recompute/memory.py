@@ -14,41 +14,34 @@ from prefixtree.recompute.layers import Mode
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer in one mode: [bytes per token, bytes whatever the number of tokens].
+    """Bytes of one layer in one mode: [bytes per token, bytes whatever the number of tokens]."""
 
-    Attributes:
-        held: kept from its forward until its backward.
-        working: the most that is alive in its backward in addition to what it and the layers before
-            it hold: what is computed again, gradients of activations, a weight's gradient on its
-                way.
-    """
-
+    # kept from its forward until its backward
     held: tuple[float, float]
+    # the most that is alive in its backward in addition to what it and the layers before it hold:
+    # what is computed again, gradients of activations, a weight's gradient on its way
     working: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of activations of a causal language model in training.
+    """Bytes of activations of a causal language model in training."""
 
-    Attributes:
-        layers: by mode, first layer to last.
-        before: bytes per token that are held from before the first layer, the embedding's.
-        after: bytes per token that the last norm holds until the backward of the layers begins.
-        cost: of a token; its element_bytes are those of activations.
-        norm: additional bytes per token of the backward of the last norm.
-        tied: bytes of the gradient that an lm_head with the embedding's weight leaves: it waits for
-            the embedding's.
-        frozen: the number of first layers that no gradient reaches. They hold nothing and compute
-            nothing again, and work only in their forward.
-    """
-
+    # by mode, first layer to last
     layers: dict[Mode, tuple[LayerMemory, ...]]
+    # bytes per token that are held from before the first layer, the embedding's
     before: float
+    # bytes per token that the last norm holds until the backward of the layers begins
     after: float
+    # the cost of a token; its element_bytes are those of activations
     cost: ModelCost
+    # additional bytes per token of the backward of the last norm
     norm: float = 0.0
+    # bytes of the gradient that an lm_head with the embedding's weight leaves: it waits for the
+    # embedding's
     tied: float = 0.0
+    # the number of first layers that no gradient reaches; they hold nothing and compute nothing
+    # again, and work only in their forward
     frozen: int = 0
 
     def peak(
@@ -58,13 +51,10 @@ class ModelMemory:
         scoring: float = 0.0,
         waiting: float = 0.0,
     ) -> int:
-        """Predicts the most bytes that are alive at once.
+        """Predicts the most bytes that are alive at once, of packed tokens.
 
-        Args:
-            tokens: packed ones.
-            modes: one per layer, or one for all.
-            scoring: bytes that the lm_head takes while all layers hold theirs. Default: 0.0.
-            waiting: bytes that wait through the backward of all layers. Default: 0.0.
+        scoring are bytes that the lm_head takes while all layers hold theirs; waiting those that
+        wait through the backward of all layers.
         """
         count = len(next(iter(self.layers.values())))
         layer_modes = [modes] * count if isinstance(modes, str) else modes
@@ -96,31 +86,28 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class EncoderMemory:
-    """Bytes of a vision encoder in training.
+    """Bytes of a vision encoder in training."""
 
-    Attributes:
-        patch: bytes of a run per patch: the most that is alive in its backward, in which it is
-            computed again whole, without its pixels and features.
-        fixed: bytes of a run, whatever its patches.
-        feature: bytes of all features of one placeholder that the model reads.
-        dtype: of pixels as the vision encoder takes them.
-        gradients: bytes of its parameters' gradients, which wait from the first run to the last.
-        held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]
-            from its forward until its backward.
-        products: multiply-adds of a forward per patch, without attention.
-        pairs: multiply-adds of attention, per pair of patches of a frame.
-        may_keep: whether a plan may let it keep anything. A vision encoder without gradients has
-            nothing to keep and computes nothing again.
-    """
-
+    # bytes of a run per patch: the most that is alive in its backward, in which it is computed
+    # again whole, without its pixels and features
     patch: float
+    # bytes of a run, whatever its patches
     fixed: float
+    # bytes of all features of one placeholder that the model reads
     feature: int
+    # the dtype of pixels as the vision encoder takes them
     dtype: torch.dtype
+    # bytes of its parameters' gradients, which wait from the first run to the last
     gradients: int
+    # bytes of a run that is not computed again, from its forward until its backward: [per patch,
+    # whatever its patches]
     held: tuple[float, float] = (0.0, 0.0)
+    # multiply-adds of a forward per patch, without attention
     products: float = 0.0
+    # multiply-adds of attention, per pair of patches of a frame
     pairs: float = 0.0
+    # whether a plan may let it keep anything; a vision encoder without gradients has nothing to
+    # keep and computes nothing again
     may_keep: bool = True
 
     def run(self, patches: int) -> float:
@@ -132,12 +119,7 @@ class EncoderMemory:
         return self.held[0] * patches + self.held[1]
 
     def again(self, patches: int, frames: int = 1) -> float:
-        """Multiply-adds of a forward of an image, which are those of computing it again.
-
-        Args:
-            frames: that hold its patches; vision encoders attend within a frame. Default: an
-                image's.
-        """
+        """Multiply-adds of a forward of an image, or of a video whose frames attend apart."""
         return self.products * patches + self.pairs * patches**2 / frames
 
     def patches_that_fit(self, available: float) -> int:

@@ -63,17 +63,14 @@ class RecomputePlan:
 
 @dataclass(frozen=True)
 class Work:
-    """A micro-batch, as the memory model sees it.
-
-    Attributes:
-        scored: edges whose log-probability is computed.
-        trains_lm_head: whether the lm_head's weight gets a gradient.
-        images: that its forest places. Default: text alone.
-    """
+    """A micro-batch, as the memory model sees it."""
 
     forest: PrefixForest
+    # edges whose log-probability is computed
     scored: int
+    # whether the lm_head's weight gets a gradient
     trains_lm_head: bool = True
+    # images that its forest places; None for text alone
     images: ImageWork | None = None
 
     @property
@@ -90,30 +87,26 @@ class Work:
 
 @dataclass(frozen=True)
 class PartWork:
-    """A trunk, a micro-batch that imports from trunks, or a rank's part, for the memory model.
+    """A trunk, a micro-batch that imports from trunks, or a rank's part, for the memory model."""
 
-    Attributes:
-        runs: int64 [runs] each: the position of the first token of each run of own tokens, and its
-            tokens.
-        imported: rows of keys and values that every layer imports.
-        scored: edges whose log-probability is computed.
-        trains_lm_head: whether the lm_head's weight gets a gradient.
-        exported: rows that every layer exports.
-        states: own tokens after which recurrent layers export their states.
-        images: that it encodes. Default: text alone.
-        wide: additional rows of float32 keys and values that the backward of attention has at once,
-            compared with a whole forest. Default: as many as are imported.
-        above: others' tokens that recurrent layers compute again.
-    """
-
+    # int64 [runs] each: the position of the first token of each run of own tokens, and its tokens
     runs: tuple[np.ndarray, np.ndarray]
+    # rows of keys and values that every layer imports
     imported: int
+    # edges whose log-probability is computed
     scored: int
+    # whether the lm_head's weight gets a gradient
     trains_lm_head: bool = True
+    # rows that every layer exports
     exported: int = 0
+    # own tokens after which recurrent layers export their states
     states: int = 0
+    # images that it encodes; None for text alone
     images: ImageWork | None = None
+    # additional rows of float32 keys and values that the backward of attention has at once,
+    # compared with a whole forest; None for as many as are imported
     wide: float | None = None
+    # others' tokens that recurrent layers compute again
     above: int = 0
 
     @property
@@ -162,20 +155,14 @@ def plan_for(
 ) -> RecomputePlan:
     """Finds the plan that recomputes least of those that need at most `available` bytes.
 
-    Features of images are there from the vision encoder's forward to its backward. The backward of
-    the vision encoder comes last, when the activations of layers are gone, so the larger of both
-    counts. The vision encoder keeps its activations of the last images where that saves more
-    multiply-adds than layers would with these bytes.
-
-    Args:
-        encoder: the memory of the vision encoder, where there are images. It computes again in runs
-            of as many patches as fit.
-        with_spare: whether layers leave `spare_bytes` free. Default: only what was planned with.
-
-    Raises:
-        torch.OutOfMemoryError: not even a backward that recomputes every layer fits, or the vision
-        encoder does not with one image at a time.
+    With `with_spare`, layers leave `spare_bytes` free, otherwise only what was planned with. If not
+    even a backward that recomputes every layer fits, or the vision encoder with one image at a
+    time, it raises a torch.OutOfMemoryError.
     """
+    # features of images are there from the vision encoder's forward to its backward, which comes
+    # last, when the activations of layers are gone, so the larger of both counts; the vision
+    # encoder keeps its activations of the last images where that saves more multiply-adds than
+    # layers would with these bytes, and computes again in runs of as many patches as fit
     peaks, cost = peaks_of(memory, work), recomputed_by(memory, work)
     spare = spare_bytes(memory, work, with_spare)
     if work.images is None or encoder is None:
@@ -223,9 +210,8 @@ def cheapest(
 ) -> RecomputePlan | None:
     """The plan of least cost that fits, and the smallest of equal ones; None if none fits.
 
-    Args:
-        peaks: bytes of all plans [a, b]: layers before a recompute all, from b on nothing.
-        cost: of the same. available: in bytes, for all or for each.
+    peaks (bytes) and cost are of all plans [a, b]: layers before a recompute all, from b on
+    nothing. available bytes are for all plans or for each.
     """
     fits = np.where(peaks <= available, cost, np.inf)
     best = np.flatnonzero(fits == fits.min())
@@ -254,20 +240,16 @@ def modes_at(a: int, b: int, layers: int) -> tuple[Mode, ...]:
 
 
 def reserve(total: int) -> int:
-    """Bytes of a device's `total` that are not planned with: 5 %, and 1 GiB at least.
-
-    They are for fragments, kernels and communication.
-    """
+    """Bytes of a device's `total` that are not planned with: 5 %, and 1 GiB at least."""
+    # for fragments, kernels and communication
     return max(1 << 30, total // 20)
 
 
 def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) -> float | np.ndarray:
-    """Additional bytes that each plan [a, b] leaves free; 0.0 unless `with_spare`.
-
-    The first backward puts gradients of weights into large blocks that activations left. Those stay
-    cut, and later tensors of other sizes do not fit them. Half of what the backward of a layer
-    takes is set aside for that, but not by the plan that recomputes all.
-    """
+    """Additional bytes that each plan [a, b] leaves free; 0.0 unless `with_spare`."""
+    # the first backward puts gradients of weights into large blocks that activations left; those
+    # stay cut, and later tensors of other sizes do not fit them; half of what the backward of a
+    # layer takes is set aside for that, but not by the plan that recomputes all
     # torch's allocator, simulated on blocks of Qwen3-VL-2B's shape, lacked up to 0.3 of it beyond
     # the reserve, and 0.06 where all was recomputed. It runs out where an H100 did: 70.7 GiB were
     # allocated and 7.5 GiB did not fit
@@ -280,10 +262,8 @@ def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) ->
 
 
 def spare_beside(choice: EncoderChoice, spare: float | np.ndarray) -> float:
-    """The part of `spare_bytes` that all plans, and the encoder after the layers, leave free.
-
-    It is all of them if the vision encoder keeps anything, as that leaves blocks to be cut.
-    """
+    """The part of `spare_bytes` that all plans, and the encoder after the layers, leave free."""
+    # all of them if the vision encoder keeps anything, as that leaves blocks to be cut
     return float(np.max(spare)) if choice.kept else 0.0
 
 
@@ -294,11 +274,8 @@ def tokens_that_fit(
     mode: Mode = "all",
     trains_lm_head: bool = True,
 ) -> int:
-    """The most tokens of one micro-batch; 0 if scoring one takes too much.
-
-    Args:
-        available: in bytes. scored_share: scored edges per token. mode: of every layer.
-    """
+    """The most tokens of a micro-batch in `available` bytes; 0 if scoring one takes too much."""
+    # `scored_share` are scored edges per token, `mode` is that of every layer
 
     def fits(tokens: int) -> bool:
         chain = PrefixForest.from_parents([-1], [tokens])
@@ -404,8 +381,7 @@ def added_by_rows(
 
 
 def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
-    """Multiply-adds computed again by all plans [a, b]; layers that no gradient reaches compute
-    nothing again."""
+    """Multiply-adds computed again by all plans [a, b], by layers that a gradient reaches."""
     linear, attention = layer_products(memory, work)
     linear[: memory.frozen] = attention[: memory.frozen] = 0.0
     every = np.concatenate([[0.0], np.cumsum(linear + attention)])
@@ -432,11 +408,8 @@ def too_large(
     needed: float,
     beside: str = "",
 ) -> str:
-    """The message for a plan that recomputes every layer and still needs too much.
-
-    Args:
-        beside: names the part of `needed` that others than the micro-batch hold.
-    """
+    """The message for a plan that recomputes every layer and still needs too much."""
+    # `beside` names the part of `needed` that others than the micro-batch hold
     tokens = work.num_tokens
     share = work.scored / max(1, tokens)
     fit = tokens_that_fit(memory, available, share, trains_lm_head=work.trains_lm_head)

@@ -49,16 +49,11 @@ Made = Callable[[torch.Tensor], torch.Tensor]
 def probe(
     causal_lm: Any, device: torch.device, dtype: torch.dtype, modes: Sequence[Mode]
 ) -> Iterator[Run]:
-    """Runs a copy of a model's first layers forward and backward, under the caller's autocast.
+    """Runs a copy of a model's first layers forward and backward, once per mode of all of them.
 
-    Args:
-        causal_lm: the transformers model, prepared, with weights.
-        device: where it computes. dtype: in which FSDP2 gathers a layer's weights.
-        modes: one run per mode, which every layer has.
-
-    Raises:
-        NotMeasuredError: FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one.
+    Autocast is the caller's; FSDP2 gathers a layer's weights in `dtype`.
     """
+    # FSDP1, DeepSpeed ZeRO-3, or layers that do not run one by one, raise a NotMeasuredError
     in_pieces = any(p.numel() == 0 for p in causal_lm.parameters())
     if in_pieces or any(isinstance(m, FullyShardedDataParallel) for m in causal_lm.modules()):
         raise NotMeasuredError(
@@ -87,32 +82,28 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def standing_for(device: torch.device, dtype: torch.dtype) -> Made:
-    """Makes what a copy has in the place of a tensor.
-
-    A weight that trains shares its memory. One that does not is the model's own. A sharded one is
-    zeros in one piece.
-    """
+    """Makes what a copy has in the place of a tensor."""
+    # a weight that trains shares its memory; one that does not is the model's own; a sharded one is
+    # zeros in one piece
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         trains = tensor.requires_grad
         if hasattr(tensor, "device_mesh"):
-            whole = torch.zeros(tensor.shape, dtype=dtype, device=device)
+            stand_in = torch.zeros(tensor.shape, dtype=dtype, device=device)
         elif isinstance(tensor, nn.Parameter):
             if not trains:
                 return tensor
-            whole = tensor.detach()
+            stand_in = tensor.detach()
         else:
             return tensor.clone()
-        return nn.Parameter(whole, requires_grad=trains)
+        return nn.Parameter(stand_in, requires_grad=trains)
 
     return made
 
 
 def twin(model: nn.Module, made: Made) -> Any:
-    """Copies a module with the same classes and attributes, and other tensors.
-
-    The copy has only hooks of known packages, and FSDP2 does not know it.
-    """
+    """Copies a module with the same classes and attributes, and other tensors."""
+    # the copy has only hooks of known packages, and FSDP2 does not know it
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
 
@@ -130,18 +121,18 @@ def twin(model: nn.Module, made: Made) -> Any:
         kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
         new: Any = kind.__new__(kind)
         modules[id(module)] = new
-        held, own = vars(new), vars(module)
-        held |= {name: x for name, x in own.items() if name not in _PARTS}
+        held, attributes = vars(new), vars(module)
+        held |= {name: x for name, x in attributes.items() if name not in _PARTS}
         held.pop("_compiled_call_impl", None)
         if isinstance(forward := held.get("forward"), types.MethodType):
             held["forward"] = types.MethodType(forward.__func__, new)
         for name in ("_parameters", "_buffers"):
-            held[name] = {key: of_tensor(tensor) for key, tensor in own[name].items()}
+            held[name] = {key: of_tensor(tensor) for key, tensor in attributes[name].items()}
         for name in _HOOKS:
-            held[name] = OrderedDict((k, h) for k, h in own[name].items() if _is_needed(h))
+            held[name] = OrderedDict((k, h) for k, h in attributes[name].items() if _is_needed(h))
         others = [name for name in held if "hook" in name and not name.startswith("_forward")]
         held |= {name: OrderedDict() for name in others if isinstance(held[name], dict)}
-        held["_modules"] = {key: of_module(child) for key, child in own["_modules"].items()}
+        held["_modules"] = {key: of_module(child) for key, child in attributes["_modules"].items()}
         return new
 
     return of_module(model)
@@ -163,11 +154,7 @@ def _runs(
     fake: Any = None,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Run]:
-    """Runs a model whose tensors stand for others.
-
-    Args:
-        fake: the mode of its tensors. autocast: of its forwards. Default: as it is.
-    """
+    """Runs a model whose tensors stand for others; `fake` is their mode, autocast the forwards'."""
     model.train()
     prepare_layers(model)
     layers = layers_of(model)
@@ -304,16 +291,10 @@ def memory_of_config(
 ) -> ModelMemory:
     """The memory of the model of a config, all of whose weights train; nothing is computed.
 
-    Layers count as if they were not compiled.
-
-    Args:
-        config: of a causal language model, or of a model with a text config.
-        dtype: of the weights. autocast: the dtype of autocast. Default: it is off.
-
-    Raises:
-        UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
-            at numbers, so that shapes alone do not run.
+    dtype is of the weights; autocast its dtype, or None: off. A family that transformers does not
+    checkpoint, or whose layers look at numbers, is refused (UnsupportedError).
     """
+    # layers count as if they were not compiled
     return _of_config(_Config(config), dtype, autocast)
 
 

@@ -24,11 +24,7 @@ from prefixtree.recompute.layers import Mode
 
 
 class Meter(Protocol):
-    """Counts bytes.
-
-    Attributes:
-        bytes: alive now. most: the most so far, or since anyone's reset.
-    """
+    """Counts bytes: `bytes` alive now, `most` the most so far, or since anyone's reset."""
 
     @property
     def bytes(self) -> int: ...
@@ -78,31 +74,24 @@ class NotMeasuredError(UnsupportedError):
 
 
 class Run(NamedTuple):
-    """Bytes of one forward and its backward.
+    """Bytes of one forward and its backward."""
 
-    Attributes:
-        tokens: that each layer computed. modes: of the layers, all or the first ones.
-        before: bytes that the first layer was called with.
-        held: by each layer; then by the norm after them, if there is one.
-        working: of the same. Layers that no gradient reaches work in their forward.
-        frozen: the number of first layers that no gradient reaches.
-    """
-
+    # tokens that each layer computed
     tokens: np.ndarray
+    # those of all layers or of the first ones
     modes: Sequence[Mode]
+    # bytes that the first layer was called with
     before: float
+    # held by each layer, then by the norm after them, if there is one
     held: list[float]
+    # likewise, alive in the backward; layers that no gradient reaches work in their forward
     working: list[float]
+    # the number of first layers that no gradient reaches
     frozen: int
 
 
 class Recorder:
-    """Reads bytes at the borders of layers, of one forward and its backward.
-
-    Args:
-        done: called after the backward.
-        count: the number of first layers that are looked at. Default: all.
-    """
+    """Reads bytes at the borders of the first `count` layers; `done` follows the backward."""
 
     def __init__(
         self,

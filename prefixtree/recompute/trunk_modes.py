@@ -71,14 +71,11 @@ _CHOICES = 8
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The plans of trunks and micro-batches.
+    """The plans of trunks and micro-batches."""
 
-    Attributes:
-        of_part: in the order of forwards. A peak counts what is held while the part runs.
-        runs_again: whether trunks hold no graph. Their plans are those of the second forward.
-    """
-
+    # plans in the order of forwards; a peak counts what is held while the part runs
     of_part: tuple[RecomputePlan, ...]
+    # whether trunks hold no graph; their plans are those of the second forward
     runs_again: bool
 
     @property
@@ -99,21 +96,17 @@ def plan_kept(
     with_spare: bool = False,
     waiting: np.ndarray | None = None,
 ) -> KeptPlan:
-    """Plans trunks and micro-batches within `available` bytes.
+    """Plans trunks and micro-batches, in the order of forwards, within `available` bytes.
 
     Args:
-        works, spans: one per part, in the order of forwards.
-        available: bytes for activations, exported rows, states, and their returned gradients.
+        available: for activations, exported rows, states, and their returned gradients.
         on_host: whether exports of trunks wait on the host.
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
-        encoder: the memory of the vision encoder, where parts have images.
-        with_spare: as in `plan_for`.
         waiting: bytes that other parts than trunks, such as steps, leave waiting while each part
-            runs. Default: none.
+            runs.
 
     Raises:
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
-        ValueError: a model without a layer of softmax attention.
     """
     parts = [_PartPlans(memory, work, encoder, with_spare) for work in works]
     costs = [part.costs for part in parts]
@@ -176,11 +169,10 @@ def plan_kept(
 
 
 class _PartPlans:
-    """The plans of one part.
+    """The plans of one part, and its vision encoder's choices: one if it has no images.
 
     Attributes:
         costs: multiply-adds computed again by layers, for all plans [a, b].
-        encoders: choices of its vision encoder; one choice if it has no images.
         shown: bytes of images, from the vision encoder's forward to its backward, which comes last.
     """
 
@@ -247,11 +239,7 @@ class _PartPlans:
 
 
 def _least(peaks: np.ndarray, costs: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """The cost of the cheapest plan in each room, [len(room)]; infinite if none fits.
-
-    Args:
-        peaks, costs: of all plans [a, b]. room: in bytes.
-    """
+    """Costs of the cheapest plan [a, b] per room of bytes, [len(room)]; infinite if none fits."""
     order = np.argsort(peaks, axis=None)
     least = np.append(np.inf, np.minimum.accumulate(costs.ravel()[order]))
     return least[np.searchsorted(peaks.ravel()[order], room, side="right")]
@@ -286,15 +274,12 @@ class Asked(Protocol):
 
 
 class PartModes(NamedTuple):
-    """The modes of the forwards of `kept_trunks`.
-
-    Attributes:
-        of_dummy: of a dummy token.
-        runs_again: whether trunks hold no graph and run forward again.
-    """
+    """The modes of the forwards of `kept_trunks`."""
 
     of_part: Sequence[Recompute]
+    # the mode of a dummy token
     of_dummy: Recompute
+    # whether trunks hold no graph and run forward again
     runs_again: bool
 
 
@@ -312,15 +297,8 @@ KEPT_IMAGES = (
 def check_modes(
     model: nn.Module, recompute: Recompute, recompute_trunks: RecomputeTrunks, sees: bool
 ) -> None:
-    """Refuses modes that do not go together.
-
-    Args:
-        sees: whether there are images.
-
-    Raises:
-        ValueError: "auto", which would plan only one of trunks and micro-batches.
-        UnsupportedError: under FSDP2 with images two modes.
-    """
+    """Refuses modes that do not go together; `sees` says whether there are images."""
+    # "auto" would plan only one of trunks and micro-batches; FSDP2 with images takes one mode
     if recompute_trunks == "auto" or (
         recompute == "auto" and recompute_trunks not in (None, "again")
     ):
@@ -346,16 +324,8 @@ def modes_of(
 ) -> PartModes:
     """The modes of all parts; those of "auto" for the memory that is available now.
 
-    Args:
-        model, recompute, recompute_trunks: as `kept_trunks` takes them.
-        trunks: of the rank; None where it has no sequence. steps: their parts.
-        num_scored: edges that each part scores.
-        trains: whether there are backwards.
-        held_bytes: held by a loss of routers.
-
-    Raises:
-        torch.OutOfMemoryError, UnsupportedError, ValueError: see `plan_recomputation` and
-        `plan_kept`.
+    num_scored are the edges that each part scores; held_bytes are held by a loss of routers. trunks
+    are None where the rank has no sequence; steps are their parts.
     """
     again = recompute_trunks == "again"
     if recompute == "auto":
@@ -385,10 +355,7 @@ def modes_of_steps(
     asked: Asked,
     trains: bool,
 ) -> PartModes:
-    """The modes of steps, each while exports wait on the device for others.
-
-    Arguments and errors are those of `modes_of`.
-    """
+    """The modes of steps, each while exports wait on the device for others; see `modes_of`."""
     steps = ledger.division.parts
     if recompute != "auto" or not trains:
         mode = None if recompute == "auto" else recompute
@@ -412,12 +379,9 @@ def _planned(
     ledger: Ledger | None = None,
     **more: Any,
 ) -> KeptPlan:
-    """Plans all parts for the memory that is available now.
-
-    Args:
-        states: own tokens after which each trunk exports states.
-        ledger: of parts that are no trunks, and export.
-    """
+    """Plans all parts for the memory that is available now."""
+    # states are own tokens after which each trunk exports states; a ledger is of parts that are no
+    # trunks, and export
     causal_lm, available = left_for_activations(model, steps.packed.device)
     available -= held_bytes
     placed: Any = asked.wings.get("images")

@@ -28,15 +28,15 @@ class Conversation:
     """A tokenized conversation.
 
     Attributes:
-        tokens: int64 [n], token ids of the whole conversation; those of image k are
-            `FIRST_IMAGE` + k.
+        tokens: int64 [n], token ids of the whole conversation; those of image k are `FIRST_IMAGE` +
+            k.
         loss_mask: bool [n], true for the tokens of assistant turns. None where the template
             rewrites earlier turns, so that `tokens` does not hold them as the policy saw them.
-        turn_ends: int64, the number of tokens up to the end of each assistant turn. None where
-            loss_mask is None.
+        turn_ends: int64, the number of tokens up to the end of each assistant turn; None with
+            loss_mask.
         turns: where loss_mask is None, one (tokens, loss_mask, sampled) per assistant turn: the
-            conversation templated up to the turn's end, the tokens of this turn alone, and the
-            tokens of all assistant turns in it, as far as they are found. Otherwise None.
+            conversation up to the turn's end, the tokens of this turn alone, and those of all
+            assistant turns in it, as far as they are found. Otherwise None.
         messages: as they were given, but images by their numbers.
     """
 
@@ -91,13 +91,7 @@ class ChatTokenizer:
         return len(self._tokenizer)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decodes token ids, special ones included.
-
-        Args:
-            token_ids: the token ids; a run of image k's becomes "[image k]".
-
-        Returns:
-            The text.
+        """Decodes token ids, special ones included; a run of image k's becomes "[image k]".
 
         Raises:
             InputError: token ids outside the tokenizer's vocabulary.
@@ -133,20 +127,17 @@ class ChatTokenizer:
             num_given: the first messages are a prompt of so many, whose assistant turns the policy
                 did not write. Default: 0.
 
-        Returns:
-            The tokens, with loss mask and turns.
-
         Raises:
             InputError: messages of another shape or that the template refuses, or a tokenizer
                 without a chat template.
         """
         if not self._tokenizer.has_template:
             raise InputError(f"--tokenizer {self._path}: has no chat template to put messages in")
-        given = messages
+        unnumbered = messages
         messages, images = self._numbered(_checked(messages), folder)
-        named = messages if any(images) else given
+        named = messages if any(images) else unnumbered
         tools = tools or None
-        whole = self._tokenizer.render(messages, tools)
+        text = self._tokenizer.render(messages, tools)
         all_images = [image for found in images for image in found]
         spans, last = [], []
         for i, message in enumerate(messages):
@@ -154,14 +145,14 @@ class ChatTokenizer:
                 last.append(i)
                 prompt = self._tokenizer.render(messages[:i], tools, True) if i else ""
                 spans.append((prompt, self._tokenizer.render(messages[: i + 1], tools)))
-        tokens, borders = self._encode(whole, all_images)
+        tokens, borders = self._encode(text, all_images)
         if not spans:
             loss_mask = np.zeros(len(tokens), bool)
             return Conversation(tokens, loss_mask, np.empty(0, np.int64), None, named)
         loss_mask, ends = np.zeros(len(tokens), bool), []
         done = 0
         for prompt, turn in spans:
-            span = _span(prompt, turn, borders) if whole.startswith(turn) else None
+            span = _span(prompt, turn, borders) if text.startswith(turn) else None
             if span is None or span[0] < done:
                 break
             start, done = span[0], self._trim(tokens, *span)
@@ -192,19 +183,14 @@ class ChatTokenizer:
     def continued(
         self, prompt: str, completion: str, *, is_sampled: bool = False, is_bare: bool = False
     ) -> Conversation:
-        """Tokenizes a text and what follows it.
+        """Tokenizes a text and the completion that follows it, the one turn.
 
         Args:
-            prompt: the text.
-            completion: what follows it, the one turn.
             is_sampled: whether a policy sampled the completion, so that a token ends between the
                 two. Default: they are tokenized as one, with the end token, as TRL does with data
                 sets.
             is_bare: whether special tokens are written out in the text, or lost, so that none are
                 added before it. Default: the tokenizer's are.
-
-        Returns:
-            The tokens, with loss mask and turn, and both texts as messages.
         """
         before, _ = self._tokenizer.encode(prompt, special=not is_bare)
         if is_sampled:
@@ -230,20 +216,18 @@ class ChatTokenizer:
 
         Args:
             token_ids: int64 [n].
-            messages: chat messages with images.
             folder: paths of images are relative to it. Default: the current folder.
 
         Returns:
-            The token ids, those of image k `FIRST_IMAGE` + k, and the messages, images by
-            their numbers.
+            The token ids, those of image k `FIRST_IMAGE` + k, and the messages, images by their
+                numbers.
 
         Raises:
-            InputError: other runs of placeholders than the images have, or an image that cannot
-                be read.
+            InputError: other runs of placeholders than the images have, or an unreadable image.
         """
         named, images = self._numbered(_checked(messages), folder)
-        found = [image for part in images for image in part]
-        return place(token_ids, self._checked_placeholder(), found), named
+        flat = [image for part in images for image in part]
+        return place(token_ids, self._checked_placeholder(), flat), named
 
     def _numbered(
         self, messages: list[dict[str, Any]], folder: Path | None
@@ -298,10 +282,9 @@ def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | 
 def _written_spans(
     messages: list[dict[str, Any]], num_given: int, text: str, placeholder: str
 ) -> list[tuple[int, int]]:
-    """Finds the assistant's parts of `text`, as (start, end) in characters.
+    """Finds the assistant's parts of `text` as (start, end) in characters, between other messages.
 
-    They lie between messages of other roles, which are searched in order. The assistant turns
-    beside a message that is not found are left out, and those of the first `num_given` messages. An
+    Left out are turns next to a message that is not found, and those of the first `num_given`. An
     image is searched as its placeholder.
     """
     spans = []
@@ -312,12 +295,12 @@ def _written_spans(
         if message["role"] == "assistant":
             wrote = i >= num_given
             continue
-        found = _find(_pieces(message["content"], placeholder), text, searched)
-        if wrote and end is not None and found is not None:
-            spans.append((end, found[0]))
+        span = _find(_pieces(message["content"], placeholder), text, searched)
+        if wrote and end is not None and span is not None:
+            spans.append((end, span[0]))
         wrote, end = False, None
-        if found is not None:
-            end = searched = found[1]
+        if span is not None:
+            end = searched = span[1]
     return spans
 
 

@@ -23,19 +23,11 @@ _ROLES = {
 
 
 def rollouts_of(row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The rollouts of a row without token ids: one, or the two of a pair.
+    """Finds the rollouts of a row without token ids: one, or the two of a pair.
 
-    Args:
-        row: its fields, without those that are null.
-
-    Returns:
-        (what tells it from the other of its row, fields) of each. Its chat is in `messages`, or in
-        `prompt` and `completion`; `tools` is a list. Its text is in `texts`. A row in no known form
-        is returned as it is.
-
-    Raises:
-        InputError: text where messages are expected, a prompt without a completion, or an unknown
-            sender.
+    Returns (what tells it from the other of its row, fields) of each: a chat in `messages`, or in
+    `prompt` and `completion`; `tools` as a list; text in `texts`. A row in no known form is
+    returned as it is.
     """
     if isinstance(tools := row.get("tools"), str):
         row = {**row, "tools": _parsed_tools(tools)}
@@ -76,9 +68,9 @@ def _pair(row: dict[str, Any]) -> tuple[list[Any], list[list[Any]]]:
 def _messages(row: dict[str, Any], name: str, least: int = 1) -> list[Any]:
     messages = row.get(name, "")
     if isinstance(messages, str):
-        found = f"{name} is text" if name in row else f"has no {name}"
+        fault = f"{name} is text" if name in row else f"has no {name}"
         raise InputError(
-            f"{found}; expected a list of chat messages, each with role and content. Or give token "
+            f"{fault}; expected a list of chat messages, each with role and content. Or give token "
             "ids: prompt_ids and completion_ids"
         )
     if not isinstance(messages, list) or len(messages) < least:
@@ -87,10 +79,10 @@ def _messages(row: dict[str, Any], name: str, least: int = 1) -> list[Any]:
 
 
 def _from_sharegpt(row: dict[str, Any]) -> list[dict[str, Any]]:
-    given = _messages(row, "conversations")
+    conversation = _messages(row, "conversations")
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if system else []
-    for i, turn in enumerate(given):
+    for i, turn in enumerate(conversation):
         # some files have OpenAI's messages under this name
         if isinstance(turn, dict) and "role" in turn:
             messages.append(turn)
@@ -118,14 +110,10 @@ _BATCH_ROWS = 4096
 
 
 def read_rows(file: BinaryIO, fields: frozenset[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered rows, from 1, of the columns named in `fields`; other columns are not read.
+    """Reads numbered rows, from 1, of the columns named in `fields`.
 
-    A list column of integers or booleans gives numpy arrays, views of the file's buffers, anything
-    else what pyarrow makes of it in Python.
-
-    Raises:
-        ImportError: pyarrow is not installed.
-        ValueError: no parquet file, or a damaged one.
+    A list column of integers or booleans gives numpy arrays, views of the file's buffers. Raises
+    ImportError without pyarrow, ValueError for a file that is damaged or no parquet.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -77,18 +77,16 @@ def _without_prompt(chosen: str, rejected: str) -> dict[str, str]:
 
 
 def read_pickle(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered rows, from 1, with token ids and loss masks.
-
-    Raises:
-        ValueError: a damaged file, or one that holds something else.
-    """
+    """Reads numbered rows, from 1, of token ids and loss masks; ValueError for a damaged file."""
     try:
-        found = _Reader(_pickle_of(data)).load()
-        if isinstance(found, _Inert) and len(found.given) == 2:
-            found = found.given[1]
+        contents = _Reader(_pickle_of(data)).load()
+        if isinstance(contents, _Inert) and len(contents.given) == 2:
+            contents = contents.given[1]
         kinds = {"samples": _of_slime, "batch_dict": _of_skyrl}
-        made = [make for name, make in kinds.items() if isinstance(found, dict) and name in found]
-        rows = list(made[0](found)) if made else None
+        readers = [
+            make for name, make in kinds.items() if isinstance(contents, dict) and name in contents
+        ]
+        rows = list(readers[0](contents)) if readers else None
     except Exception as problem:  # a damaged pickle may ask for anything
         raise ValueError(
             f"cannot be read as a pickle: {type(problem).__name__}: {problem}"
@@ -104,8 +102,10 @@ def read_pickle(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
 def _of_slime(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for sample in found["samples"]:
         tokens, count = sample["tokens"], sample["response_length"]
-        given = sample.get("loss_mask")
-        mask = [0] * (len(tokens) - count) + list([1] * count if given is None else given)
+        response_mask = sample.get("loss_mask")
+        mask = [0] * (len(tokens) - count) + list(
+            [1] * count if response_mask is None else response_mask
+        )
         index, group = sample.get("index"), sample.get("group_index")
         name = None if index is None else f"sample {index}"
         yield {"token_ids": tokens, "loss_mask": mask, "id": name, "group": group}

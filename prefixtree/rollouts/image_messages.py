@@ -55,7 +55,7 @@ class RolloutImage:
         return f"[image {self.number}]"
 
     def processed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The image processor's output for it, computed at every call.
+        """Computes the image processor's output, at every call.
 
         Returns:
             pixel_values, float32 [patches, values of a patch], and image_grid_thw, int64 [3].
@@ -97,14 +97,11 @@ class ImageBatch:
     placeholder: int
 
     def model_inputs(self, index: int) -> dict[str, torch.Tensor]:
-        """The inputs of a model for one sequence alone, as processors give them.
-
-        Args:
-            index: of the sequence.
+        """Makes the inputs of a model for one sequence alone, as processors give them.
 
         Returns:
             int64 `input_ids` and int32 `mm_token_type_ids` [1, n], and for a sequence with images
-            their `pixel_values` and `image_grid_thw`.
+                their `pixel_values` and `image_grid_thw`.
         """
         import torch
 
@@ -119,10 +116,7 @@ class ImageBatch:
 
 
 class ImageReader:
-    """Numbers the images of chat messages.
-
-    Two images are one if their decoded pixels are equal, wherever they stand. The image processor
-    gives the number of tokens.
+    """Numbers the images of chat messages; two are one if their decoded pixels are equal.
 
     Args:
         path: the folder with the files of a tokenizer and an image processor, or its name in the
@@ -143,24 +137,16 @@ class ImageReader:
     def number(
         self, messages: list[dict[str, Any]], folder: Path
     ) -> tuple[list[dict[str, Any]], list[list[RolloutImage]]]:
-        """Finds the images of some messages.
+        """Finds the images of some messages, whose paths are relative to `folder`.
 
-        Args:
-            messages: chat messages; `content` is a string or a list of parts.
-            folder: paths of images are relative to it.
-
-        Returns:
-            The messages with every image part as {"type": "image", "image": "[image 3]"}, and
-            the images, one list per message.
-
-        Raises:
-            InputError: a part of another shape, or an image that cannot be read.
-            ModuleNotFoundError: transformers, which has the image processor, is not installed.
+        Returns the messages with every image part as {"type": "image", "image": "[image 3]"}, and
+        the images, one list per message. Raises InputError for a part of another shape or an
+        unreadable image.
         """
         need_training("reading images")
         named, images = [], []
         for i, message in enumerate(messages):
-            found: list[RolloutImage] = []
+            held: list[RolloutImage] = []
             content = message.get("content")
             if isinstance(content, list):
                 parts = []
@@ -169,12 +155,12 @@ class ImageReader:
                     # parquet has every field in every part, and templates ask which are there
                     part = {name: value for name, value in part.items() if value is not None}
                     if _is_media(part):
-                        found.append(self._image(_reference(part, where), where, folder))
-                        part = {"type": "image", "image": str(found[-1])}
+                        held.append(self._image(_reference(part, where), where, folder))
+                        part = {"type": "image", "image": str(held[-1])}
                     parts.append(part)
                 message = {**message, "content": parts}
             named.append(message)
-            images.append(found)
+            images.append(held)
         return named, images
 
     def _image(self, reference: str, where: str, folder: Path) -> RolloutImage:
@@ -216,8 +202,8 @@ class ImageReader:
             raise InputError(f"{name}: the image processor refuses it: {problem}") from None
 
         def processed() -> tuple[torch.Tensor, torch.Tensor]:
-            made = processor(images=[_decoded(read(), name)], return_tensors="pt")
-            return made["pixel_values"], made["image_grid_thw"][0]
+            features = processor(images=[_decoded(read(), name)], return_tensors="pt")
+            return features["pixel_values"], features["image_grid_thw"][0]
 
         image = RolloutImage(
             number=len(self.images),
@@ -266,19 +252,10 @@ class ImageReader:
 def expand(
     token_ids: np.ndarray, placeholder: int, images: list[RolloutImage]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts each image's tokens in the place of its one placeholder.
+    """Puts each image's tokens in the place of its one placeholder in token_ids, int64 [n].
 
-    Args:
-        token_ids: int64 [n], one placeholder per image.
-        placeholder: its token id.
-        images: in order.
-
-    Returns:
-        int64 [m], the tokens of image k as `FIRST_IMAGE` + k, and int64 [n], for every token of
-        `token_ids` where it ends in them.
-
-    Raises:
-        InputError: another number of placeholders than of images, or two side by side.
+    Returns int64 [m], the tokens of image k as `FIRST_IMAGE` + k, and int64 [n], for every token of
+    `token_ids` where it ends in them. Raises InputError for other placeholders than images.
     """
     at = np.flatnonzero(token_ids == placeholder)
     if len(at) != len(images):
@@ -298,28 +275,22 @@ def expand(
 
 
 def place(token_ids: np.ndarray, placeholder: int, images: list[RolloutImage]) -> np.ndarray:
-    """Puts each image's number on the placeholders that stand for it.
+    """Puts each image's number on its run of placeholders in token_ids, int64 [n].
 
-    Args:
-        token_ids: int64 [n], for every image a run of placeholders as long as it has tokens.
-        placeholder: their token id.
-        images: in order.
-
-    Returns:
-        int64 [n], the tokens of image k as `FIRST_IMAGE` + k.
-
-    Raises:
-        InputError: other runs of placeholders than the images have.
+    Returns int64 [n], the tokens of image k as `FIRST_IMAGE` + k. Raises InputError for other runs
+    of placeholders than the images have.
     """
     is_image = np.concatenate([[False], token_ids == placeholder, [False]])
     begins, ends = np.flatnonzero(np.diff(is_image.astype(np.int8))).reshape(-1, 2).T
-    found, expected = (ends - begins).tolist(), [image.tokens for image in images]
-    if found != expected:
-        k = next((k for k, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
+    lengths, expected = (ends - begins).tolist(), [image.tokens for image in images]
+    if lengths != expected:
+        k = next(
+            (k for k, (a, b) in enumerate(zip(lengths, expected, strict=False)) if a != b), None
+        )
         difference = (
-            f"{len(found)} runs of placeholders (id {placeholder}) for {len(expected)} images"
+            f"{len(lengths)} runs of placeholders (id {placeholder}) for {len(expected)} images"
             if k is None
-            else f"{found[k]} placeholders (id {placeholder}) for image {k}, which is "
+            else f"{lengths[k]} placeholders (id {placeholder}) for image {k}, which is "
             f"{expected[k]} tokens"
         )
         raise InputError(f"the token ids have {difference} of the messages")

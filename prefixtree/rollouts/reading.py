@@ -189,12 +189,12 @@ def _array_or_lines(stream: Any) -> Iterator[tuple[int, Any]]:
     number, lines = 0, stream
     for number, line in enumerate(stream, 1):
         if line.lstrip()[:1] == b"[":
-            whole = line + stream.read()
+            text = line + stream.read()
             try:
-                yield from enumerate(json.loads(whole), 1)
+                yield from enumerate(json.loads(text), 1)
                 return
             except (ValueError, RecursionError):
-                number, lines = number - 1, whole.splitlines()
+                number, lines = number - 1, text.splitlines()
                 break
         yield number, line
         if not line.isspace():
@@ -248,8 +248,7 @@ def _rollouts(
     folder: Path,
     prompts: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """The rollouts of a line: one, or two of a pair, which are a group. So are samples that a
-    trainer wrote of one prompt; `prompts` holds their names."""
+    """Makes a line's rollouts: one or a pair; `prompts` names groups of samples of one prompt."""
     if not isinstance(row, dict):
         raise InputError(f"expected a JSON object, got {_kind(row)}")
     # parquet has every column in every row
@@ -299,9 +298,9 @@ def _tokens(
     row: dict[str, Any], tokenizer: ChatTokenizer | None, folder: Path
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, Any, Any]:
     """Token ids, loss mask, turn ends, turns and messages, as far as the fields imply them."""
-    given = _given_tokens(row)
-    if given is not None:
-        tokens, mask, ends = given
+    fields = _given_tokens(row)
+    if fields is not None:
+        tokens, mask, ends = fields
         tokens, messages = _with_images(tokens, row.get("messages"), tokenizer, folder)
         return tokens, mask, ends, None, messages
     if "texts" in row and isinstance(row["texts"], dumps.Texts):
@@ -331,10 +330,10 @@ def _given_tokens(
     row: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None] | None:
     """Token ids, loss mask and turn ends of the fields of token ids; None where there are none."""
-    whole = [name for name in _WHOLE if name in row]
-    if whole:
-        tokens = _token_ids(row, whole[0])
-        if len(whole) == 2 and not np.array_equal(tokens, _token_ids(row, whole[1])):
+    names = [name for name in _WHOLE if name in row]
+    if names:
+        tokens = _token_ids(row, names[0])
+        if len(names) == 2 and not np.array_equal(tokens, _token_ids(row, names[1])):
             raise InputError("token_ids and input_ids differ; expected one of them")
         return tokens, None, None
     response = next((name for name in _RESPONSE if name in row), None)

@@ -71,13 +71,7 @@ class Rollouts:
         return len(self.sequences)
 
     def take(self, indices: Sequence[int]) -> Rollouts:
-        """Selects sequences.
-
-        Args:
-            indices: indices of the sequences.
-
-        Returns:
-            The sequences at `indices`, in that order.
+        """Selects the sequences at `indices`, in that order.
 
         Raises:
             ValueError: indices that are no list of integers.
@@ -92,13 +86,7 @@ class Rollouts:
         return replace(self, **kept)
 
     def first(self, count: int) -> Rollouts:
-        """Selects the first sequences.
-
-        Args:
-            count: the number of sequences.
-
-        Returns:
-            The first `count` sequences, or all where there are fewer.
+        """Selects the first `count` sequences, or all where there are fewer.
 
         Raises:
             ValueError: a count that is no integer >= 0.
@@ -106,10 +94,7 @@ class Rollouts:
         return self.take(range(min(integer("count", count, 0), len(self))))
 
     def image_batch(self) -> ImageBatch | None:
-        """Processes the images of the sequences, each distinct one once.
-
-        Returns:
-            Sequences and images as a model gets them; None where no sequence has an image.
+        """Processes the images of the sequences, each distinct one once; None where there are none.
 
         Raises:
             InputError: an image whose file is gone, or is another one by now.
@@ -120,8 +105,10 @@ class Rollouts:
         if not any(numbers):
             return None
         assert self.placeholder is not None
-        made = {n: self.images[n].processed() for n in sorted({n for row in numbers for n in row})}
-        processed = [made[n] for row in numbers for n in row]
+        by_number = {
+            n: self.images[n].processed() for n in sorted({n for row in numbers for n in row})
+        }
+        processed = [by_number[n] for row in numbers for n in row]
         return ImageBatch(
             sequences=[
                 np.where(sequence >= FIRST_IMAGE, self.placeholder, sequence)
@@ -134,13 +121,7 @@ class Rollouts:
         )
 
     def first_groups(self, count: int) -> Rollouts:
-        """Selects the sequences of the first groups, in order of appearance.
-
-        Args:
-            count: the number of groups.
-
-        Returns:
-            The sequences of the first `count` groups, or all where there are fewer.
+        """Selects the sequences of the first `count` groups, or all, in order of appearance.
 
         Raises:
             InputError: a rollout without a group.
@@ -159,16 +140,13 @@ class Rollouts:
 def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
     """Cuts rollouts into one sequence per assistant turn: the rollout up to the turn's end.
 
-    Trainers that step turn by turn compute these sequences.
+    Trainers that step turn by turn compute these sequences. They stand in the order of the rollouts
+    and their turns, with loss masks cut likewise.
 
     Args:
         rollouts: as `read_rollouts` returns them.
         strict: whether to raise at a rollout whose turns are unknown. Default: False: leave it out
             and keep the reason in `Rollouts.problems`.
-
-    Returns:
-        One sequence per turn, in the order of the rollouts and their turns; loss masks are cut
-        likewise.
 
     Raises:
         InputError: no turn at all, or, with `strict`, a rollout whose turns are unknown.
@@ -208,8 +186,8 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
             origin += [i] * len(turn_ends)
             lengths = turn_ends.tolist()
             sequences += [rollouts.sequences[i][:end] for end in lengths]
-            given = rollouts.loss_masks
-            masks += [None if given is None else given[i][:end] for end in lengths]
+            loss_masks = rollouts.loss_masks
+            masks += [None if loss_masks is None else loss_masks[i][:end] for end in lengths]
             ends += [turn_ends[: k + 1] for k in range(len(lengths))]
             sampled += [None] * len(lengths)
             route = rollouts.routes[i]

@@ -23,14 +23,9 @@ _FILES = [_WORDS, _SETTINGS, _TEMPLATE, _MORE_SETTINGS]
 
 
 class TokenizerFiles:
-    """The words, the special tokens and the chat template of a folder.
+    """The words, special tokens and chat template of a folder or a name on the Hugging Face hub.
 
-    Args:
-        path: the folder, or its name on the Hugging Face hub.
-
-    Raises:
-        InputError: no folder or name with a tokenizer.json.
-        ModuleNotFoundError: the package tokenizers is not installed.
+    Raises InputError without a tokenizer.json, ModuleNotFoundError without the package tokenizers.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -76,8 +71,11 @@ class TokenizerFiles:
         return self._words.token_to_id(token)
 
     def encode(self, text: str, *, special: bool = False) -> tuple[np.ndarray, list[int]]:
-        """Token ids int64 [n], and the character at which each ends; special tokens are those that
-        the text has, and with `special` those that the tokenizer puts around it."""
+        """Finds token ids int64 [n], and the character at which each ends.
+
+        Special tokens are those of the text, and with `special` those that the tokenizer puts
+        around it.
+        """
         encoded = self._words.encode(text, add_special_tokens=special)
         return np.array(encoded.ids, np.int64), [end for _, end in encoded.offsets]
 
@@ -86,12 +84,7 @@ class TokenizerFiles:
         return self._words.decode(token_ids, skip_special_tokens=False)
 
     def render(self, messages: Any, tools: Any, add_generation_prompt: bool = False) -> str:
-        """The text that the chat template makes of messages.
-
-        Raises:
-            InputError: messages that the template refuses.
-            ModuleNotFoundError: the package jinja2 is not installed.
-        """
+        """Writes messages by the chat template; InputError if the template refuses them."""
         try:
             return self._compiled(bool(tools)).render(
                 messages=[_with_reasoning(message) for message in messages],
@@ -193,9 +186,9 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = as_json
-    given: dict[str, Callable[..., Any]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    environment.globals.update(given)
+    environment.globals.update(functions)
     return environment

@@ -154,14 +154,9 @@ def in_one_pass(logits: torch.Tensor) -> bool:
 
 
 def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Makes keys of rows: hashes of the seed and of the row's place in the tree of branchings.
+    """Hashes the seed and each row's place in the tree of branchings, to int64 [B] on the CPU.
 
-    Args:
-        paths: one per row: the sequence that it continues, then its number at each branching above
-            it.
-
-    Returns:
-        int64 [B] on the CPU.
+    The place is the sequence that the row continues, then its number at each branching above it.
     """
     paths = list(paths)
     depth = max(map(len, paths))

@@ -98,11 +98,7 @@ class _Chains:
         return TreeMask(ends).to(self._device)
 
     def behind_tails(self, width: int) -> tuple[TreeMask, torch.Tensor, torch.Tensor]:
-        """Chains each row's tail and its new tokens.
-
-        Returns:
-            Their mask, the places of the new tokens [B], and those of the next tail [rows, W - 1].
-        """
+        """Chains rows' tails and new tokens: mask, new tokens [B], next tails [rows, W - 1]."""
         if width not in self._widths:
             counts = self._counts + width - 1
             is_new = np.arange(counts.sum()) >= np.repeat(
@@ -117,11 +113,7 @@ class _Chains:
 
 
 class StatePools:
-    """A pool of states, or of tails, per call of a recurrent layer's functions.
-
-    Calls are told apart by their order, as those of attention are. Without recurrent layers there
-    are none.
-    """
+    """A pool of states, or of tails, per call of a recurrent layer, told apart by order."""
 
     def __init__(self) -> None:
         self._states, self._tails = _Kind(), _Kind()
@@ -134,8 +126,7 @@ class StatePools:
         """Announces a forward over a packed forest.
 
         Args:
-            last: int64 [rows], the token after which each row goes on.
-            slots: int64 [rows], of the states after these tokens.
+            last, slots: int64 [rows], the token after which each row goes on, and its states' slot.
         """
         self._now, self._filling = _Ends(mask, last, slots), True
         self._slots = max(self._slots, int(slots.max(initial=0)) + 1)
@@ -158,11 +149,7 @@ class StatePools:
         self._now = rows
 
     def end(self) -> None:
-        """Ends a forward: rows that went on next read the slots that they wrote.
-
-        Raises:
-            UnsupportedError: fewer calls than in the prefill.
-        """
+        """Ends a forward: rows that went on next read the slots that they wrote."""
         for name, kind in (("state", self._states), ("convolution", self._tails)):
             calls, kind.calls = kind.calls, 0
             if self._filling:
@@ -199,11 +186,7 @@ class StatePools:
         return next((pool.device for pool in self._all), None)
 
     def hold(self, slots: int) -> None:
-        """Makes room for so many slots, the spare one among them; the contents of slots stay.
-
-        Raises:
-            MemoryError: the device has less.
-        """
+        """Makes room for so many slots, the spare one included, or raises a MemoryError."""
         if slots <= self._slots or not self._all:
             return
         # rounded up, so that few new rows make new pools
@@ -264,27 +247,23 @@ class StatePools:
         bias: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        """Computes `tree_conv` of a prefill, or of rows' new tokens after their tails, [T or B, D].
-
-        Raises:
-            UnsupportedError: calls that the prefill did not make.
-        """
-        now, width = self._now, weight.shape[1]
-        if isinstance(now, _Ends):
-            out = tree_conv(x, weight, bias, now.mask, activation)
-            self._keep(self._tails, now.tails(x, width))
+        """Computes `tree_conv` of a prefill, or of rows' new tokens and tails, [T or B, D]."""
+        call, width = self._now, weight.shape[1]
+        if isinstance(call, _Ends):
+            out = tree_conv(x, weight, bias, call.mask, activation)
+            self._keep(self._tails, call.tails(x, width))
             return out
         pool = self._tails.next("convolution", (width - 1, x.shape[1]), x.dtype)
-        if isinstance(now, RowSlots):
-            return conv_step(x, weight, bias, pool, now, activation is not None)
-        assert now is not None
-        mask, new, tails = now.behind_tails(width)
+        if isinstance(call, RowSlots):
+            return conv_step(x, weight, bias, pool, call, activation is not None)
+        assert call is not None
+        mask, new, tails = call.behind_tails(width)
         together = x.new_empty(mask.num_tokens, x.shape[1])
         is_tail = torch.ones(len(together), dtype=torch.bool, device=x.device)
         is_tail[new] = False
-        together[is_tail] = pool[now.source].flatten(0, 1)
+        together[is_tail] = pool[call.source].flatten(0, 1)
         together[new] = x
-        pool.index_copy_(0, now.target, together[tails])
+        pool.index_copy_(0, call.target, together[tails])
         return tree_conv(together, weight, bias, mask, activation)[new]
 
     @torch.compiler.disable
@@ -310,17 +289,17 @@ class StatePools:
         dtype: torch.dtype,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        now = self._now
-        if isinstance(now, _Ends):
-            out, final = whole(*tensors, now.borders, **options)
+        call = self._now
+        if isinstance(call, _Ends):
+            out, final = whole(*tensors, call.borders, **options)
             self._keep(self._states, final)
             return out
         pool = self._states.next("state", shape, torch.promote_types(dtype, torch.float32))
-        if isinstance(now, RowSlots):
-            return step(*tensors, pool, now, **options)
-        assert now is not None
-        out, final = whole(*tensors, now.borders, initial=pool[now.source], **options)
-        pool.index_copy_(0, now.target, final)
+        if isinstance(call, RowSlots):
+            return step(*tensors, pool, call, **options)
+        assert call is not None
+        out, final = whole(*tensors, call.borders, initial=pool[call.source], **options)
+        pool.index_copy_(0, call.target, final)
         return out
 
 
@@ -331,17 +310,10 @@ Works = dict[int | None, DecodeWork]
 
 
 class ForestCache:
-    """A pool of keys and one of values per attention call of a forward.
+    """A pool of keys and one of values, of `capacity` keys C, per attention call of a forward.
 
-    Calls are told apart by their order, which is that of the layers: a module that stands in two
-    layers has two pools. Every later forward must make as many calls as the prefill, so a layer
-    that attends elsewhere shows.
-
-    Args:
-        capacity: C, the keys of every pool.
-
-    Attributes:
-        states: recurrent states of rows.
+    Calls are told apart by their order: a module that stands in two layers has two pools. Every
+    later forward must make as many calls as the prefill, so a layer that attends elsewhere shows.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -385,11 +357,7 @@ class ForestCache:
         return keys + self.states.addresses
 
     def end(self) -> None:
-        """Ends a forward; the next one brings one token more per row.
-
-        Raises:
-            UnsupportedError: layers of this forward attended elsewhere.
-        """
+        """Ends a forward; the next one brings one token more per row."""
         self.states.end()
         calls, self._calls = self._calls, 0
         if self._works is None:
@@ -430,17 +398,13 @@ class ForestCache:
         window: int | None,
         **options: Any,
     ) -> torch.Tensor:
-        """Writes the new keys and values, and attends to all keys that each token sees.
+        """Writes new keys and values, and attends to all keys that each token sees.
 
         Args:
             q: [B, H, D]. k: [B, Hk, D]. v: [B, Hk, Dv].
-            window, options: as `cascade_attention` takes them.
 
         Returns:
             [B, H, Dv] in q's dtype.
-
-        Raises:
-            UnsupportedError: more attention calls than in the prefill, or another window or dtype.
         """
         assert self._works is not None
         if self._calls == len(self._pools) or window not in self._works:

@@ -57,9 +57,6 @@ class StepGraphs:
 
     One runs at a time, and its results are in tensors made before, so graphs may share.
 
-    Args:
-        wanted: False: none is captured. Default: they are if the device has CUDA graphs.
-
     Attributes:
         num_captured: the number of captured steps.
         reason: why steps are not captured; None if they are.
@@ -75,10 +72,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def size_of(self, rows: int) -> int:
-        """The size of a step for so many rows.
-
-        If steps are captured there are few sizes, at most a quarter above the rows.
-        """
+        """Rounds rows up to a step's size, by a quarter at most, where steps are captured."""
         if self.reason is not None:
             return rows
         step = max(8, 1 << max(0, (rows - 1).bit_length() - 3))
@@ -87,8 +81,8 @@ class StepGraphs:
     def captured(self) -> Callable[[Callable[[], None]], None]:
         """Makes a runner of one step, which runs it plainly at first, then captures and replays it.
 
-        The caller hands the runner the same step at every call. The step reads and writes tensors
-        that stay where they are. It is not kept, so no circle of references keeps its tensors.
+        The step reads and writes tensors that stay where they are, and is the same at every call.
+        The runner does not keep it, so no circle of references keeps its tensors.
         """
         calls, replay = 0, None
 
@@ -167,11 +161,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def state_of(model: nn.Module, addresses: list[int]) -> int:
     """Hashes all that a captured step of a model depends on, but for the contents of tensors.
 
-    These are addresses of parameters and buffers, the modules, their hooks and plain attributes
-    (which adapter is active, whether it is merged, its scaling), and the configuration.
-
-    Args:
-        addresses: others that it depends on.
+    These are addresses of parameters, buffers and others given, the modules, their hooks and plain
+    attributes (which adapter is active, whether it is merged, its scaling), and the configuration.
     """
     config: Any = model.config
     facts = [_facts(vars(part)) for part in (*model.modules(), config, config.get_text_config())]
@@ -197,14 +188,7 @@ _SEEN = 64
 
 
 class CachedForward:
-    """Calls a causal language model with one `ForestCache`.
-
-    Args:
-        model: as `sequence_logprobs` takes it. capacity: keys of the cache.
-
-    Attributes:
-        has_states: whether the model has recurrent layers.
-    """
+    """Calls a causal language model with one `ForestCache` of `capacity` keys."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self.cache = ForestCache(capacity)
@@ -243,11 +227,7 @@ class CachedForward:
     def prefill(self, packed: PackedForest, last: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """Reads a packed forest; gives the logits [S, V] of tokens `last`, int64 [S].
 
-        Their states go into `slots`, int64 [S].
-
-        Raises:
-            MemoryError: no room for the states.
-            UnsupportedError, ValueError: as `sequence_logprobs`.
+        Their states go into `slots`, int64 [S]. Raises MemoryError if there is no room for them.
         """
         check_model(self._model, self._causal_lm, packed)
         self._check_dropout()
@@ -266,10 +246,7 @@ class CachedForward:
         return logits
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Reads ids int64 [B] at positions int64 [B]; gives the logits [B, V].
-
-        Compiled layers run compiled: their graphs serve every number of rows.
-        """
+        """Reads ids int64 [B] at positions int64 [B]; gives the logits [B, V]."""
         return self._call(**self._inputs(ids, positions))
 
     def read(
@@ -309,14 +286,7 @@ class CachedForward:
     # ---- checks ----------------------------------------------------------------------------------
 
     def check_forest(self, forest: PrefixForest) -> None:
-        """Refuses a forest that cannot be sampled from, before anything is computed.
-
-        Raises:
-            TypeError: not a PrefixForest.
-            ForestError: a forest without token ids.
-            UnsupportedError: recorded routes; a model whose parameters are sharded or on several
-                devices, or that runs another attention.
-        """
+        """Refuses a forest that cannot be sampled from, before anything is computed."""
         if not isinstance(forest, PrefixForest):
             raise TypeError(
                 f"start takes a PrefixForest, got {kind_of(forest, PrefixForest)}; "
@@ -361,11 +331,7 @@ class CachedForward:
         check_vocabulary(self._causal_lm, tokens)
 
     def check_length(self, longest: int) -> None:
-        """Refuses rows longer than learned positions, or one set of RoPE's frequencies, serve.
-
-        Args:
-            longest: the most tokens that a row may come to have.
-        """
+        """Refuses rows longer than learned positions, or one set of RoPE's frequencies."""
         check_positions(self._causal_lm, longest, "max_new_tokens counted")
         if self._rope_length is not None and longest > self._rope_length:
             raise UnsupportedError(
@@ -389,12 +355,7 @@ class CachedForward:
             )
 
     def check_model(self) -> None:
-        """Refuses a model that changed since it read the forest.
-
-        Raises:
-            RuntimeError: the keys are of other weights.
-            UnsupportedError: dropout, noise or adapters are active that were not before.
-        """
+        """Refuses a model that has changed since: weights, dropout, noise or adapters."""
         assert self._stamp is not None
         change = self._stamp.change()
         if change is None and self._numbers != self._some_numbers():

@@ -27,10 +27,10 @@ from prefixtree.forest import PrefixForest
 
 @dataclass(eq=False)
 class _Node:
-    """A run of the pool.
+    """A run of the pool, in keys.
 
     Attributes:
-        start: the first key. length: keys written. room: keys that it may hold.
+        length: keys written. room: keys that it may hold.
         position: that of its first key in its sequences.
         users: the number of rows that end here, and of child nodes.
     """
@@ -44,19 +44,10 @@ class _Node:
 
 
 class GrowingForest:
-    """The nodes and rows of a forest whose sequences go on.
+    """The nodes and rows of a forest whose sequences go on: one row per sequence, depth first.
 
-    The forest's own tokens stand at 0 .. T - 1 of the pool, in packed order.
-
-    Args:
-        forest: where the rows begin: one row per sequence, depth first.
-        capacity: keys of the pool.
-
-    Attributes:
-        sources: the sequence that each row continues, at the beginning.
-
-    Raises:
-        MemoryError: the forest has more tokens than the pool has keys.
+    The forest's own tokens stand at 0 .. T - 1 of the pool, in packed order. If the pool has fewer
+    keys, a MemoryError says so. `sources` has the sequence that each row continues.
     """
 
     def __init__(self, forest: PrefixForest, capacity: int) -> None:
@@ -130,17 +121,10 @@ class GrowingForest:
         self._targets = list(self._slots)
 
     def reserve(self, rows: Sequence[int], rooms: Sequence[int]) -> np.ndarray | None:
-        """Gives rows room to grow, all of them or none.
+        """Gives ascending rows room for so many keys each, >= 1: all of them, or a MemoryError.
 
-        Args:
-            rows: ascending. rooms: how many keys each is to write, >= 1.
-
-        Returns:
-            None, or int64 [kept keys] if the room is scattered and so all nodes moved together: key
-            i stood at the i-th number before.
-
-        Raises:
-            MemoryError: the pool has less room; nothing was changed.
+        Returns None, or int64 [kept keys] if the room was scattered and so all nodes moved
+        together: key i stood at the i-th number before.
         """
         needed, moved = sum(rooms), None
         if needed > self.num_free:
@@ -186,26 +170,26 @@ class GrowingForest:
     def runs_and_tails(
         self, rows: Sequence[int], counts: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lists the keys that the tokens of a forward see.
+        """Lists the keys that a forward's tokens see; `counts`: tokens of each row. Default: one.
 
         Args:
             rows: ascending, each with room for its tokens.
-            counts: tokens of each row. Default: one.
 
         Returns:
             Runs, int64 [N, 5]: first key, stop key, first token of the forward that sees them, stop
-            token, position of the first key. And tails, int64 [B, 4], one per token: first key of
-            the row's own run, its room, keys written before this token, position of the first key.
+                token, position of the first key. And tails, int64 [B, 4], one per token: first key
+                of the row's own run, its room, keys written before this token, position of the
+                first key.
         """
         tails: list[tuple[int, int, int, int]] = []
         # the first token below each node, and the one after its last
         below: dict[_Node, list[int]] = {}
         for row, count in zip(rows, counts or [1] * len(rows), strict=True):
-            own, at = self._rows[row], len(tails)
-            for node in _path(own.parent):
+            end, at = self._rows[row], len(tails)
+            for node in _path(end.parent):
                 below.setdefault(node, [at, 0])[1] = at + count
             for token in range(count):
-                tails.append((own.start, own.room, own.length + token, own.position))
+                tails.append((end.start, end.room, end.length + token, end.position))
         runs = [
             (node.start, node.start + node.length, first, stop, node.position)
             for node, (first, stop) in below.items()

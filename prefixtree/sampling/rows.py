@@ -90,7 +90,6 @@ class Row:
         pieces: the history, then sampled and appended tokens.
         pending: the last tokens, if the model has not read them yet.
         logits: [V], of the token that comes next; None if tokens are pending.
-        stopped: whether the last token is a sampled stop token.
         new: tokens sampled by the last `generate`.
     """
 
@@ -174,11 +173,7 @@ _READ_AT_ONCE = 2048
 
 
 def stop_tokens(stop: Any) -> frozenset[int]:
-    """The token ids at which rows end.
-
-    Raises:
-        TypeError: no list of token ids.
-    """
+    """Reads the token ids at which rows end; TypeError for anything else."""
     try:
         return frozenset(
             integer("stop", token, 0) for token in entries("stop", stop, "", ordered=False)
@@ -234,31 +229,28 @@ class Rows:
             RuntimeError, UnsupportedError: as `generate`, if the model reads such tokens.
         """
         self._forward.check_owner(self)
-        given = self._counts(counts)
-        wanted = [1] * len(self)
-        for at, count in zip(self._places(given.keys()), given.values(), strict=True):
-            wanted[at] = count
-        reading = [at for at, count in enumerate(wanted) if count > 1]
+        by_row = self._counts(counts)
+        per_row = [1] * len(self)
+        for at, count in zip(self._places(by_row.keys()), by_row.values(), strict=True):
+            per_row[at] = count
+        reading = [at for at, count in enumerate(per_row) if count > 1]
         try:
             self._read(reading)
         finally:
             self._growing.trim(reading)
         branched = [
             replace(row, path=(*row.path, number)) if count > 1 else row
-            for row, count in zip(self._rows, wanted, strict=True)
+            for row, count in zip(self._rows, per_row, strict=True)
             for number in range(count)
         ]
         # an interruption would leave rows with keys of others
         self._forward.own(None)
-        self._growing.branch(wanted)
+        self._growing.branch(per_row)
         self._set(branched)
         self._forward.own(self)
 
     def drop(self, rows: Iterable[int]) -> None:
         """Drops rows: they leave the samples, and their keys make room.
-
-        Args:
-            rows: the rows to drop.
 
         Raises:
             ValueError: rows that are no integers.
@@ -285,10 +277,10 @@ class Rows:
         if not isinstance(tokens, Mapping):
             raise TypeError(f"tokens must be a mapping from rows to token ids, got {tokens!r}")
         places = self._places(tokens.keys())
-        given = [entries(f"tokens[{row}]", ids, "token ids") for row, ids in tokens.items()]
-        if filled := [reply for reply in given if reply]:
+        replies = [entries(f"tokens[{row}]", ids, "token ids") for row, ids in tokens.items()]
+        if filled := [reply for reply in replies if reply]:
             self._forward.check_tokens(flatten(filled, "tokens")[0])
-        for at, reply in zip(places, given, strict=True):
+        for at, reply in zip(places, replies, strict=True):
             self._rows[at] = self._rows[at].with_reply([int(t) for t in reply])
 
     @lasting
@@ -358,9 +350,6 @@ class Rows:
     def new_tokens(self, row: int) -> list[int]:
         """Lists the tokens that a row sampled in the last `generate` that it took part in.
 
-        Args:
-            row: its number.
-
         Raises:
             IndexError: a row that does not exist.
         """
@@ -410,20 +399,20 @@ class Rows:
 
     def _read_some(self, rows: Sequence[int]) -> None:
         """Runs one forward over pending tokens of these rows."""
-        left, which, tokens = _READ_AT_ONCE, [], []
+        left, chosen, tokens = _READ_AT_ONCE, [], []
         for at in rows:
             if left:
-                which.append(at)
+                chosen.append(at)
                 tokens.append(self._rows[at].pending[:left])
                 left -= len(tokens[-1])
         counts = [len(part) for part in tokens]
         if self._forward.has_states:
             # an interruption would leave some rows after tokens that others have not read
             self._forward.own(None)
-        seen, slots = self._growing.runs_and_tails(which, counts), self._growing.slots(which)
+        seen, slots = self._growing.runs_and_tails(chosen, counts), self._growing.slots(chosen)
         logits = self._forward.read(*seen, slots, tokens)
-        self._growing.extend(which, counts)
-        for at, count, last in zip(which, counts, logits, strict=True):
+        self._growing.extend(chosen, counts)
+        for at, count, last in zip(chosen, counts, logits, strict=True):
             rest = self._rows[at].pending[count:]
             self._rows[at] = replace(self._rows[at], pending=rest, logits=None if rest else last)
         self._forward.own(self)
@@ -434,8 +423,8 @@ class Rows:
         look_every = _LOOK_EVERY.get(device.type, _LOOK_EVERY_ON_GPUS)
         logits: list[Any] = [self._rows[at].logits for at in rows]
         last = [self._growing.length(at) - 1 for at in rows]
-        how = draws, sorted(stop)
-        step = self._steps.step(len(rows), *how)
+        options = draws, sorted(stop)
+        step = self._steps.step(len(rows), *options)
         keys = row_keys(draws.seed, [self._rows[at].path for at in rows])
         step.start(keys, torch.tensor(last))
         if self._forward.has_states:
@@ -452,7 +441,7 @@ class Rows:
                     if not live:
                         break
                     if step.size_for(len(live)) <= _STILL_FULL * step.size:
-                        following = self._steps.step(len(live), *how)
+                        following = self._steps.step(len(live), *options)
                         step.hand_over(live, following)
                         self._collect(step, rows, stop)
                         rows, step = [rows[number] for number in live], following
@@ -478,13 +467,13 @@ class Rows:
 
     def _counts(self, counts: Any) -> dict[int, int]:
         """The counts given to `branch`, by row."""
-        given = counts
+        by_row = counts
         if not isinstance(counts, Mapping):
-            one = getattr(counts, "ndim", None) == 0 or not hasattr(counts, "__iter__")
-            given = dict(enumerate([counts] * len(self) if one else counts))
+            is_number = getattr(counts, "ndim", None) == 0 or not hasattr(counts, "__iter__")
+            by_row = dict(enumerate([counts] * len(self) if is_number else counts))
         try:
-            if given is counts or len(given) == len(self):
-                return {row: integer("counts", count, 0) for row, count in given.items()}
+            if by_row is counts or len(by_row) == len(self):
+                return {row: integer("counts", count, 0) for row, count in by_row.items()}
         except ValueError:
             pass
         raise ValueError(

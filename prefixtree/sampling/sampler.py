@@ -58,13 +58,12 @@ class TreeSampler:
 
     @lasting
     def start(self, forest: PrefixForest) -> Rows:
-        """Reads a forest, and makes one row per sequence of it. Rows of an earlier start end.
+        """Reads a forest, and makes one row per sequence of it: row i continues sequence i.
+
+        Rows of an earlier start end.
 
         Args:
             forest: the histories, with token ids.
-
-        Returns:
-            Rows: row i continues sequence i.
 
         Raises:
             TypeError: anything but a PrefixForest.
@@ -100,17 +99,11 @@ class TreeSampler:
         draws: Draws | None = None,
         stop: Iterable[int] = (),
     ) -> Samples:
-        """Samples n continuations of every prompt.
+        """Samples n continuations of every prompt, side by side, in the prompts' order.
 
         Args:
             prompts: sequences of token ids, as `PrefixForest.from_sequences` takes them.
-            n: continuations of each.
-            max_new_tokens: as `Rows.generate` takes it.
-            draws: as `Rows.generate` takes it.
-            stop: as `Rows.generate` takes it.
-
-        Returns:
-            Samples: n sequences per prompt, side by side, in the prompts' order.
+            max_new_tokens, draws, stop: as `Rows.generate` takes them.
 
         Raises:
             ForestError, MemoryError, UnsupportedError, ValueError: as `start` and `Rows.generate`.

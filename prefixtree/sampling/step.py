@@ -25,10 +25,9 @@ _MOST = 64
 
 
 class Drawn(NamedTuple):
-    """Draws of n steps, on the host: tokens int64 [B, n], and float32 [B, n] log-probabilities.
+    """Draws of n steps on the host, [B, n] each: tokens int64, logprobs float32, kept and sets.
 
-    `kept` holds logs of the probability that truncation kept, float32 [B, n], and `sets` the token
-    ids that it kept where they are asked for, otherwise None: objects [B, n].
+    `kept` are float32 logs of the kept probability; `sets` the kept token ids or None, objects.
     """
 
     tokens: np.ndarray
@@ -44,12 +43,8 @@ class DecodeStep:
     place. So a step may be captured in a CUDA graph, which then serves all batches. Rows after
     those of a batch are not live.
 
-    Args:
-        draws: how tokens are drawn; their seed is in the keys.
-        stop: tokens.
-
     Attributes:
-        ids: int64 [size], the last tokens drawn. positions: theirs.
+        ids, positions: int64 [size], of the last tokens drawn.
         live: bool [size], whether no stop token was drawn.
         torn: whether a step was interrupted, so that states of some layers may have moved.
     """
@@ -87,12 +82,7 @@ class DecodeStep:
         self.live[:rows] = True
 
     def start(self, keys: torch.Tensor, positions: torch.Tensor) -> None:
-        """Begins a batch.
-
-        Args:
-            keys: int64 [B], of the rows' draws.
-            positions: int64 [B], of the last token that each row's keys hold.
-        """
+        """Begins a batch of draws by keys int64 [B] at the rows' last positions int64 [B]."""
         self._begin(len(keys))
         self._keys[: len(keys)] = move(keys, self._keys.device)
         self.positions[: len(keys)] = move(positions, self._keys.device)
@@ -110,10 +100,7 @@ class DecodeStep:
     def begin(
         self, runs: np.ndarray, tails: np.ndarray, slots: tuple[np.ndarray, np.ndarray]
     ) -> None:
-        """Sets the tokens of the next `run`, one per row, and the slots that they read and write.
-
-        They come from `GrowingForest.runs_and_tails` and `GrowingForest.slots`.
-        """
+        """Sets the next `run`'s tokens, one per row, and slots, as `GrowingForest` gives them."""
         for into, of_rows in zip(self._slots, slots, strict=False):
             into[: len(of_rows)] = move(torch.from_numpy(of_rows), into.device)
         # a captured graph reads the old lists, so it goes if others are made
@@ -186,14 +173,7 @@ class DecodeStep:
 
 
 class Steps:
-    """The steps of a model, kept if they are captured.
-
-    Args:
-        captured: whether steps are captured if the device has CUDA graphs.
-
-    Attributes:
-        graphs: captures them. None before the first step.
-    """
+    """The steps of a model, kept if `graphs` captures them; that is None before the first step."""
 
     def __init__(self, forward: CachedForward, captured: bool) -> None:
         self._forward, self._captured = forward, captured

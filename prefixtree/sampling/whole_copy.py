@@ -28,27 +28,19 @@ _AROUND = "torch", "transformers", "accelerate", "trl", "functools"
 
 @contextmanager
 def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
-    """Copies a model with its current parameters whole; all ranks enter together.
+    """Copies a model with its current parameters whole, while open; all ranks enter together.
 
     No rank waits for another within. A sampler's step reads every weight, and ranks take different
     numbers of steps: to gather layers in each would take longer, and rows that end would have to go
-    on. The copy has memory only within the context, so a training step has it.
+    on.
 
-    Modules are copied with their attributes, adapters among them, so that the copy computes what
-    the model does. Hooks are not copied. Layers that `compile_layers` compiled are compiled. The
-    configuration is the model's own.
+    Modules are copied with their attributes, adapters among them, so that the copy computes as the
+    model does, in evaluation mode and without gradients. Hooks are not copied. Layers that
+    `compile_layers` compiled are compiled. The configuration is the model's own.
 
-    Args:
-        model: under `fully_shard` or not; wrapped by adapters or not.
-        dtype: of sharded parameters in the copy: the dtype that training computes in, the
-            `param_dtype` of its mixed precision. Default: their own.
-
-    Yields:
-        The copy, in evaluation mode and without gradients.
-
-    Raises:
-        MemoryError: a rank has no room for it. Raised on all ranks.
-        UnsupportedError: quantised weights; a module whose forward was replaced.
+    `dtype` is that of sharded parameters in the copy: the dtype that training computes in, the
+    `param_dtype` of its mixed precision. Default: their own. If a rank has no room, all raise a
+    MemoryError.
     """
     modules = list(model.modules())
     for module in modules:
@@ -94,9 +86,9 @@ def _empty(p: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
 def _check_plain(model: nn.Module, sources: list[nn.Parameter]) -> None:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in sources]
     kinds = {type(part) for part in parts if type(part) not in (torch.Tensor, nn.Parameter)}
-    whole = all(part.is_floating_point() for part in parts)
+    are_floats = all(part.is_floating_point() for part in parts)
     config = transformer_of(model).config
-    if kinds or not whole or getattr(config, "quantization_config", None) is not None:
+    if kinds or not are_floats or getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
             "whole copies of quantised weights are not verified: leave rollout_func out"
         )

@@ -90,11 +90,8 @@ def describe(
     """Describes the difference of two sequences that are equal for `position` tokens.
 
     Args:
-        rollouts: the file.
         pair: two sequence indices; both have a token at `position`, and another one.
-        position: tokens before the fork.
-        lengths: the number of tokens that differ in each, before both go on with equal tokens; None
-            where they never do.
+        lengths: as in `Difference`.
         tokenizer: decodes tokens to text. Default: messages or token ids are shown.
         is_question: whether they are known to ask something else.
     """
@@ -104,24 +101,24 @@ def describe(
         message, role, *_ = located
     kind = _kind(rollouts, pair, position, lengths, role)
     if tokenizer is not None:
-        before, own, after = (
+        before, differing, after = (
             [tokenizer.decode(ids.tolist()) for ids in piece]
             for piece in _pieces(rollouts, pair, position, lengths)
         )
-        if lengths is not None and own[0] == own[1]:
+        if lengths is not None and differing[0] == differing[1]:
             kind = "re-tokenised"
         elif lengths is not None and _lacks_thinking(
-            tokenizer.decode(rollouts.sequences[pair[0]][:position].tolist()), own, after[0]
+            tokenizer.decode(rollouts.sequences[pair[0]][:position].tolist()), differing, after[0]
         ):
             kind = "thinking"
-        excerpt = before[0], (_head(own[0]), _head(own[1])), after[0]
+        excerpt = before[0], (_head(differing[0]), _head(differing[1])), after[0]
     elif located is not None:
         excerpt = _excerpt(*located[2:])
     else:
-        before, own, after = (
+        before, differing, after = (
             [_written(ids) for ids in piece] for piece in _pieces(rollouts, pair, position, lengths)
         )
-        excerpt = before[0], (own[0], own[1]), after[0]
+        excerpt = before[0], (differing[0], differing[1]), after[0]
     if is_question:
         kind = "question"
     is_text = tokenizer is not None or located is not None
@@ -148,12 +145,7 @@ def _kind(
 
 
 def _lacks_thinking(before: str, own: list[str], after: str) -> bool:
-    """Whether two texts are one text but for thinking, which one of them has none of.
-
-    Args:
-        before: all text before them: a block that is open there goes on in both.
-        own, after: the texts up to where they run on alike, and the start of what follows.
-    """
+    """Whether two texts differ by thinking alone; a block open in `before` goes on in both."""
     start = before.rfind(_THINK[0])
     lead = before[start:] if start > before.rfind(_THINK[1]) else ""
     thoughts, others = [], []
@@ -175,16 +167,15 @@ def _lacks_thinking(before: str, own: list[str], after: str) -> bool:
 def _first_difference(
     rollouts: Rollouts, pair: tuple[int, int], position: int
 ) -> tuple[int, str, str, str] | None:
-    """Number and role of the message in which the two first differ, and both texts; None where
-    the messages are not known, or do not fit the turns before the fork."""
+    """Finds number, role and both texts of the first message that differs; None if unknown."""
     if rollouts.messages is None:
         return None
-    one, other = (rollouts.messages[i] for i in pair)
+    first, second = (rollouts.messages[i] for i in pair)
     ends = [e for i in pair if (e := rollouts.turn_ends[i]) is not None]
-    if one is None or other is None or len(ends) < 2:
+    if first is None or second is None or len(ends) < 2:
         return None
     turns = 0
-    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+    for number, (a, b) in enumerate(zip(first, second, strict=False)):
         texts = message_text(a), message_text(b)
         if texts[0] != texts[1] or a.get("role") != b.get("role"):
             # as many assistant turns must have ended before the fork as before this message
@@ -249,14 +240,14 @@ def _pieces(
     rollouts: Rollouts, pair: tuple[int, int], position: int, lengths: tuple[int, int] | None
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Tokens before the fork, the tokens that differ in each, and the equal ones after."""
-    one, other = (rollouts.sequences[i] for i in pair)
-    before = one[max(0, position - _CONTEXT_TOKENS) : position]
+    first, second = (rollouts.sequences[i] for i in pair)
+    before = first[max(0, position - _CONTEXT_TOKENS) : position]
     if lengths is None:
-        own = [s[position : position + _SHOWN_TOKENS + 1] for s in (one, other)]
-        return [before], own, [before[:0]]
+        differing = [s[position : position + _SHOWN_TOKENS + 1] for s in (first, second)]
+        return [before], differing, [before[:0]]
     ends = [position + length for length in lengths]
-    own = [one[position : ends[0]], other[position : ends[1]]]
-    return [before], own, [one[ends[0] : ends[0] + _CONTEXT_TOKENS]]
+    differing = [first[position : ends[0]], second[position : ends[1]]]
+    return [before], differing, [first[ends[0] : ends[0] + _CONTEXT_TOKENS]]
 
 
 def _written(ids: np.ndarray) -> str:

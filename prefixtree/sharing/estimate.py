@@ -48,10 +48,9 @@ _GPUS = {"80 GB": int(79.2 * 2**30), "141 GB": int(139.8 * 2**30)}
 
 
 def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
-    """The cost of a token in the model of a folder, a config.json or a name; no weights are read.
+    """Computes the cost of a token in the model of a folder, config.json or name, without weights.
 
     Args:
-        path: a model folder, its config.json, or its name on the Hugging Face hub.
         dtype: torch's name of a dtype. Default: that of the config, or bfloat16.
 
     Raises:
@@ -80,11 +79,7 @@ def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
 
 
 def read_memory(path: str | Path, dtype: str | None = None) -> ModelMemory | None:
-    """The memory of the same model's layers; None for a family whose layers look at numbers.
-
-    Args:
-        path, dtype: as in `read_cost`.
-    """
+    """Computes the memory of a model's layers; None if the family's layers look at numbers."""
     import torch
 
     from prefixtree.recompute.probes import memory_of_config
@@ -105,14 +100,11 @@ def estimate(
     *,
     checkpointing: bool = False,
 ) -> dict[str, Any]:
-    """The formulas of the module for one update over all sequences, ready for JSON.
+    """Computes the module's formulas for one update over all sequences, ready for JSON.
 
     Args:
         forest: of `rollouts.sequences`.
         rollouts: loss masks tell the scored edges, all where there are none.
-        cost: of a token in the model.
-        memory: of its layers. Default: None, not known.
-        checkpointing: gradient checkpointing of every layer.
     """
     edges = _scored_edges(forest, rollouts)
     lengths = forest.sequence_lengths
@@ -156,8 +148,7 @@ def estimate(
 
 
 def _fits(memory: ModelMemory | None, held: int, scored_share: float) -> list[dict[str, Any]]:
-    """The distinct tokens of the largest micro-batch, per GPU, with everything recomputed or
-    nothing; `held` bytes are weights and gradients."""
+    """Finds how many distinct tokens fit a GPU, all recomputed or nothing, next to `held` bytes."""
     if memory is None:
         return []
     from prefixtree.recompute.plan import reserve, tokens_that_fit
@@ -194,18 +185,16 @@ def predict_ranks(
     *,
     checkpointing: bool = False,
 ) -> dict[str, Any]:
-    """Divides the forest among ranks and predicts balance, traffic and efficiency.
+    """Divides the forest among ranks and predicts balance, traffic and efficiency, ready for JSON.
 
     Args:
         forest: of `rollouts.sequences`.
         rollouts: loss masks tell the scored edges, all where there are none.
-        ranks: the ranks of the group.
         cost: of a token in the model. Default: a model like Qwen3-8B, without checkpointing.
-        checkpointing: gradient checkpointing of every layer, where `cost` is given.
 
     Returns:
-        Facts, ready for JSON: the attributes of `SplitStats` and of `Split`, and the rates that
-        are assumed of a GPU, per second.
+        The attributes of `SplitStats` and of `Split`, and the rates that are assumed of a GPU, per
+            second.
 
     Raises:
         ForestError: more ranks than packed tokens.

@@ -1,6 +1,5 @@
-"""The figures of a forest (tokens, query-key pairs, nodes and branching), of its images and its
-recorded routes, of rollouts and their turns, and of the groups of rollouts.
-"""
+"""The figures of a forest (tokens, query-key pairs, nodes and branching), of its images and
+recorded routes, of rollouts and their turns, and of groups."""
 
 from __future__ import annotations
 
@@ -54,21 +53,16 @@ def measure(forest: PrefixForest) -> dict[str, Any]:
 
 
 def measure_turns(rollouts: Rollouts) -> dict[str, Any] | None:
-    """The figures of rollouts whose turns are known, as one sequence per rollout and as one per
-    assistant turn, ready for JSON; None where no rollout has two turns.
-
-    Args:
-        rollouts: as they are read, one sequence per rollout.
-    """
+    """Measures rollouts per rollout and per assistant turn; None where none has two turns."""
     counts = [
         len(turns) if turns is not None else 0 if ends is None else len(ends)
         for turns, ends in zip(rollouts.turns, rollouts.turn_ends, strict=True)
     ]
     if max(counts, default=0) < 2:
         return None
-    whole = rollouts.take([i for i, count in enumerate(counts) if count])
-    facts: dict[str, Any] = {"rollouts": len(whole)}
-    for name, part in (("per_rollout", whole), ("per_turn", expand_turns(whole))):
+    with_turns = rollouts.take([i for i, count in enumerate(counts) if count])
+    facts: dict[str, Any] = {"rollouts": len(with_turns)}
+    for name, part in (("per_rollout", with_turns), ("per_turn", expand_turns(with_turns))):
         figures = measure(PrefixForest.from_sequences(part.sequences))
         facts[name] = {key: figures[key] for key in ("sequences", "tokens", "attention")}
     return facts
@@ -84,15 +78,10 @@ def _spread(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def measure_images(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any] | None:
-    """The figures of the images, ready for JSON; None where no sequence has one.
+    """Measures the images, ready for JSON; None where no sequence has one.
 
-    `replicated` is what every sequence alone has, `packed` what stands in the forest. An image
-    that is in two branches stands there twice. `distinct` counts every image once: these are
-    what the vision encoder has to read.
-
-    Args:
-        forest: of `rollouts.sequences`.
-        rollouts: as they are read.
+    `replicated` is what every sequence alone has, `packed` what stands in the forest (twice if in
+    two branches), and `distinct` what the vision encoder has to read.
     """
     assert forest.tokens is not None
     count = len(rollouts.images)
@@ -125,13 +114,7 @@ def _counts(tokens: np.ndarray, images: tuple[RolloutImage, ...]) -> np.ndarray:
 
 
 def measure_routes(rollouts: Rollouts) -> dict[str, Any] | None:
-    """The figures of the rollouts that have routes, with and without them, ready for JSON.
-
-    Args:
-        rollouts: as they are read.
-
-    Returns:
-        None where no rollout has routes.
+    """Measures rollouts with and without routes; None where none has routes.
 
     Raises:
         InputError: routes of two models, or that name an expert twice.
@@ -165,18 +148,13 @@ _SHOWN = 5
 def measure_groups(
     forest: PrefixForest, rollouts: Rollouts, tokenizer: Any = None
 ) -> dict[str, Any] | None:
-    """Figures per group, ready for JSON; None where no rollout has a group.
+    """Measures each group, ready for JSON; None where no rollout has a group.
 
     A group's ratio is its replicated tokens divided by its distinct tokens. A rollout without a
     group counts as a group alone, and is not listed. `across` is the number of tokens that several
-    groups have in common: one forest per group computes them again, one forest over all does not.
-    `first_forks` counts the groups by what parts their rollouts first: the role of the message, or
-    else the kind of difference.
-
-    Args:
-        forest: of `rollouts.sequences`.
-        rollouts: at least one with a group.
-        tokenizer: decodes the text where groups part. Default: no text.
+    groups have in common, which one forest per group computes again. `first_forks` counts the
+    groups by what parts their rollouts first: the role of the message, or else the kind of
+    difference.
     """
     from prefixtree.sharing.near_misses import with_shared_masks
 
@@ -258,8 +236,8 @@ def _first_forks(
     by_group = roots[np.argsort(group_of_tree, kind="stable")]
     first_tree = np.cumsum(trees) - trees
     for n in np.flatnonzero(trees > 1):
-        one, other = by_group[first_tree[n] : first_tree[n] + 2]
-        forks[int(n)] = (below(one), below(other)), 0
+        tree, next_tree = by_group[first_tree[n] : first_tree[n] + 2]
+        forks[int(n)] = (below(tree), below(next_tree)), 0
     # a node that is not its parent's first child makes the parent a branching one; the first of a
     # group's in preorder stands on the unbranched way down from the root
     later = np.flatnonzero((parent >= 0) & (parent != np.arange(-1, len(parent) - 1)))

@@ -44,14 +44,13 @@ class NearMiss:
     """One fork, and the pair of its branches that repeats most.
 
     Attributes:
-        win: tokens that all its branches together would share if this difference were gone and
-            those behind it that the policy did not sample; of questions, if the instruction behind
-            them stood before.
+        win: tokens that all its branches would share if this difference were gone and later ones
+            that the policy did not sample; of questions, if the instruction after them stood
+            before.
         alone: the same with this difference gone and no other.
         again: all tokens run again, sampled differences in between or not.
         branches: branches that repeat another.
         sequences: indices of two sequences, one through each branch of the pair.
-        difference: what parts these two.
     """
 
     win: int
@@ -69,9 +68,9 @@ class NearMisses:
     Attributes:
         shown: the largest, those that can be won first, most tokens to win first.
         num_forks: forks with something to win, shown or not.
-        win: tokens to win at all of them, at forks the policy did not sample.
+        win: tokens to win at forks that the policy did not sample.
         win_sampled: the same at forks that it did: what other samples would have shared.
-        move: tokens of instructions that stand behind their questions.
+        move: tokens of instructions that stand after their questions.
     """
 
     shown: list[NearMiss]
@@ -83,7 +82,7 @@ class NearMisses:
 
 @dataclass(frozen=True)
 class _Chains:
-    """The forest's chains [C], in preorder; see `realign`.
+    """The forest's chains [C], in preorder, for `realign`.
 
     begins and ends are packed tokens, position that of the first in its sequences; sequence is one
     that ends at the leaf. trunk, fork and previous are `realign.best_partners`'s; fork_id numbers
@@ -108,15 +107,13 @@ def find_near_misses(
     most: int = 10,
     watch: Watch = unwatched,
 ) -> NearMisses:
-    """The forks of `forest` after which the same tokens run again.
+    """Finds the forks of `forest` after which the same tokens run again.
 
     Args:
         forest: of `rollouts.sequences`, siblings heaviest first.
         rollouts: loss masks tell sampled differences, groups which branches to compare first,
             messages give text.
-        tokenizer: gives the text, where there is one.
         most: how many to describe.
-        watch: shows progress.
     """
     assert forest.tokens is not None
     rollouts = with_shared_masks(forest, rollouts)
@@ -151,14 +148,10 @@ def find_near_misses(
 
 
 def tokens_to_win(forest: PrefixForest, loss_masks: Sequence[np.ndarray] | None = None) -> int:
-    """How many tokens of a batch run again behind forks that the policy did not sample.
-
-    This is `NearMisses.win`, for training: without groups, text or a description.
+    """Counts tokens of a batch that run again after forks that the policy did not sample.
 
     Args:
-        forest: of the batch, with its tokens.
-        loss_masks: bool [n] per sequence, true where the policy sampled the token. Default: it
-            sampled none.
+        loss_masks: bool [n] per sequence, true where the policy sampled. Default: it sampled none.
     """
     masks = None if loss_masks is None else _shared_masks(forest, loss_masks)
     every = np.arange(forest.num_sequences)
@@ -192,11 +185,10 @@ def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
 
 
 def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
-    """`rollouts` with loss masks that are true wherever the policy sampled the token.
+    """Makes loss masks true wherever the policy sampled the token, in this sequence or another.
 
     A trainer that steps turn by turn scores a turn in one sequence; in those that go on from there
-    the turn is prompt. So a token counts as sampled if any sequence through it scores it, or if a
-    chat template told (`Rollouts.sampled`).
+    the turn is prompt. Chat templates may tell too (`Rollouts.sampled`).
     """
     if rollouts.loss_masks is None:
         return rollouts
@@ -209,16 +201,11 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
 
 @dataclass(frozen=True)
 class _Again:
-    """Runs of tokens that come again, by forks [F] with something that does; a fork stands twice if
-    some of its branches are parted by questions and some by other things.
+    """Runs of tokens that come again, by forks [F] with something that does.
 
-    Attributes:
-        chains, index: of the forest, and of their tokens.
-        fork: its number.
-        totals: int64 [F, 3], the sums of what `best_partners` found.
-        branches: how many repeat another.
-        best, other: the pair of branches that repeats most and stands for its fork.
-        cause: what parts that pair (`realign.GIVEN`, SAMPLED or QUESTION).
+    A fork stands twice if questions part some branches and other things part some. `totals` is
+    int64 [F, 3], the sums of `best_partners`; `best` and `other` are the pair of branches that
+    repeats most, and `cause` parts it (`realign.GIVEN`, SAMPLED or QUESTION).
     """
 
     chains: _Chains
@@ -238,18 +225,16 @@ def _run_again(
     origins: np.ndarray,
     watch: Watch,
 ) -> _Again | None:
-    """None where nothing does.
+    """Finds the runs that come again; None without any.
 
-    Args:
-        loss_masks: as `_shared_masks` gives them.
-        groups, origins: int64 [S], numbers of a sequence's question and of its rollout.
+    groups, origins: int64 [S], numbers of a sequence's question and of its rollout.
     """
     assert forest.tokens is not None
     chains = _chains(forest, groups)
     sampled_before = _sampled_before(chains, forest.num_tokens, loss_masks)
     index = loops.realign.fingerprints(forest.tokens, chains.begins, chains.ends)
     count = len(chains.begins)
-    partner, found = np.full(count, -1), np.zeros((count, 4), np.int64)
+    partner, figures = np.full(count, -1), np.zeros((count, 4), np.int64)
     steps = range(0, count, _STEP)
     for first in watch(steps, "near misses", len(steps)):
         loops.realign.best_partners(
@@ -267,21 +252,21 @@ def _run_again(
             index,
             _TRIES,
             partner,
-            found,
+            figures,
         )
     repeating = np.flatnonzero(partner >= 0)
     if len(repeating) == 0:
         return None
-    asks = found[repeating, 3] == QUESTION
-    forks, which = np.unique(
+    asks = figures[repeating, 3] == QUESTION
+    forks, fork_of = np.unique(
         np.stack([chains.fork_id[repeating], asks]), axis=1, return_inverse=True
     )
-    forks, which = forks[0], which.ravel()
+    forks, fork_of = forks[0], fork_of.ravel()
     totals = np.zeros((len(forks), 3), np.int64)
-    np.add.at(totals, which, found[repeating, :3])
-    order = np.lexsort((-found[repeating, 0], which))
-    best = repeating[order[np.searchsorted(which[order], np.arange(len(forks)))]]
-    cause, counts = found[best, 3], np.bincount(which)
+    np.add.at(totals, fork_of, figures[repeating, :3])
+    order = np.lexsort((-figures[repeating, 0], fork_of))
+    best = repeating[order[np.searchsorted(fork_of[order], np.arange(len(forks)))]]
+    cause, counts = figures[best, 3], np.bincount(fork_of)
     return _Again(chains, index, forks, totals, counts, best, partner[best], cause)
 
 
@@ -323,10 +308,10 @@ def _chains(forest: PrefixForest, groups: np.ndarray) -> _Chains:
     trunk = np.where(is_root, -1, chain_of_node[above])
     fork = np.where(is_root, 0, node_end[above])
     roots = np.flatnonzero(is_root)
-    _, at, which = np.unique(group[roots], return_index=True, return_inverse=True)
-    trunk[roots] = roots[at][which]
+    _, first_root, fork_of_root = np.unique(group[roots], return_index=True, return_inverse=True)
+    trunk[roots] = roots[first_root][fork_of_root]
     fork[roots] = begins[trunk[roots]]
-    trunk[roots[at]] = -1
+    trunk[roots[first_root]] = -1
 
     # earlier branches of the same fork, those of the same group first
     previous = np.full(len(first), -1)
@@ -354,12 +339,14 @@ def _meeting(chains: _Chains, branch: np.ndarray, other: np.ndarray) -> np.ndarr
 
 def _questions(rollouts: Rollouts) -> np.ndarray:
     """A number per sequence, equal where they are of one group or, without groups, ask the same."""
-    asked: Sequence[Any] = [None] * len(rollouts) if rollouts.groups is None else rollouts.groups
+    questions: Sequence[Any] = (
+        [None] * len(rollouts) if rollouts.groups is None else rollouts.groups
+    )
     if rollouts.groups is None and rollouts.messages is not None:
         texts = [first_user_text(messages) for messages in rollouts.messages]
-        asked = [text if text is None else _WITH_DIGITS.sub("", text) for text in texts]
+        questions = [text if text is None else _WITH_DIGITS.sub("", text) for text in texts]
     numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(question, len(numbers)) for question in asked])
+    return np.array([numbers.setdefault(question, len(numbers)) for question in questions])
 
 
 def _sampled_before(

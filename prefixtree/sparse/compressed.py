@@ -42,10 +42,7 @@ def of_compressor(original: Any) -> dict[str, Any]:
         cache: Any,
         layer_idx: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compresses hidden_states [1, T, C] to entries [1, 1, T, D] in the rows of their tokens.
-
-        The mask is None. Ordinary batches get the family's entries and mask.
-        """
+        """Compresses a forest's hidden_states [1, T, C] to [1, 1, T, D], in its tokens' rows."""
         if not isinstance(cache, ForestMask):
             members: tuple[torch.Tensor, torch.Tensor | None] = original.forward(
                 self, hidden_states, q_residual, position_ids, cache, layer_idx
@@ -70,8 +67,7 @@ class _Windows:
 
     Attributes:
         last: int64 [E], the packed token that ends each.
-        tokens: int64 [E, m], the tokens of each.
-        before: int64 [E, m], the tokens of the window before it on its path; -1 if there is none.
+        tokens, before: int64 [E, m], of each and of the window before it on its path, -1 for none.
         start: int64 [E], the position of its first token.
     """
 
@@ -97,15 +93,10 @@ class _Windows:
 def _entries(
     module: Any, rotate: Any, hidden_states: torch.Tensor, windows: _Windows, overlaps: bool
 ) -> torch.Tensor:
-    """Compresses hidden_states [1, T, C] to entries [1, T, D] in the rows of their last tokens.
+    """Compresses hidden_states [1, T, C] to entries [1, T, D], in the rows that end windows.
 
-    Other rows are 0.
-
-    Args:
-        module: a compressor, or an indexer, which compresses keys of its own.
-        rotate: the family's function of RoPE.
-        overlaps: whether a window takes in the one before it, by the first halves of the
-            projections.
+    Other rows are 0. `overlaps`: a window takes in the one before it, by the first halves of the
+    projections.
     """
     dim, bias = module.head_dim, module.position_bias
     values, gates = module.kv_proj(hidden_states)[0], module.gate_proj(hidden_states)[0]

@@ -86,11 +86,7 @@ def compresses_keys(config: Any) -> bool:
 
 
 def prepare_layers(transformer: Any, config: Any) -> None:
-    """Gives attentions and indexers their forward along the tree.
-
-    Raises:
-        UnsupportedError: one that differs from the one the family's proof had.
-    """
+    """Gives attentions and indexers their forward along the tree; refuses those without a proof."""
     layers = [
         (name, module, part)
         for name, module in transformer.named_modules()
@@ -150,31 +146,28 @@ def _check_indexer(name: str, indexer: Any) -> None:
 
 
 def _of_attention(original: Any) -> dict[str, Any]:
-    """Makes an attention that hands its indexer the forest's mask.
-
-    It is left out of compiled layers, as an indexer loops over the forest's paths.
-    """
+    """Makes an attention that hands its indexer the forest's mask, outside of compiled layers."""
     takes = inspect.signature(inspect.unwrap(original.forward)).parameters
     cache = next((name for name in _CACHES if name in takes), "")
 
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mask, given = kwargs.get("tree_mask"), kwargs.get("attention_mask")
+        mask, plain = kwargs.get("tree_mask"), kwargs.get("attention_mask")
         if kwargs.get("forest_cache") is not None:
             raise not_kept()
         if isinstance(mask, PartMask) and getattr(self, _LAYER_TYPE) in COMPRESSED_TYPES:
             raise not_handed_on()
         # unlike most families, these do not hand positions on to the attention function
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
-        if isinstance(given, UnpreparedMask):
+        if isinstance(plain, UnpreparedMask):
             kwargs["attention_mask"] = None
             if getattr(self, _LAYER_TYPE) in INDEXED_TYPES:
-                kwargs["attention_mask"] = given.causal() if mask is None else _forest_mask(mask)
+                kwargs["attention_mask"] = plain.causal() if mask is None else _forest_mask(mask)
             if getattr(self, _LAYER_TYPE) in _WITHOUT_MASK and mask is not None:
                 if kwargs.get(cache) is not None:
                     raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
                 kwargs[cache] = kwargs["attention_mask"]
-        elif getattr(self, _LAYER_TYPE) == INDEXED_BLOCKS and _pads_left(self, given):
+        elif getattr(self, _LAYER_TYPE) == INDEXED_BLOCKS and _pads_left(self, plain):
             raise UnsupportedError(
                 f"batches of {self.config.model_type} padded at their left, whose blocks of keys "
                 'begin where a row does, are not verified under "prefixtree": pad at the right, or '
@@ -189,10 +182,7 @@ def _of_attention(original: Any) -> dict[str, Any]:
 
 
 def _pads_left(attention: Any, mask: Any) -> bool:
-    """Whether an ordinary batch's mask [B, 1, n, m] hides the first key from the last query.
-
-    One new query belongs to a batch that was checked before.
-    """
+    """Whether a batch's mask [B, 1, n, m] hides the first key from the last of several queries."""
     if not isinstance(mask, torch.Tensor) or mask.shape[2] == 1:
         return False
     if attention.config._attn_implementation != "prefixtree":
@@ -226,10 +216,7 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         *cached: Any,
         **more: Any,
     ) -> torch.Tensor:
-        """Chooses keys for hidden_states [1, T, C], int32 [1, T, W]; [1, T, 0] means all keys.
-
-        Ordinary batches get the family's indices.
-        """
+        """Chooses a forest's keys by hidden_states [1, T, C]: int32 [1, T, W], or [1, T, 0]."""
         tokens = (hidden_states, q_resid, *position_embeddings)
         if not isinstance(attention_mask, ForestMask):
             indices: torch.Tensor = original.forward(
@@ -251,14 +238,14 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         keys.exported = keys_of_part(self, attention_mask, self.n_heads * self.head_dim, ask)
         for rows in keys.spans(*sizes):
             ask(rows, keys)
-        found: torch.Tensor = keys.bits[None]
-        return found
+        chosen: torch.Tensor = keys.bits[None]
+        return chosen
 
     return {"forward": functools.wraps(original.forward)(forward)}
 
 
 def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
-    """The module whose kernel computes scores, or None for the family's own products.
+    """Finds the module whose kernel computes scores, or None for the family's own products.
 
     Autocast rounds the family's products, and the kernel does not. Tensors without numbers, as
     memory is traced with, know only torch's operations.
@@ -286,10 +273,7 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
         cache: Any,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Chooses keys for hidden_states [1, T, C], int32 [1, H, T, W]; [1, T, 0] means all keys.
-
-        Ordinary batches get the family's block indices [B, H, n, k].
-        """
+        """Chooses a forest's keys by hidden_states [1, T, C]: int32 [1, H, T, W], or [1, T, 0]."""
         if not isinstance(cache, ForestMask):
             indices: torch.Tensor = original.forward(
                 self, hidden_states, position_embeddings, cache, position_ids
@@ -334,9 +318,9 @@ class _Keys(QueryPath):
         scores, path = args
         if func not in (torch.Tensor.add, torch.Tensor.__add__) or not isinstance(path, cls):
             raise TypeError(f"an indexer adds its mask to its scores, and calls {func}")
-        found: _Keys = path
-        found._scores, found.shape = scores[0], scores.shape
-        return found
+        keys: _Keys = path
+        keys._scores, keys.shape = scores[0], scores.shape
+        return keys
 
     def topk(self, count: int, dim: int) -> Any:
         self.note_bits(best_bits(self._scores, count, self.positions, self.num_words))
@@ -347,13 +331,8 @@ class _Keys(QueryPath):
 class Products:
     """A stand-in for mask, cache, keys and scores in an indexer's forward of neighbouring queries.
 
-    The indexer tells it the operations with all keys: a product per head, a ReLU and the weighted
-    sum of heads. A kernel computes them at the end.
-
-    Attributes:
-        exported: as in `QueryPath`.
-        bits: int32 [T, W], the choices so far.
-        shape: of the scores.
+    The indexer tells it its products with all keys, and a kernel computes them at the end. `bits`
+    are int32 [T, W], the choices so far.
     """
 
     dtype = torch.float32
@@ -372,11 +351,11 @@ class Products:
     def spans(self, heads: int, head_dim: int) -> Iterator[slice]:
         """Cuts the queries into chunks; the object stands for the chunk that it gave last."""
         borders, start = self._kernels.tile_borders(self._host, heads), 0
-        most = min(CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
-        most = max(most, self._kernels.tile_tokens(heads))
+        tokens = min(CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
+        tokens = max(tokens, self._kernels.tile_tokens(heads))
         while start < self._host.num_queries:
             # whole tiles
-            stop = int(borders[np.searchsorted(borders, start + most, side="right") - 1])
+            stop = int(borders[np.searchsorted(borders, start + tokens, side="right") - 1])
             self._rows, start = slice(start, stop), stop
             width = int(self._position[self._rows].max()) + 1
             self.shape = 1, self._rows.stop - start, width
@@ -397,10 +376,7 @@ class Products:
         return self
 
     def transpose(self, *_: Any) -> Products:
-        """Returns itself, for k.transpose(-1, -2).float().unsqueeze(1).
-
-        So do the later index_scores.squeeze(-2) + attention_mask.
-        """
+        """Returns itself: k.transpose(-1, -2).float().unsqueeze(1), later squeeze(-2) + mask."""
         return self
 
     float = unsqueeze = squeeze = __add__ = transpose
@@ -410,15 +386,15 @@ class Products:
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Products:
         """Notes relu(products) and the two products: of q with keys, of weights with heads."""
-        found: Products = args[-1]
+        products: Products = args[-1]
         name = func.__name__
         if name == "matmul":
-            if found._told:
-                found._weights = args[0]
+            if products._told:
+                products._weights = args[0]
             else:
-                found._q = args[0]
-        found._told.append(name)
-        return found
+                products._q = args[0]
+        products._told.append(name)
+        return products
 
     def __mul__(self, factor: Any) -> Products:
         self._told.append("mul")

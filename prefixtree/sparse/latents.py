@@ -92,11 +92,7 @@ def _gathers(attention: Any, mask: Any) -> bool:
 
 
 def _is_linear(projection: nn.Module) -> bool:
-    """Whether a projection computes its matrix from an identity: nothing is rounded or added.
-
-    Nor is anything dropped. Quantised modules have another class, or weights of another; DoRA is a
-    variant.
-    """
+    """Whether a projection is its matrix alone: neither quantised, DoRA nor with dropout."""
     for module in projection.modules():
         kind = type(module)
         if kind is nn.Linear or (kind.__name__ == "Linear" and "lora" in kind.__module__):
@@ -136,11 +132,7 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Attends to latents, [T, H, Dv]; None if it has to attend to expanded keys.
-
-    Args:
-        q: [T, H, D]. Others: as `tree_attention` takes them.
-    """
+    """Attends to latents by q [T, H, D], giving [T, H, Dv]; None if keys must be expanded."""
     kernels = kernels_for(mask.backend, q.device)
     rank, rope = latents.kv.shape[-1], latents.rope.shape[-1]
     if chosen is None or scale is None or not (window is softcap is sinks is None):

@@ -25,7 +25,7 @@ BLOCKS = "block_indices"
 
 
 class UnpreparedMask(LayerMask):
-    """A stand-in for the attention mask of a batch without padding in a model with indexers.
+    """A stand-in for the mask of a batch without padding in a model with indexers.
 
     transformers asks for it before layers run, and does not know the tree. A prepared layer puts
     the forest's mask in its place, or an ordinary causal one; others cannot read it.
@@ -47,12 +47,9 @@ class UnpreparedMask(LayerMask):
 
 
 class Entries(NamedTuple):
-    """The compressed keys (`sparse.compressed`) that queries attend to.
+    """The compressed keys that queries attend to: bits int32 [T, W], absent bool [T] for none seen.
 
-    Attributes:
-        bits: int32 [T, W], those of the tokens that end their windows; its own for a query that
-            sees none.
-        absent: bool [T], whether a query sees none.
+    A query that sees none has its own token's bit.
     """
 
     bits: torch.Tensor
@@ -62,11 +59,8 @@ class Entries(NamedTuple):
 class ForestMask(LayerMask):
     """A forest's mask in the place of the mask or the cache that a layer hands its indexer.
 
-    The layer later hands the function the mask.
-
     Attributes:
-        mask: of the forest, or of the part that a rank or a step computes.
-        part: the part's mask, if it is of one.
+        mask: of the forest, or of the `part` that a rank or a step computes.
         deepest: tokens of the longest path of the whole forest.
         entries: the compressed keys that each query attends to, if a layer has some.
     """
@@ -143,10 +137,7 @@ def _attend_by_group(
     sinks: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attends with keys chosen per group of heads: chosen int32 [groups, T, W].
-
-    Parts hand on each group's keys as those of a layer.
-    """
+    """Attends with keys chosen per group of heads: chosen int32 [groups, T, W]."""
     assert sinks is None
     count = len(chosen)
     groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
@@ -172,8 +163,7 @@ def _attend_to_entries(
 ) -> torch.Tensor:
     """Attends to the keys in a window and to compressed ones, under one softmax.
 
-    Args:
-        k, v: [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
+    k, v are [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
     """
     count = mask.num_tokens
     options["return_lse"] = True
@@ -201,7 +191,6 @@ def plain_mask(
     """Makes an ordinary batch's mask, bool [B, 1 or H, n, m], true only for chosen keys.
 
     Args:
-        attention_mask: [B, 1, n, m], or None for a causal one.
         chosen: indices int [B, n, k], or block_indices int [B, groups of heads, n, k], -1 for none.
         key: [B, Hk, m, D]. positions: int [1 or B, n], of the queries.
     """
@@ -210,17 +199,13 @@ def plain_mask(
     # its layers hand positions on, or the first would have refused the call
     assert positions is not None
     blocks = chosen[BLOCKS]
-    given = attention_mask, key.shape[2], key.dtype, key.device, positions.expand(len(blocks), -1)
-    bias: torch.Tensor = module.indexer.build_block_mask(blocks, *given)
+    batch = attention_mask, key.shape[2], key.dtype, key.device, positions.expand(len(blocks), -1)
+    bias: torch.Tensor = module.indexer.build_block_mask(blocks, *batch)
     return bias == 0
 
 
 def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
-    """Makes an ordinary batch's mask, bool [B, 1, n, m], true only for chosen keys.
-
-    Args:
-        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], the indexer's choice.
-    """
+    """Keeps a mask bool [B, 1, n, m] only at the keys that indices, int [B, n, k], choose."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype != torch.bool:
         raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")
     keep = torch.zeros_like(attention_mask.expand(len(indices), -1, -1, -1))

@@ -23,8 +23,7 @@ class QueryPath:
     """The path of the queries that an indexer chooses for, and the choices so far.
 
     Attributes:
-        rows: the queries: packed tokens, or own tokens of a part.
-        positions: int64 [n], of the queries.
+        rows: the queries: packed tokens, or own tokens of a part. positions: int64 [n], theirs.
         length: K.
         exported: [T, D], the keys of all rows of a part.
         bits: int32 [T, W], or [H, T, W].
@@ -52,15 +51,15 @@ class QueryPath:
     def spans(self, heads: int) -> Iterator[slice]:
         """Cuts queries into runs of one path, few enough for the scores of `heads` heads.
 
-        The path is that of the run that came last.
+        The object stands for the run that came last.
         """
         for start, length, runs in self._host.blocks():
             above, at, begin = runs[:-1], 0, runs[-1][0]
             depth = sum(end - first for first, end, _ in above)
-            most = max(1, CHUNK // (heads * (depth + length)))
+            size = max(1, CHUNK // (heads * (depth + length)))
             while at < length:
                 # keys are kept in packed order, in which a token comes after its ancestors
-                last = min(at + most, length)
+                last = min(at + size, length)
                 self.rows = slice(start + at, start + last)
                 self._runs = [*above, (begin, begin + last, True)]
                 self.positions = torch.arange(depth + at, depth + last, device=self._device)
@@ -103,26 +102,21 @@ class QueryPath:
 def keys_of_part(
     indexer: Any, mask: ForestMask, numbers: int, ask: Callable[[slice, Any], None]
 ) -> torch.Tensor | None:
-    """Computes the keys of an indexer among which the queries of a part choose.
+    """Computes the keys [K, D] of a part's rows for an indexer; None for a whole forest.
 
     Args:
-        mask: as the layer hands it on.
         numbers: of a query, over all heads.
         ask: runs the indexer's forward of some own tokens, with a stand-in for a cache.
-
-    Returns:
-        [K, D], of all rows of the part; None for a whole forest, whose chunks find the keys of
-        their ancestors made.
     """
     if mask.part is None:
         return None
-    own, most = [], max(1, CHUNK // numbers)
-    for start in range(0, mask.mask.num_queries, most):
+    keys, size = [], max(1, CHUNK // numbers)
+    for start in range(0, mask.mask.num_queries, size):
         path = _KeysAlone()
         with suppress(_EnoughError):
-            ask(slice(start, start + most), path)
-        own.append(path.keys)
-    return mask.part.index_keys(indexer, torch.cat(own))
+            ask(slice(start, start + size), path)
+        keys.append(path.keys)
+    return mask.part.index_keys(indexer, torch.cat(keys))
 
 
 class _EnoughError(Exception):

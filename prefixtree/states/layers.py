@@ -35,11 +35,7 @@ from prefixtree.wings import DividedMask, DividedStates
 
 
 def prepare_layers(transformer: Any, config: Any) -> None:
-    """Gives recurrent layers their forward along the tree.
-
-    Raises:
-        UnsupportedError: a recurrent layer that differs from the one the family's proof had.
-    """
+    """Gives recurrent layers their forward along the tree; refuses those without a proof."""
     family = family_of(config)
     mixers = [(n, m) for n, m in transformer.named_modules() if functions_of(_kind(m))]
     for name, mixer in mixers:
@@ -136,10 +132,7 @@ def _not_fused(
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns None for the kernel of convolution, scan and norm, so that the layer goes on.
-
-    The fused kernel knows no tree.
-    """
+    """Returns None for the fused kernel, which knows no tree, so that the layer goes on."""
     return original(*args, **kwargs) if tree_mask is None and forest_cache is None else None
 
 
@@ -160,10 +153,7 @@ def _states_of(
 def _check_call(
     tree_mask: TreeMask | DividedStates | None, x: torch.Tensor, kwargs: dict[str, Any]
 ) -> None:
-    """Refuses x [B, n, ..] that attention layers refuse, before a state mixes its rows.
-
-    Without a mask, x holds tokens of a growing forest's rows.
-    """
+    """Refuses x [B, n, ..] that attention layers refuse, before a state mixes its rows."""
     if x.shape[0] != 1:
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask is None:

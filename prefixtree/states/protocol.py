@@ -12,10 +12,9 @@ from prefixtree.packing.mask import TreeMask
 
 
 class KeepsStates(Protocol):
-    """Takes states from beyond a call and hands them on.
+    """Takes states from beyond a call and hands them on: a divided forest, or a growing one.
 
-    A divided forest (`parallel.states`) does so, and a growing forest (`sampling.forest_cache`):
-    with a tree mask its forward is the prefill, without one it is of the rows' new tokens.
+    With a tree mask a growing forest's forward is the prefill, without one it is of new tokens.
     """
 
     def conv(

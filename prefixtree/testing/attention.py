@@ -45,10 +45,9 @@ class Setting:
     Attributes:
         device: a torch device, or "auto": cuda if there is one.
         dtype: one of LIMITS, or "auto": bfloat16, on a CPU float32.
-        heads, kv_heads, head_dim: of the layer; 0 for those of an 8B model (32, 8, 128), on a CPU
-            of a small one (8, 2, 64).
+        heads, kv_heads, head_dim: 0 for those of an 8B model (32, 8, 128), on a CPU of a small one
+            (8, 2, 64).
         repeats: timed runs, after one that warms up.
-        seed: of q, k, v and the upstream gradient.
     """
 
     device: str = "auto"
@@ -90,16 +89,14 @@ def replicated_attention(
     dtype: torch.dtype,
     key_lengths: Sequence[int] | None = None,
 ) -> tuple[str, Attention]:
-    """Finds the causal attention of sequences, one after another, that trainers run today.
+    """Finds the causal attention of S sequences, one after another, that trainers run today.
 
-    Args:
-        lengths: of the S sequences.
-        device, dtype: of q [R, H, D], k and v [R, Hk, D].
-        key_lengths: of their keys, if those begin before the queries do.
+    `key_lengths`: of their keys, if those begin before the queries do.
 
     Returns:
-        Its name, and the function of q, k and v: flash-attn's FA2 if it is installed, torch's FA2
-            on other GPUs, torch's SDPA a sequence at a time on a CPU and in float32.
+        Its name, and the function of q [R, H, D], k and v [R, Hk, D]: flash-attn's FA2 if it is
+            installed, torch's FA2 on other GPUs, torch's SDPA a sequence at a time on a CPU and in
+            float32.
     """
     keys = lengths if key_lengths is None else key_lengths
     if device.type != "cuda" or dtype == torch.float32:
@@ -108,11 +105,11 @@ def replicated_attention(
             outs = []
             parts = (q.split(list(lengths)), k.split(list(keys)), v.split(list(keys)))
             for part in zip(*parts, strict=True):
-                one, key, value = (x.transpose(0, 1)[None] for x in part)
+                query, key, value = (x.transpose(0, 1)[None] for x in part)
                 n, m = len(part[0]), len(part[1])
                 visible = None if n == m else q.new_ones(n, m, dtype=torch.bool).tril(m - n)
                 out = F.scaled_dot_product_attention(
-                    one, key, value, attn_mask=visible, is_causal=n == m, enable_gqa=True
+                    query, key, value, attn_mask=visible, is_causal=n == m, enable_gqa=True
                 )
                 outs.append(out[0].transpose(0, 1))
             return torch.cat(outs)
@@ -168,7 +165,6 @@ class Replication:
     """The two sides of one forest: the same numbers, packed and replicated.
 
     Attributes:
-        name: of the replicated side's attention.
         inputs: q, k and v of the packed tokens.
         upstream: the gradient that reaches each copy of a token's out.
         dout: the packed token's gradient: that times its copies.
@@ -234,13 +230,13 @@ class Replication:
 
     def check(self) -> dict[str, float]:
         """Measures how far the packed results are from the replicated ones; warms both sides up."""
-        found, _ = self.run_packed()
-        expected = [torch.zeros_like(x, dtype=torch.float32) for x in found]
+        packed, _ = self.run_packed()
+        expected = [torch.zeros_like(x, dtype=torch.float32) for x in packed]
         for rows, (out, *gradients), _ in self.run_replicated():
             expected[0][rows] = out.float()
             for total, gradient in zip(expected[1:], gradients, strict=True):
                 total.index_add_(0, rows, gradient.float())
-        return differences(found, expected)
+        return differences(packed, expected)
 
     def times(self, watch: Watch = unwatched) -> tuple[dict[str, Any], dict[str, Any]]:
         """Measures seconds and peak memory of the packed and of the replicated side, in turn."""
@@ -267,15 +263,7 @@ class Replication:
 
 
 def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -> dict[str, Any]:
-    """Checks both sides against each other and, if they agree, times them; ready for JSON.
-
-    Args:
-        forest: of the rollouts, or of `synthetic`.
-        watch: shows progress.
-
-    Raises:
-        InputError: a device that cannot be used, or memory exhausted.
-    """
+    """Checks both sides against each other and, if they agree, times them; ready for JSON."""
     setting = setting.resolved()
     limit = LIMITS[setting.dtype]
     lengths = forest.sequence_lengths

@@ -33,12 +33,7 @@ POOLED = 16
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of one tensor, next to their limits.
-
-    Attributes:
-        worst, worst_limit: float64 [G, H], the greatest error of each group and head.
-        mean, mean_limit: float64 [H], the mean error of each head.
-    """
+    """The errors of one tensor, worst float64 [G, H] and mean float64 [H], next to their limits."""
 
     worst: torch.Tensor
     worst_limit: torch.Tensor
@@ -64,8 +59,7 @@ def errors(
     The worst may be 2 x eager's worst + 2 x slack, the mean 1.2 x eager's mean + slack / 10.
 
     Args:
-        found, eager: [R, H] or [R, H, D], ours and eager's in the same dtype.
-        exact: the same in float64.
+        found, eager, exact: [R, H] or [R, H, D], the last in float64.
         group: int64 [R], the group of each row; see `pooled_nodes`.
         slack: such as the dtype's epsilon x the greatest number of `exact`.
     """
@@ -98,8 +92,7 @@ class Objective:
 
     Attributes:
         scored: bool [n - 1] per sequence: whether its tokens 1..n-1 are scored.
-        logprob_weights: float32 [n - 1] per sequence, a; 0 where not scored.
-        entropy_weights: float32 [n - 1] per sequence, b; 0 where not scored.
+        logprob_weights, entropy_weights: float32 [n - 1] per sequence, a and b; 0 where not scored.
     """
 
     scored: list[torch.Tensor]
@@ -163,20 +156,18 @@ def run_replicated(
     Args:
         model: with any attention but prefixtree's.
         sequences: token ids; with images, `images.sequences`.
-        watch: wraps the sequences to show progress. Default: does nothing.
-        images: those of the sequences. Each sequence gets its own, copies included, and
-            transformers computes its positions. Default: text alone.
+        images: each sequence gets its own, copies included. Default: text alone.
     """
     parameter = next(model.parameters())
     device, dtype = parameter.device, torch.promote_types(parameter.dtype, torch.float32)
     chunk_size = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
-    there = objective.to(device)
-    logprobs = [torch.zeros(len(s), dtype=dtype, device=device) for s in there.scored]
+    on_device = objective.to(device)
+    logprobs = [torch.zeros(len(s), dtype=dtype, device=device) for s in on_device.scored]
     entropy = [torch.zeros_like(values) for values in logprobs]
     model.zero_grad(set_to_none=True)
     with Meter(device) as meter:
         for i, tokens in enumerate(watch(sequences)):
-            rows = there.scored[i].nonzero().squeeze(1)
+            rows = on_device.scored[i].nonzero().squeeze(1)
             if len(rows) == 0:
                 continue
             inputs = _alone(tokens, i, images, device)
@@ -194,7 +185,7 @@ def run_replicated(
                 log_p = chunk.log_softmax(-1)
                 chosen = log_p.gather(-1, ids[places + 1, None]).squeeze(-1)
                 spread = -(log_p.exp() * log_p).sum(-1)
-                weights = there.logprob_weights[i][places], there.entropy_weights[i][places]
+                weights = on_device.logprob_weights[i][places], on_device.entropy_weights[i][places]
                 (weights[0].to(dtype) @ chosen + weights[1].to(dtype) @ spread).backward()
                 gradient[0, part] = chunk.grad
                 logprobs[i][places] = chosen.detach()
@@ -227,7 +218,7 @@ def run_packed(
     from prefixtree.scoring.logprobs import sequence_logprobs
 
     device = next(model.parameters()).device
-    there = objective.to(device)
+    on_device = objective.to(device)
     model.zero_grad(set_to_none=True)
     with Meter(device) as meter:
         scores = sequence_logprobs(
@@ -239,7 +230,7 @@ def run_packed(
         )
         assert scores.entropy is not None
         values = torch.cat([*scores.logprobs, *scores.entropy])
-        (values @ torch.cat([*there.logprob_weights, *there.entropy_weights])).backward()
+        (values @ torch.cat([*on_device.logprob_weights, *on_device.entropy_weights])).backward()
         _synchronize(device)
     return _finish(model, scores.logprobs, scores.entropy, objective, meter)
 
@@ -277,11 +268,11 @@ def gradient_differences(
 ) -> dict[str, float]:
     """Computes ||found - expected|| / ||expected|| per parameter; infinite if one is not finite.
 
-    A parameter whose expected gradient is rounding noise next to the whole gradient is measured
-    against the whole gradient's norm. A whole gradient of zero compares nothing: infinite.
+    The whole gradient's norm divides instead where the expected gradient is rounding noise next to
+    it. A whole gradient of zero compares nothing: infinite.
     """
     norms = {name: 0.0 if g is None else float(g.double().norm()) for name, g in expected.items()}
-    whole = math.hypot(*norms.values())
+    norm = math.hypot(*norms.values())
     differences = {}
     for name, reference in expected.items():
         other = found[name]
@@ -291,7 +282,7 @@ def gradient_differences(
         gap = (zero if other is None else other).double() - (
             zero if reference is None else reference
         ).double()
-        scale = norms[name] if norms[name] >= _NOISE * whole else whole
+        scale = norms[name] if norms[name] >= _NOISE * norm else norm
         differences[name] = _or_infinite(gap.norm() / scale)
     return differences
 
@@ -307,8 +298,8 @@ def _or_infinite(value: torch.Tensor) -> float:
 class Meter:
     """Seconds and peak memory between enter and exit.
 
-    On CUDA torch counts. Elsewhere a thread samples the process's resident memory, because its
-    recorded maximum never goes down again between two runs; on Linux alone.
+    On CUDA torch counts. Elsewhere, on Linux alone, a thread samples the resident memory, because
+    its recorded maximum never goes down again between two runs.
     """
 
     seconds: float

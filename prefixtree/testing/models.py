@@ -28,10 +28,8 @@ class Setting:
     Attributes:
         model: a folder of weights or a name on the Hugging Face hub, or a config.json for random
             weights.
-        dtype: float32, bfloat16 or float16.
         device: a torch device, or "auto": cuda if there is one.
         seed: of random weights and of the loss's weights.
-        gradient_checkpointing: in all runs.
         images: whether the rollouts hold images, for which the model has a vision encoder.
     """
 
@@ -48,11 +46,7 @@ class Setting:
 
 
 def choose_device(device: str) -> str:
-    """Finds a torch device that can be used; "auto" is cuda if there is one, otherwise cpu.
-
-    Raises:
-        InputError: a device that cannot be used.
-    """
+    """Finds a torch device that can be used; "auto" is cuda if there is one, otherwise cpu."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "meta":
@@ -65,12 +59,7 @@ def choose_device(device: str) -> str:
 
 
 def build(setting: Setting, attention: str) -> Any:
-    """Builds the model with an attention implementation; equal weights every time.
-
-    Raises:
-        InputError: a model that cannot be built.
-        UnsupportedError: a model that prefixtree cannot serve exactly.
-    """
+    """Builds the model with an attention implementation; equal weights every time."""
     try:
         return _build(setting, attention)
     except (UnsupportedError, InputError, torch.OutOfMemoryError):
@@ -82,8 +71,8 @@ def build(setting: Setting, attention: str) -> Any:
 def build_as_trained(setting: Setting) -> Any:
     """Builds the model with the attention that trainers use without prefixtree.
 
-    It is the first that transformers accepts for this model: flash_attention_2 on a GPU in half
-    precision, sdpa, eager. The choice is in `model.config._attn_implementation`.
+    It is the first that transformers accepts (flash_attention_2 on a GPU in half precision, sdpa,
+    eager), and stands in `model.config._attn_implementation`.
     """
     implementations = ["sdpa"]
     if setting.device.startswith("cuda") and setting.dtype in _HALF:
@@ -155,12 +144,7 @@ def _build(setting: Setting, attention: str) -> Any:
 
 
 def check_vocabulary(rollouts: Rollouts, config: Any, model: str) -> None:
-    """Refuses token ids that the model's embedding does not have.
-
-    Raises:
-        InputError: the first line with such a token id, by its number, or images with another
-            placeholder than the model's.
-    """
+    """Refuses token ids that the model's embedding lacks, by line, and other images' ids."""
     size = config.get_text_config().vocab_size
     if any(sequence.max() >= FIRST_IMAGE for sequence in rollouts.sequences):
         known = getattr(config, "image_token_id", None)

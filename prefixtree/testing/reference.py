@@ -53,14 +53,10 @@ def eager_by_rows(
     eager function one after the other, and again in the backward.
 
     Args:
-        query, key, value: [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv].
+        query, key, value: [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv], which give [B, n, H, Dv].
         attention_mask: bool [B, 1, n, n], true where a query sees a key; None in a vision encoder
             without padding, where every query sees every key.
         indices: int [B, n, k], the keys that an indexer chose. Default: all.
-        kwargs: of the family's eager function.
-
-    Returns:
-        [B, n, H, Dv], and no attention weights.
     """
     if kwargs.get("block_indices") is not None:
         raise ValueError('blocks of keys are chosen by attn_implementation="eager" alone')
@@ -102,9 +98,9 @@ class FaithfulSums(TorchFunctionMode):
 
     torch sums these in the dtype of the weights there. Over some 10,000 tokens in bfloat16 the
     gradient of an embedding is off by a tenth, that of a layer norm's bias by most of itself. The
-    error grows with the tokens of one call, so a packed batch, one call, gets more of it than the
-    same sequences one at a time. All other sums over tokens are in float32, as on GPUs. Forward
-    results stay the same but for the last bit of a layer norm.
+    error grows with the tokens of one call, so a packed batch, one call, gets more of it. All other
+    sums over tokens are in float32, as on GPUs. Forward results stay the same but for the last bit
+    of a layer norm.
     """
 
     def __torch_function__(
@@ -125,8 +121,8 @@ class FaithfulSums(TorchFunctionMode):
 def float32_convolutions() -> Iterator[None]:
     """Has cuDNN compute float32 convolutions in float32, not in TF32 as torch lets it, while open.
 
-    A vision encoder of transformers embeds patches by a convolution, which moves log-probabilities
-    by more than a float32 run may be off. Packed forests embed them by a product.
+    A vision encoder's convolution of patches moves log-probabilities by more than a float32 run may
+    be off.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32
@@ -177,11 +173,7 @@ class PackedChoices:
 class Replay:
     """Runs of single sequences whose indexers take the choices of a packed run.
 
-    Args:
-        model: runs the sequences, with eager attention. It keeps the changes.
-
-    Attributes:
-        margins: how far the packed run's choices are from those of this run.
+    The model keeps the changes. `margins` tells how far the choices are from those of these runs.
     """
 
     def __init__(self, model: Any, packed: PackedChoices) -> None:
@@ -204,15 +196,15 @@ class Replay:
     def _followed(self, number: int, original: Callable[..., torch.Tensor]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             with _Scores() as seen:
-                own: torch.Tensor = original(*args, **kwargs)
+                indices: torch.Tensor = original(*args, **kwargs)
             at = number, self._sequence
-            taken = self._packed.of_sequence(*at).to(own.device)
+            taken = self._packed.of_sequence(*at).to(indices.device)
             visible = torch.ones_like(taken).tril()
-            chosen = torch.zeros_like(taken).scatter(-1, own[0].long(), True) & visible
+            chosen = torch.zeros_like(taken).scatter(-1, indices[0].long(), True) & visible
             self.margins.note(at, taken, chosen, seen.scores[0])
             # if a query sees fewer keys than it may choose, later keys fill up
             order = 2 * taken.int() + (~visible).int()
-            return order.topk(own.shape[-1], -1).indices[None].to(own.dtype)
+            return order.topk(indices.shape[-1], -1).indices[None].to(indices.dtype)
 
         return forward
 
@@ -220,9 +212,9 @@ class Replay:
 class Margins:
     """The distance of choices from the best.
 
-    The margin of a query is the score of the best key that it left out, less that of the worst that
-    it took, over its largest score: 0 if it took the best, whichever of equal ones. It is infinite
-    if a query took another number of keys, or one that it does not see.
+    A query's margin is the score of the best key that it left out, less that of the worst that it
+    took, over its largest score: 0 if it took the best, whichever of equal ones. It is infinite if
+    a query took another number of keys, or one that it does not see.
     """
 
     def __init__(self) -> None:
@@ -236,13 +228,7 @@ class Margins:
         best: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        """Adds the queries of a sequence.
-
-        Args:
-            at: (indexer, sequence).
-            taken, best: bool [n, n], query by key: the choice, and the best by these scores.
-            scores: [n, n].
-        """
+        """Adds a sequence of an indexer: taken and best bool [n, n], query by key, and scores."""
         visible = torch.ones_like(taken).tril()
         scores = scores.float()
         largest = scores.masked_fill(~visible, 0).abs().amax(-1)

@@ -181,7 +181,7 @@ class _Sides:
     """The sequences as both sides take them; the two differ where there are images.
 
     Attributes:
-        replicated, packed: token ids. loss_masks: of both; None if every token is scored.
+        loss_masks: of both; None if every token is scored.
         copies: the images of the replicated side, every copy for itself, so that an image that is
             taken for another shows in the comparison. None without images.
         images: those of the packed side.
@@ -198,12 +198,12 @@ class _Sides:
         batch = rollouts.image_batch()
         if batch is None:
             return cls(rollouts.sequences, rollouts.sequences, rollouts.loss_masks)
-        given = batch.sequences, batch.pixel_values, batch.image_grid_thw, config
+        inputs = batch.sequences, batch.pixel_values, batch.image_grid_thw, config
         try:
-            images = Images.from_batch(*given)
+            images = Images.from_batch(*inputs)
         except (ForestError, ValueError) as problem:
             raise InputError(f"{rollouts.source}: {problem}") from None
-        copies = Images.from_batch(*given, image_keys=range(len(batch.pixel_values)))
+        copies = Images.from_batch(*inputs, image_keys=range(len(batch.pixel_values)))
         return cls(copies.sequences, images.sequences, rollouts.loss_masks, copies, images)
 
 
@@ -213,8 +213,7 @@ class _Runs:
 
     Attributes:
         packed: all sequences at once.
-        trained: each sequence alone, with the attention that trainers use; the timed run.
-        attention: transformers' name of that attention.
+        trained: each sequence alone, with `attention`, which trainers use; the timed run.
         replicated: each alone, with eager attention in the setting's dtype.
         exact: each alone, with eager attention in float32; `replicated` itself if that is float32.
         followed: `exact` with the keys that the packed run's indexers chose; in float32 `exact`
@@ -391,10 +390,7 @@ def float32_limit(config: Any) -> float:
 
 
 def as_near(least: float) -> Callable[[float], float]:
-    """The limit of packed's error from a longer dtype, given that of the replicated run.
-
-    It is `least` more than twice that, as one parameter's rounding may be small by chance.
-    """
+    """Makes the limit of packed's error: `least` more than twice the replicated run's."""
     return lambda replicated_error: 2 * replicated_error + least
 
 
@@ -408,8 +404,8 @@ def compare(
         error = worst_difference(getattr(replicated, name), expected)
         checks.append(Check(name, worst_difference(getattr(packed, name), expected), limit(error)))
     errors = gradient_differences(replicated.gradients, exact.gradients)
-    found = gradient_differences(packed.gradients, exact.gradients)
-    candidates = [Check("gradients", found[name], limit(errors[name]), name) for name in found]
+    gaps = gradient_differences(packed.gradients, exact.gradients)
+    candidates = [Check("gradients", gaps[name], limit(errors[name]), name) for name in gaps]
     # an infinite limit, from a replicated run that is not finite, must not hide a parameter
     checks.append(max(candidates, key=lambda c: c.value / c.limit if c.passed else math.inf))
     return checks

@@ -197,8 +197,8 @@ def test_a_wrong_sampler_has_no_times(
     def wrong(draws: Draws, logits: torch.Tensor, *rows: torch.Tensor) -> Any:
         if mistake == "tokens":
             logits = logits.roll(1, -1)
-        tokens, logprobs, kept = right(draws, logits, *rows)
-        return tokens, logprobs + 1e-3 * (mistake == "log-probabilities"), kept
+        tokens, logprobs, *more = right(draws, logits, *rows)
+        return tokens, logprobs + 1e-3 * (mistake == "log-probabilities"), *more
 
     monkeypatch.setattr(Draws, "choose", wrong)
     small = [*TINY, "--scale", "0.005", *OURS, "--out", str(out), "--sides", "tree"]

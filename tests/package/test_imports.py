@@ -384,7 +384,7 @@ def test_the_core_imports_no_wing() -> None:
     lines = sum(len(MODULES[module].read_text().splitlines()) for module in core)
     print(f"the core: {len(core)} files, {lines:,} lines")
     assert {"prefixtree.kernels.attention.sdpa", "prefixtree.wings"} < core
-    assert len(core) <= 65 and lines <= 17_500
+    assert len(core) <= 67 and lines <= 17_500
     assert {wing_of(module) for module in MODULES} == {None, *ROOMS["wings"], *ROOMS[WAYS]}
     # nor do the rooms of the core, whoever begins there
     arrows = found()["arrows"]

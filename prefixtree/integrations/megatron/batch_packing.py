@@ -239,9 +239,8 @@ def _forest_of(
 ) -> tuple[PackedForest, np.ndarray, list[tuple[int, int]]]:
     """Packs ids [1, R] into a forest.
 
-    Returns:
-        The forest; its row for each token, int32 [R], -1 for tokens of no sequence; and the begin
-        and length of each sequence.
+    Gives also its row for each token, int32 [R], -1 for tokens of no sequence; and (begin, length)
+    of each sequence.
     """
     ends = params.cu_seqlens_q
     padded = getattr(params, "cu_seqlens_q_padded", None)

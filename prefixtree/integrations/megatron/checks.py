@@ -181,13 +181,13 @@ def _is_megatrons(module: Any) -> bool:
 def _check_attention(name: str, attention: Any) -> None:
     _refuse_others(name, attention)
     core = attention.core_attention
-    for where, module, expected in (
+    for place, module, expected in (
         (name, attention, (ForestSelfAttention, ForestLatentAttention)),
         (f"{name}.core_attention", core, (ForestCoreAttention,)),
     ):
         if not isinstance(module, expected):
             raise UnsupportedError(
-                f"{where} is a {type(module).__name__}, which reads a forest as one sequence: "
+                f"{place} is a {type(module).__name__}, which reads a forest as one sequence: "
                 f"{_FIX} (it serves SelfAttention, MLASelfAttention, DotProductAttention and "
                 "TEDotProductAttention)"
             )

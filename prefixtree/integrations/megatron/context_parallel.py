@@ -51,13 +51,11 @@ class LocalForest:
 
     Args:
         split: its division among the ranks of `group`. Default: this rank has all.
-        group: the context-parallel group.
 
     Attributes:
         packed: the whole forest.
         mask: the TreeMask over which the layers of this rank attend.
-        input_ids: int64 [1, t].
-        position_ids: int64 [t], depths.
+        input_ids, position_ids: int64 [1, t], and int64 [t], depths.
         copies: int32 [t], how often the replicated batch has each token; 0 for padding.
         routes: None, or integers [t, layers, k], the recorded experts of each token.
         states: the calls of layers with a state.
@@ -128,17 +126,19 @@ class LocalForest:
             )
         every = np.arange(self.packed.num_tokens)
         row = torch.from_numpy(arrival(self._split.owner, len(self._split))[0][:num_tokens])
-        whole = self._gathered(output[0].flatten(1), every).index_select(0, row.to(output.device))
-        return whole.unflatten(1, output.shape[2:])[None]
+        rows_of_all = self._gathered(output[0].flatten(1), every).index_select(
+            0, row.to(output.device)
+        )
+        return rows_of_all.unflatten(1, output.shape[2:])[None]
 
     def _gathered(self, values: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
         """Gathers values [*, C] of all ranks, where the owner of tokens[i] has value i."""
         assert self._split is not None
-        whole = gathering(self._split.owner, self._index, self._group, tokens)(values)
+        gathered = gathering(self._split.owner, self._index, self._group, tokens)(values)
         ranks = len(self._split)
-        if whole.requires_grad:
-            whole.register_hook(lambda gradient: gradient / ranks)
-        return whole
+        if gathered.requires_grad:
+            gathered.register_hook(lambda gradient: gradient / ranks)
+        return gathered
 
 
 def local_forest(
@@ -149,9 +149,7 @@ def local_forest(
 ) -> tuple[LocalForest, ScoredEdges | None]:
     """Makes this rank's tokens once all ranks agree; gives also the result of `check`.
 
-    Args:
-        check: must not communicate.
-        options: those of the call, the same on all ranks.
+    `check` must not communicate. `options` are those of the call, the same on all ranks.
     """
     config, group = language_model.config, language_model.pg_collection.cp
     ranks = group.size()
@@ -250,9 +248,6 @@ class ForestParams(PackedSeqParams):
 
     Megatron makes its rotary table for positions 0 .. max_seqlen - 1 and applies row i to token i;
     `at_depths` picks the rows of the tokens' positions.
-
-    Attributes:
-        local: the tokens of the forest that this rank computes.
     """
 
     local: LocalForest | None = None
@@ -266,9 +261,9 @@ class ForestParams(PackedSeqParams):
         return cls(qkv_format=_FORMAT, max_seqlen_q=longest, max_seqlen_kv=longest, local=local)
 
     def at_depths(self, table: Any) -> Any:
-        """Picks the tokens' rows [t, 1, 1, D] of rotary angles [P, 1, 1, D].
+        """Picks the tokens' rows [t, 1, 1, D] of tables [P, 1, 1, D], row i for position i.
 
-        Row i is for position i. Layers share the result. None and tuples of tables are mapped too.
+        None and tuples of tables are mapped too.
         """
         if table is None:
             return None

@@ -48,15 +48,11 @@ class ForestLatentAttention(_Attention):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Makes queries, keys, values and the compressed ones from hidden states [T, 1, d].
-
-        Returns:
-            Queries and keys [T, 1, H, qk + D], values [T, 1, H, v]; T are the tokens of this rank.
-        """
+        """Makes q, k [T, 1, H, qk + D], v [T, 1, H, v] and compressed ones of hidden [T, 1, d]."""
         make = super().get_query_key_value_tensors
         if not isinstance(packed_seq_params, ForestParams):
-            given = (key_value_states, position_ids, packed_seq_params)
-            return make(hidden_states, *given, *args, **kwargs)
+            inputs = (key_value_states, position_ids, packed_seq_params)
+            return make(hidden_states, *inputs, *args, **kwargs)
         # found before the submodule, whose place it takes for this call
         self.__dict__["rotary_pos_emb"] = _AtDepths(self.rotary_pos_emb, packed_seq_params)
         try:
@@ -147,10 +143,9 @@ class ForestCoreAttention:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Computes attention over this rank's T tokens of a forest.
+        """Attends over this rank's T tokens: query [T, 1, H, D], key and value [T, 1, Hk, D].
 
-        query [T, 1, H, D], key and value [T, 1, Hk, D] -> [T, 1, H D], with the values' D where
-        latent attention has two.
+        Returns [T, 1, H D], with the values' D where latent attention has two.
         """
         if not isinstance(packed_seq_params, ForestParams):
             if self._forests_alone:
@@ -191,9 +186,6 @@ def tree_spec(spec: Any) -> Any:
         spec: a ModuleSpec of a layer or of a stack (`hybrid_stack_spec`), the submodules of a
             transformer block, or a function that returns one of them, as Megatron-Bridge's
             providers have it. From a function it makes a function.
-
-    Returns:
-        A spec of the same kind.
 
     Raises:
         TypeError: anything else.

@@ -72,10 +72,9 @@ class RoutedTokens:
 
 
 class TokenMask(torch.Tensor):
-    """`RoutedTokens` that travel as Megatron's padding_mask.
+    """`RoutedTokens` that travel as Megatron's padding_mask, as do its transposed or cut tensors.
 
-    The tensor has no values: code that takes it for a mask of padding meets a tensor of another
-    device and raises. Tensors made from it, transposed or cut, have its tokens.
+    It has no values: code that takes it for a mask of padding meets another device and raises.
     """
 
     tokens: RoutedTokens
@@ -275,11 +274,7 @@ def ordinals_of(language_model: Any) -> tuple[dict[int, int], int]:
 
 
 class _Choice:
-    """Replaces Megatron's RouterReplay and keeps the experts that a router chooses.
-
-    Attributes:
-        experts: int64 [n, k], or None before the call.
-    """
+    """A stand-in for Megatron's RouterReplay that keeps a router's choice, int64 [n, k]."""
 
     experts: torch.Tensor | None = None
 

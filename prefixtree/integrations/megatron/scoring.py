@@ -150,15 +150,12 @@ def tree_outputs(model: Any, packed: PackedForest | MicroBatch) -> Any:
     """Runs a model over a packed forest and returns its output, in packed order.
 
     A model with a value head gives [1, T, 1], for example; `PackedForest.unpack` copies the values
-    to the sequences.
+    to the sequences. The last stage returns all tokens, under context parallelism too; earlier
+    stages return hidden states.
 
     Args:
         model: as in `tree_logprobs`; its output layer may be any that treats every token alone.
         packed: as in `tree_logprobs`.
-
-    Returns:
-        On the last stage the model's output for all tokens, under context parallelism too; on
-        earlier stages hidden states.
 
     Raises:
         UnsupportedError, ForestError, ValueError: as in `tree_logprobs`.

@@ -41,13 +41,8 @@ def leaf_order(forest: PrefixForest) -> list[int]:
 class GroupCosts:
     """The cost of sets of samples when each set is packed: every token once, at its position.
 
-    Args:
-        sequences: token ids [n] each.
-        workload: the cost of a lone sequence; tokens from position d on cost workload(n) -
-            workload(d).
-
-    Attributes:
-        order: the samples; those that share most are neighbours.
+    Tokens from position d on cost workload(n) - workload(d). In `order`, samples that share most
+    are neighbours.
     """
 
     def __init__(self, sequences: Sequence[np.ndarray], workload: Workload) -> None:
@@ -76,16 +71,12 @@ def balance(
     num_mini_batches: int,
     workload: Workload,
 ) -> Balanced:
-    """Orders a batch so that groups stay together and ranks and mini-batches cost the same.
+    """Orders S samples so that groups stay together and ranks and mini-batches cost the same.
 
     A group is divided only where it does not fit: more samples than a mini-batch has on a rank, or
     group sizes that do not add up to the exact counts. Its parts follow the order of the forest's
-    leaves, so that samples which share most stay together.
-
-    Args:
-        sequences: S token id arrays. groups: S labels, GRPO's uid for example.
-        num_ranks, num_mini_batches: S is a multiple of their product.
-        workload: as for `GroupCosts`.
+    leaves, so that samples which share most stay together. S is a multiple of num_ranks x
+    num_mini_batches.
     """
     count = len(sequences)
     if count % (num_ranks * num_mini_batches):

@@ -37,18 +37,17 @@ MINI_BATCH, TRAINED_TOKENS = "prefixtree_mini_batch_size", "prefixtree_max_token
 
 
 def rows_of(data: TensorDict) -> Batch:
-    """Reads the rows of a batch, by one copy from its device.
+    """Reads the rows of a batch, by one copy from its device; the response is scored.
 
-    The response is scored, the only part of which verl reads log-probabilities. Everything is
-    scored where the batch does not say what is prompt, or the caller wants the model's outputs
-    themselves.
+    Everything is scored where the batch does not say what is prompt, or the caller wants the
+    model's outputs themselves.
     """
     ids = data["input_ids"]
-    given = [data.get("prompts", None), data.get("responses", None)]
-    whole = tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
-    if whole or any(part is None or not part.is_nested for part in given):
-        given = []
-    values, offsets, *parts = on_host([ids.values(), *(x.offsets() for x in (ids, *given))])
+    sides = [data.get("prompts", None), data.get("responses", None)]
+    wants_outputs = tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
+    if wants_outputs or any(part is None or not part.is_nested for part in sides):
+        sides = []
+    values, offsets, *parts = on_host([ids.values(), *(x.offsets() for x in (ids, *sides))])
     masks = None
     if parts and np.array_equal(parts[0] + parts[1], offsets):
         lengths, prompts = np.diff(offsets), np.diff(parts[0])
@@ -59,11 +58,7 @@ def rows_of(data: TensorDict) -> Batch:
 
 
 def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode: str) -> None:
-    """Gives rows the experts that a batch has recorded; `has_experts` says which layers have some.
-
-    Of routes that nobody recorded verl makes zeros: of its padding, and after the last generation.
-    From there on its losses read nothing, and rows are not scored.
-    """
+    """Gives rows a batch's recorded experts, and scores nothing after the last recorded one."""
     routed = data.get("routed_experts", None)
     if routed is None or not routed.is_nested:
         raise UnsupportedError(
@@ -98,10 +93,10 @@ def _trained(data: TensorDict, rows: Batch) -> list[np.ndarray]:
         attention = data["attention_mask"][:, -mask.shape[1] :]
         padded, lengths = on_host((mask, attention.sum(1)))
         responses = [row[:n] for row, n in zip(padded, lengths, strict=True)]
-    found = [np.zeros(len(tokens), bool) for tokens in rows.tokens]
-    for row, response in zip(found, responses, strict=True):
+    masks = [np.zeros(len(tokens), bool) for tokens in rows.tokens]
+    for row, response in zip(masks, responses, strict=True):
         row[len(row) - len(response) :] = response != 0
-    return found
+    return masks
 
 
 def shown_of(data: TensorDict) -> list[dict[str, Any]]:
@@ -127,8 +122,8 @@ def count_tokens(data: TensorDict, group: Any) -> float:
 def mini_batches_of(data: TensorDict, ranks: int) -> list[tuple[int, TensorDict]]:
     """Divides a rank's batch into the mini-batches it will be trained in, each with its first row.
 
-    Each is then scored in the same forwards as in training, for old log-probabilities and the
-    reference's. `prefixtree_sync` tells their size over all ranks; without it the batch is one.
+    So old log-probabilities and the reference's come from the same forwards as in training.
+    `prefixtree_sync` tells their size over all ranks; without it the batch is one.
     """
     size = tu.get_non_tensor_data(data=data, key=MINI_BATCH, default=None)
     rows_each = len(data) if size is None else size // ranks
@@ -215,8 +210,7 @@ def _with_trunks(
 ) -> Sequence[MicroBatch] | None:
     """Makes micro-batches that keep trunks, as many on every rank; None where trees are cut.
 
-    Args:
-        cut: the micro-batches that cut trees; None where a sequence of any rank does not fit.
+    `cut`: the micro-batches that cut trees; None where a sequence of any rank does not fit.
     """
     repeated = None
     if cut is not None:
@@ -240,8 +234,8 @@ def _with_trunks(
 def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) -> list[MicroBatch]:
     """Divides the same sequences into at least `count` micro-batches, none empty.
 
-    Empty micro-batches do not fill up the count, because verl takes as many values of every metric
-    from all ranks.
+    verl takes as many values of every metric from all ranks, so empty ones do not fill up the
+    count.
     """
     if len(batches) >= count:
         return list(batches)

@@ -100,9 +100,9 @@ class TopK:
         assert scores.measured is not None
         of_copies = []
         for values, sequence in zip(scores.measured, sequences, strict=True):
-            which = self._which[sequence]
+            row = self._which[sequence]
             per_row = values.unflatten(1, (self._rows.shape[1], -1))
-            index = which[:, None, None].expand(-1, 1, per_row.shape[2])
+            index = row[:, None, None].expand(-1, 1, per_row.shape[2])
             of_copies.append(per_row.gather(1, index)[:, 0])
         return {
             name: [values[:, at] for values in of_copies] for at, name in enumerate(self._names)
@@ -135,14 +135,14 @@ def _all_rows() -> Iterator[None]:
 def _distinct(
     edge: torch.Tensor, row: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers the distinct teacher's rows of every edge.
+    """Numbers the distinct teacher's rows, ids and logprobs [R, k], of every edge.
 
     Args:
-        edge, row: int64 [N], those of every scored copy; every edge has one. ids, logprobs: [R, k].
+        edge, row: int64 [N], those of every scored copy; every edge has one.
 
     Returns:
         int64 [N], the number of a copy's row among its edge's; and int64 [E, M], one copy's row for
-        each number, -1 where an edge has fewer.
+            each number, -1 where an edge has fewer.
     """
     if len(edge) == 0:
         return edge, edge.new_zeros((0, 1))

@@ -94,14 +94,7 @@ _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia
 
 
 class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
-    """The common part of actor, reference and critic.
-
-    Attributes:
-        recompute: as in `sequence_logprobs`.
-        compiles: whether layers are compiled.
-        sees: whether the checkpoint has a vision encoder.
-        model_output: the name of the model's output per token.
-    """
+    """The common part of actor, reference and critic; `sees`: there is a vision encoder."""
 
     model_output: str
 
@@ -169,8 +162,8 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         self._work = Work()
         for first, part in parts:
             call = Call(part, rows_of(part), loss_function, forward_only)
-            found, batches = self._forwards_and_backwards(call)
-            outputs += found
+            results, batches = self._forwards_and_backwards(call)
+            outputs += results
             indices += [first + batch.sequence_indices for batch in batches]
         if self.sees and not forward_only:
             fill_gradients_of_encoder(self.module)

@@ -31,17 +31,17 @@ _LEFT_OUT = ("images_seqlens", "mm_token_type_ids")
 def images_of(data: TensorDict, batch: Batch, config: Any, group: Any) -> Images | None:
     """The images of a batch; None where no rank of the group has any. All ranks call it."""
     rows = shown_of(data)
-    taken = {_PIXELS, _GRIDS, *_LEFT_OUT}
-    if unknown := sorted({name for row in rows for name in row} - taken):
+    known_names = {_PIXELS, _GRIDS, *_LEFT_OUT}
+    if unknown := sorted({name for row in rows for name in row} - known_names):
         raise UnsupportedError(
             f"multi_modal_inputs has {', '.join(unknown)}: under verl only images with a grid "
             f"({_GRIDS}, of Qwen's processors) are verified"
         )
-    held = [row for row in rows if _PIXELS in row]
+    with_images = [row for row in rows if _PIXELS in row]
     # copies of a row hold one tensor, whose images are then hashed once
-    known = {id(row[_PIXELS]): _apart(row) for row in held}
-    pixels = [image for row in held for image in known[id(row[_PIXELS])]]
-    grids = torch.cat([row[_GRIDS] for row in held]) if held else None
+    known = {id(row[_PIXELS]): _apart(row) for row in with_images}
+    pixels = [image for row in with_images for image in known[id(row[_PIXELS])]]
+    grids = torch.cat([row[_GRIDS] for row in with_images]) if with_images else None
     images = Images.from_batch(batch.tokens, pixels or None, grids, config)
     (shown,) = largest([len(images)], group)
     return images if shown else None
@@ -93,9 +93,8 @@ def check_positions(data: TensorDict, batch: Batch, module: nn.Module) -> None:
 def fill_gradients_of_encoder(module: nn.Module) -> None:
     """Gives the vision encoder gradients of zeros where it has none, in place.
 
-    On text alone verl's own engine runs the vision encoder over a blank image, so that an optimizer
-    with weight decay shrinks its weights. Here the vision encoder does not run, and its weights
-    shrink too.
+    On text alone verl runs it over a blank image, so that weight decay shrinks its weights. Here it
+    does not run, and they shrink too.
     """
     for parameter in encoder_of(transformer_of(module)).parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -107,10 +106,7 @@ def fill_gradients_of_encoder(module: nn.Module) -> None:
 
 @contextmanager
 def without_patches() -> Iterator[None]:
-    """A context in which verl's engines make models without patching their classes.
-
-    The patches serve flash attention, fused heads and Ulysses inside verl's attention functions.
-    """
+    """Has verl make models, while open, without its patches of attention and fused heads."""
     with changing(transformer_impl) as changes:
         changes.set(transformer_impl, apply_monkey_patch=lambda model, **options: None)
         yield

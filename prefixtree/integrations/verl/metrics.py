@@ -73,10 +73,7 @@ def work_metrics(
 
 
 def _formula(counter: FlopsCounter) -> tuple[float, float, float] | None:
-    """Reads verl's TFLOPs, a x tokens + b x sum of n^2: (a, b, the device's TFLOP/s).
-
-    None where the estimate has another form (sliding windows) or is missing.
-    """
+    """Reads verl's TFLOPs, a x tokens + b x sum of n^2: (a, b, the device's TFLOP/s), or None."""
 
     def flops(length: int) -> float:
         return counter.estimate_flops([length], 1.0)[0]
@@ -97,11 +94,7 @@ NAME = "prefixtree"
 
 
 class MeteredEngine:
-    """A base before an engine of verl that adds metrics to the results of its batches.
-
-    Attributes:
-        packs: whether the model's attention is "prefixtree".
-    """
+    """A base of verl's engines that adds metrics, if it `packs`: the attention is "prefixtree"."""
 
     packs: bool
     _work: Work

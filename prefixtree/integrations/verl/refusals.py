@@ -229,10 +229,7 @@ def _is_padded(batch: Batch) -> bool:
 
 
 def _restarts(batch: Batch) -> bool:
-    """Whether a token's position is not its index in its sequence, which it is in a forest.
-
-    Both are jagged [B, n]; where the model takes images, the first of four rows may hold positions.
-    """
+    """Whether jagged positions [B, n] or [B, 4, n] are not indices in their sequences."""
     offsets = batch.data["input_ids"].offsets()
     starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
     indices = torch.arange(len(starts), device=offsets.device) - starts
@@ -285,8 +282,7 @@ BATCHES = (
 
 
 class Loss(NamedTuple):
-    """The configuration of a loss of verl's, whether micro-batches differ in size, and whether
-    responses are padded to one length in all of them."""
+    """A loss's configuration, and whether micro-batches differ in size or responses are padded."""
 
     config: Any
     dynamic: bool
@@ -362,11 +358,11 @@ def turn_off_fused_kernels(model_config: Any, engine_config: Any) -> None:
 
 def check_settings(model_config: Any, engine_config: Any, model_output: str) -> None:
     """Refuses configurations, as an engine is made."""
-    asked = Asked(model_config, engine_config, model_output)
-    refuse((*EVERY_ENGINE, *FSDP), asked, _PREFIX)
+    settings = Asked(model_config, engine_config, model_output)
+    refuse((*EVERY_ENGINE, *FSDP), settings, _PREFIX)
     hf_config, training = model_config.hf_config, not engine_config.forward_only
     check_config(hf_config, training)
-    if asked.sees:
+    if settings.sees:
         check_config(hf_config.get_text_config(), training)
 
 
@@ -409,8 +405,7 @@ def check_step(data: TensorDict, loss_function: Any, forward_only: bool, **takes
 
 
 def check_loss(loss_function: Any, dynamic: bool, padded: bool = False) -> None:
-    """Refuses losses of verl whose gradients depend on the cut into micro-batches; warns of those
-    that depend on it under verl's own shuffle too."""
+    """Refuses losses whose gradients depend on micro-batches; warns if verl's shuffle does."""
     config = getattr(loss_function, "keywords", {}).get("config")
     loss = Loss(config, dynamic, padded)
     refuse(LOSSES, loss, _PREFIX)

@@ -32,11 +32,7 @@ from prefixtree.integrations.verl.batches import MINI_BATCH, TRAINED_TOKENS
 
 
 class KeepsGroups:
-    """A mixin for verl's v1 trainers that replaces the balancing, nothing else.
-
-    Attributes:
-        base_mode: verl's name of the trainer that is extended.
-    """
+    """A mixin for verl's v1 trainers, `base_mode` by name, that replaces the balancing alone."""
 
     base_mode: str
     config: Any

@@ -169,11 +169,9 @@ def most_work(d: int, group: int) -> float:
 
 
 def flash_work(mask: HostMask, window: int) -> float:
-    """Divides the cost of flash-attn-4's tiles and starts by that of the visible pairs alone.
-
-    It is near 1 if queries see many keys and nodes are long. Tiles that need the mask, computed
-    pairs that are not visible and query tiles with little work raise it.
-    """
+    """Divides the cost of flash-attn-4's tiles and starts by that of the visible pairs alone."""
+    # near 1 if queries see many keys and nodes are long; tiles that need the mask, computed pairs
+    # that are not visible and query tiles with little work raise it
     cost, _ = _tile_costs(mask, window)
     # the unit of a cost is half a full tile
     tiles = int(cost.sum()) / 2 + _STARTING * len(cost)

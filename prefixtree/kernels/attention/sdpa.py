@@ -91,7 +91,7 @@ def backward(
         for row, length, runs in call.mask.blocks():
             rows = slice(row, row + length)
             for start, end, causal in runs:
-                a, b, c = _flash_backward(
+                run_dq, run_dk, run_dv = _flash_backward(
                     dout[rows],
                     queries[rows],
                     keys[start:end],
@@ -101,9 +101,9 @@ def backward(
                     causal,
                     call.scale,
                 )
-                dq[rows] += a
-                dk[start:end] += b
-                dv[start:end] += c
+                dq[rows] += run_dq
+                dk[start:end] += run_dk
+                dv[start:end] += run_dv
     else:
         for chunk in _chunks(call):
             rows = chunk.rows
@@ -257,23 +257,25 @@ class _Chunk:
         q, k = call.q, call.k
         length = self.rows.stop - self.rows.start
         key = self.keys(k).permute(1, 2, 0)
-        s = torch.bmm(self._grouped(q, k.shape[1]), key).view(q.shape[1], length, -1)
-        s *= call.scale
+        logits = torch.bmm(self._grouped(q, k.shape[1]), key).view(q.shape[1], length, -1)
+        logits *= call.scale
         dcap = None
         if call.softcap:
-            t = torch.tanh(s / call.softcap)
-            s, dcap = call.softcap * t, 1 - t * t
+            capped = torch.tanh(logits / call.softcap)
+            logits, dcap = call.softcap * capped, 1 - capped * capped
         row = torch.arange(self.first_position, self.first_position + length, device=q.device)[
             :, None
         ]
-        column = torch.arange(self.key_position, self.key_position + s.shape[2], device=q.device)
+        column = torch.arange(
+            self.key_position, self.key_position + logits.shape[2], device=q.device
+        )
         hidden = column > row
         if call.window:
             hidden |= row - column >= call.window
         if call.chosen is not None:
-            last = self.key_position + s.shape[2]
+            last = self.key_position + logits.shape[2]
             hidden |= ~from_bits(call.chosen[self.rows], self.key_position, last)
-        return s.masked_fill(hidden, -torch.inf), dcap
+        return logits.masked_fill(hidden, -torch.inf), dcap
 
     def values_product(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Computes p v, [L, H, Dv]."""
@@ -322,20 +324,20 @@ def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
     for row, length, with_own in call.mask.blocks():
         path = [(start, end) for start, end, _ in with_own]
         position = sum(end - start for start, end in path[:-1])
-        at = 0
-        while at < length:
+        cut_rows = 0
+        while cut_rows < length:
             reach = position + length
             if call.window:
                 reach = min(reach, call.window + length)
-            rows = max(1, min(length - at, _CHUNK // (heads * reach)))
+            rows = max(1, min(length - cut_rows, _CHUNK // (heads * reach)))
             if call.window:
                 # longer chunks than the window would mostly compute what is masked
                 rows = min(rows, max(64, call.window))
-            first = position + at
+            first = position + cut_rows
             low = max(0, first - call.window + 1) if call.window else 0
             runs = _clip(path, low, first + rows)
-            yield _Chunk(slice(row + at, row + at + rows), first, runs, low)
-            at += rows
+            yield _Chunk(slice(row + cut_rows, row + cut_rows + rows), first, runs, low)
+            cut_rows += rows
 
 
 def _clip(path: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:

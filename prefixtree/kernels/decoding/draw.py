@@ -77,11 +77,10 @@ def draw_kernel(
 def draw(
     logits: torch.Tensor, state: torch.Tensor, temperature: float, constants: tuple[int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token per row of logits [B, V], whose rows are contiguous.
+    """Draws int64 [B] tokens of logits [B, V], contiguous rows; gives float32 [B] their log p.
 
     state int64 [B] is a hash of each row's key and position; temperature 0 takes the likeliest
-    token; constants are gamma and the two factors of SplitMix64. Returns int64 [B] tokens and
-    float32 [B] log-probabilities at the temperature (at 1 for 0).
+    token, its log-probability at 1; constants are gamma and the two factors of SplitMix64.
     """
     rows, vocabulary = logits.shape
     parts = max(1, min(-(-_PROGRAMS // rows), -(-vocabulary // _BLOCK)))

@@ -33,19 +33,16 @@ _UNCUT = 1 << 40
 
 
 class Capacity(NamedTuple):
-    """The room in a work list.
-
-    Attributes:
-        wide, narrow: items of many and of few rows.
-        pieces: runs of keys, cut at the ends of items.
-        slots: partial results, one per row of an item; a slot takes H x (Dv + 1) float32 while a
-            call runs on a GPU.
-    """
+    """The room in a work list."""
 
     rows: int
+    # items of many rows
     wide: int
+    # items of few rows
     narrow: int
+    # runs of keys, cut at the ends of items
     pieces: int
+    # partial results, one per row of an item, each H x (Dv + 1) float32 on a GPU
     slots: int
 
     def holds(self, other: Capacity) -> bool:
@@ -61,24 +58,22 @@ class Capacity(NamedTuple):
 
 
 class DecodeTables(NamedTuple):
-    """The tensors of a work list, as kernels read them: int32, except `live`.
+    """The tensors of a work list, as kernels read them: int32, except `live`."""
 
-    Attributes:
-        wide, narrow: [.., 5], items (first row, rows, first piece, stop piece, first slot); unused
-            items have no rows.
-        pieces: [.., 5], (first key, keys, depth of the first key, first row, stop row); keys of a
-            tail reach to the end of its room.
-        slot_ptr, slots: [B + 1] and [..], the slots of each row.
-        tails: [B, 3], (first key, room, depth of the first key).
-        written: [B], keys in each tail.
-    """
-
+    # [.., 5], items (first row, rows, first piece, stop piece, first slot)
     wide: torch.Tensor
+    # [.., 5], items likewise; unused ones have no rows
     narrow: torch.Tensor
+    # [.., 5], (first key, keys, depth of the first key, first row, stop row); keys of a tail reach
+    # to the end of its room
     pieces: torch.Tensor
+    # [B + 1], into `slots`
     slot_ptr: torch.Tensor
+    # [..], those of each row
     slots: torch.Tensor
+    # [B, 3], (first key, room, depth of the first key)
     tails: torch.Tensor
+    # [B], keys in each tail
     written: torch.Tensor
     live: torch.Tensor
 
@@ -161,11 +156,11 @@ class DecodeWork:
 
     @lasting
     def refill(self, runs: np.ndarray, tails: np.ndarray) -> bool:
-        """Replaces the contents, without waiting for a GPU, and says whether they fit.
+        """Replaces the contents, without waiting for a GPU; says whether they fit the tensors.
 
-        If so, the tensors stay where they are. Otherwise there are new tensors, with room for their
-        former contents too. Rows beyond those of `tails` are not live (a `live` of the caller must
-        say so itself). Keys beyond the pool are refused before anything changes.
+        If not, there are new tensors, with room for their former contents too. Rows beyond those of
+        `tails` are not live (a `live` of the caller must say so itself). Keys beyond the pool are
+        refused before anything changes.
         """
         needed, columns = self._plan(runs, tails)
         if not (fits := self.capacity.holds(needed)):
@@ -340,11 +335,11 @@ def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
 def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
     """Cuts spans by the block of rows that reads them, sorted; int64 [.., 7].
 
-    A block reads all its spans one after another, so each of its rows has one partial result. The
-    rows of a span with at most `few` are a block. Other spans are in every block of at most `most`
-    rows that they reach into. Blocks are cut where rows share few keys. Returns (first row and stop
-    row of the block, first key, keys, depth, first row, stop row).
+    Columns are (first row and stop row of the block, first key, keys, depth, first row, stop row).
+    The rows of a span with at most `few` are a block; other spans are in every block of at most
+    `most` rows that they reach into. Blocks are cut where rows share few keys.
     """
+    # a block reads all its spans one after another, so each of its rows has one partial result
     first, stop, keys = spans[:, 0], spans[:, 1], spans[:, 3]
     is_wide = stop - first > few
     # keys of wide spans that a row has in common with the one before it

@@ -18,17 +18,17 @@ from prefixtree.packing.host_mask import HostMask
 
 
 class Chunk(NamedTuple):
-    """Queries, and the keys that each chose.
+    """Queries, and the keys that each chose."""
 
-    absorbed [H, n, R]; rope [n, H, P], any strides but the last; latents [T, R + P]. lists int32
-    [n, k] hold the packed tokens of the chosen keys first, and anything after them. lengths int32
-    [n] are how many a query chose; more than k are an error, which gives NaN.
-    """
-
+    # [H, n, R]
     absorbed: torch.Tensor
+    # [n, H, P], any strides but the last
     rope: torch.Tensor
+    # [T, R + P]
     latents: torch.Tensor
+    # int32 [n, k], the packed tokens of the chosen keys, then anything
     lists: torch.Tensor
+    # int32 [n], how many a query chose; more than k are an error, which gives NaN
     lengths: torch.Tensor
     scale: float
 
@@ -59,10 +59,10 @@ class Kernels(Protocol):
         drope: torch.Tensor,
         dlatents: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the gradient of `absorbed`, writes that of `rope`, and adds to that of `latents`.
+        """Returns the gradient of `absorbed`, writes drope, adds to dlatents, float32 (float64).
 
-        dout [H, n, R]; delta [n, H], the sums of out x dout; drope as rope; dlatents as latents, in
-        float32 (float64).
+        dout [H, n, R]; delta [n, H], the sums of out x dout; drope and dlatents as rope and
+        latents.
         """
         ...
 

@@ -90,8 +90,8 @@ def gradient_of_logprobs(
 ) -> None:
     """Writes `gradient`, given the log-probabilities of all columns, which are overwritten.
 
-    logits [R, V] are before the temperature, in out's dtype as all but `into`. hit [R, 1] is the
-    gradient of log p at the target, which goes to `column`; 0 if another rank has it.
+    logits [R, V] are before the temperature, in out's dtype as all but `into`. hit [R, 1], the
+    gradient of log p at the target, goes to `column`; 0 if another rank has it.
     """
     p = torch.exp(log_p)
     # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
@@ -149,15 +149,14 @@ def write_statistics(
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The part of the vocabulary that this rank scores, with `score` and `gradient` of its own.
+    """The part of the vocabulary that this rank scores, with `score` and `gradient` of its own."""
 
-    Every method is a collective: all ranks of the group call it with the same rows. `first` is the
-    token id of this rank's first row of the weight, `widest` the number of rows of the largest
-    slice; every rank has at least one.
-    """
+    # each method is a collective: all ranks of the group call it with the same rows
 
     group: ProcessGroup
+    # the token id of this rank's first row of the weight
     first: int
+    # rows of the largest slice; each rank has at least one
     widest: int
 
     def score(

@@ -78,11 +78,9 @@ def normaliser(
 
 @triton.jit
 def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
-    """Computes the columns' shares of the divergence, and raw gradients, from the logs of p and q.
-
-    p is the model's, q the teacher's. The gradient of p's logits is raw - p sum(raw). A probability
-    of 0 adds nothing.
-    """
+    """Computes the columns' shares of the divergence, and raw gradients, from log p and log q."""
+    # p is the model's, q the teacher's; the gradient of p's logits is raw - p sum(raw), and a
+    # probability of 0 adds nothing
     p = tl.exp(log_p)
     q = tl.exp(log_q)
     apart = log_q - log_p
@@ -123,10 +121,9 @@ def score_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes OUT [R, C] of X [R, V]; NaN if a target is no token of the vocabulary.
-
-    With DIVERGENCE also VALUE [R], the divergence to the teacher's Y [R, V], and KEPT [R, 5].
-    """
+    """Writes OUT [R, C] of X [R, V], and with DIVERGENCE of Y [R, V] VALUE [R] and KEPT [R, 5]."""
+    # OUT is NaN if a target is no token of the vocabulary; Y is the teacher's output and VALUE the
+    # divergence to it
     row = tl.program_id(0).to(tl.int64)
     X += row * vocabulary
     temperature = tl.load(TEMPERATURE + row)
@@ -206,14 +203,11 @@ def gradient_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the gradient of X into INTO [R, V], which may be X; GRAD [R, C] is that of OUT.
-
-    d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy).
-
-    With DIVERGENCE, VALUE_GRAD [R] is the gradient of the divergences, which VALUE gets again.
-    Their gradient is p - q if beta is 0 and p (log p - log q - KL(p || q)) if it is 1. Between
-    them, with the mixture m, it is (1 - beta) p (log p - log m - KL(p || m)).
-    """
+    """Writes the gradient of X into INTO [R, V], which may be X; GRAD [R, C] is that of OUT."""
+    # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
+    # with DIVERGENCE, VALUE_GRAD [R] is the gradient of the divergences, which VALUE gets again;
+    # their gradient is p - q if beta is 0 and p (log p - log q - KL(p || q)) if it is 1; between
+    # them, with the mixture m, it is (1 - beta) p (log p - log m - KL(p || m))
     row = tl.program_id(0).to(tl.int64)
     X += row * vocabulary
     INTO += row * vocabulary

@@ -32,16 +32,14 @@ from prefixtree.kernels.lm_head.measures import BoundMeasure, Measure, MeasuredE
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The way in which rows of logits are scored, and the columns of the result.
+    """The way in which rows of logits are scored, and the result's columns."""
 
-    Columns are log p, the entropy, the statistics and those of a measure. Statistics have no
-    gradients. `chunk_size` is the number of rows whose logits are in memory at once. Default: with
-    the Triton kernels, as many as keep the logits near 512 MiB; without them, rows x vocabulary is
-    near 2^26 (2^22 on a CPU).
-    """
+    # columns are log p, the entropy, the statistics (without gradients) and those of a measure
 
     with_entropy: bool = False
     statistics: Sequence[str] = ()
+    # rows whose logits are in memory at once; None: with the Triton kernels as many as keep the
+    # logits near 512 MiB, without them rows x vocabulary near 2^26 (2^22 on a CPU)
     chunk_size: int | None = None
     rule: LogitRule = field(default_factory=LogitRule)
     measure: Measure | None = None
@@ -95,22 +93,17 @@ def linear_logprobs(
     """Computes log softmax(rule(hidden weight^T + bias) / temperature) at targets, and the entropy.
 
     The logits are computed in hidden's dtype (under autocast in its dtype), as an eager lm_head
-    does. Everything after them is computed in `accumulate`, float32 or float64. The backward
-    computes the logits again, chunk by chunk, and sums the weight's gradient in `accumulate`.
+    does; everything after them, and the sum of the weight's gradient, in `accumulate`, float32 or
+    float64. The backward computes the logits again, chunk by chunk.
 
-    Args:
-        hidden: [E, d].
-        weight, bias: [V, d]; [V] or None.
-        target: int64 [E], the token whose log-probability each row gives.
-        temperature: float32 [E], the divisor of the logits.
-        vocabulary: the part of the vocabulary that the weight and the bias are, if ranks share it.
-            All ranks then give the same hidden states, targets, temperatures and chunk, and get the
-            same scores. The gradient of hidden is whole on every rank, that of the weight is the
-            rank's own. It takes no statistics and no measure.
+    hidden is [E, d], weight [V, d], bias [V], target int64 [E], and temperature float32 [E] divides
+    the logits. Returns [E, 1], or [E, 2] with the entropy, in nats; then a column per statistic,
+    and those of a measure.
 
-    Returns:
-        [E, 1] in `accumulate`, or [E, 2] with the entropy, in nats; and one more column per
-        statistic, and those of a measure.
+    With a `vocabulary`, weight and bias are a rank's part. All ranks then give the same hidden
+    states, targets, temperatures and chunk, and get the same scores. The gradient of hidden is
+    whole on every rank, that of the weight is the rank's own. It takes no statistics and no
+    measure.
     """
     if vocabulary is not None and options.measure is not None:
         raise UnsupportedError(
@@ -178,17 +171,17 @@ def lm_head_logprobs(
         measure.check(vocabulary)
 
     def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor, at: int) -> torch.Tensor:
-        x = lm_head(h)
-        z = options.rule.apply(x.float()) / temp[:, None]
+        raw_logits = lm_head(h)
+        z = options.rule.apply(raw_logits.float()) / temp[:, None]
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if options.with_entropy:
             columns.append(-(logp.exp() * logp.clamp(min=eager.LEAST)).sum(-1))
         statistics = z.new_empty(len(z), len(options.statistics))
-        write_statistics(x, t, temp, options.rule, options.statistics, statistics)
+        write_statistics(raw_logits, t, temp, options.rule, options.statistics, statistics)
         results = [torch.stack(columns, -1), statistics]
         if measure is not None:
-            results.append(measure.of(x, at))
+            results.append(measure.of(raw_logits, at))
             # the second call for this chunk is in its backward
             measure.check_repeated()
         return torch.cat(results, 1)

@@ -126,14 +126,15 @@ class Divergence:
     """The generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
 
     beta is 0 for KL(teacher || model) and 1 for KL(model || teacher). Between them are the
-    divergences to the mixture beta teacher + (1 - beta) model, weighed likewise. `output` gives the
-    output of the teacher's lm_head for edges, [r, V], without gradients, and `rule` turns it into
-    logits. Both distributions are of the first `vocabulary` tokens alone; None: of all.
+    divergences to the mixture beta teacher + (1 - beta) model, weighed likewise.
     """
 
     beta: float
+    # edges -> output of the teacher's lm_head, [r, V], no gradients
     output: Callable[[MeasuredEdges], torch.Tensor]
+    # turns that output into logits
     rule: LogitRule
+    # both distributions are of this many first tokens; None: of all
     vocabulary: int | None = None
 
     def __call__(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
@@ -243,11 +244,11 @@ class BoundMeasure:
             self._found.pop(at)
         target, temperature, rule, out, of_out = rest
         for block in self.blocks(*x.shape):
-            more = self.gradient(x[block], at + block.start, grad[block])
+            of_values = self.gradient(x[block], at + block.start, grad[block])
             values = target[block], temperature[block], rule, out[block], of_out[block]
             kernels.gradient(x[block], *values, x[block])
-            if more is not None:
-                x[block] += more
+            if of_values is not None:
+                x[block] += of_values
 
     def blocks(self, rows: int, vocabulary: int) -> Iterator[slice]:
         """Cuts the rows of a chunk into those that a measure gets at once."""
@@ -256,10 +257,8 @@ class BoundMeasure:
         return (slice(at, min(at + rows_at_once, rows)) for at in range(0, rows, rows_at_once))
 
     def of(self, x: torch.Tensor, at: int) -> torch.Tensor:
-        """Computes the values [r, C] of x [r, V], for the edges from `at` on; differentiable.
-
-        The second call for a block, in the backward, is compared with the first.
-        """
+        """Computes the values [r, C] of x [r, V], for the edges from `at` on; differentiable."""
+        # the second call for a block, in the backward, is compared with the first
         edges = self._at(at, len(x))
         if self._rule != LogitRule():
             x = self._rule.apply(x.to(self._dtype))
@@ -347,10 +346,10 @@ class BoundMeasure:
         leaf = z.clone().requires_grad_()
         # not the leaf itself, which in-place arithmetic would refuse
         values = self._call(leaf * 1, edges)
-        others = [t for t in _leaves(values.grad_fn) if t is not leaf]
-        if others:
+        leaves = [t for t in _leaves(values.grad_fn) if t is not leaf]
+        if leaves:
             raise UnsupportedError(
-                f"the measure uses a tensor of shape {list(others[0].shape)} that requires a "
+                f"the measure uses a tensor of shape {list(leaves[0].shape)} that requires a "
                 "gradient, and only the logits get one: compute it under torch.no_grad(), detach "
                 "it, or compute that part of the loss from the values"
             )
@@ -361,14 +360,14 @@ class BoundMeasure:
         with torch.autocast(z.device.type, enabled=False):
             values: Any = self._measure(z, edges)
         if not isinstance(values, torch.Tensor):
-            got = f"a {type(values).__name__}"
+            returned = f"a {type(values).__name__}"
         elif values.ndim != 2 or len(values) != len(z) or not values.is_floating_point():
-            got = f"{list(values.shape)} of {values.dtype}"
+            returned = f"{list(values.shape)} of {values.dtype}"
         else:
             return values.to(self._dtype)
         raise ValueError(
             f"a measure must return floating point numbers [r, C] for the r edges of its logits "
-            f"[r, V] (add [:, None] to one number per edge), got {got} for {list(z.shape)}"
+            f"[r, V] (add [:, None] to one number per edge), got {returned} for {list(z.shape)}"
         )
 
 

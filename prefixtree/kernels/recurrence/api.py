@@ -369,16 +369,17 @@ def _check_common(
             f"{name} needs every packed token, got a mask that is for_queries ({mask.num_queries} "
             f"of {mask.num_tokens} tokens); give it the whole mask and select rows of the result"
         )
-    for key, x in tensors.items():
-        if x is None:
+    for key, tensor in tensors.items():
+        if tensor is None:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{key} must be a tensor, got {type(x).__name__}")
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{key} must be floating point, got {x.dtype}")
-        if x.device != mask.device:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{key} must be a tensor, got {type(tensor).__name__}")
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{key} must be floating point, got {tensor.dtype}")
+        if tensor.device != mask.device:
             raise ValueError(
-                f"{key} is on {x.device}, the mask on {mask.device}; use packed.to({x.device})"
+                f"{key} is on {tensor.device}, the mask on {mask.device}; "
+                f"use packed.to({tensor.device})"
             )
     backend = "auto" if backend is None else backend
     check_name(backend)

@@ -70,11 +70,9 @@ def check_name(name: str) -> None:
 
 
 def choose(name: str, call: Call) -> Backend[Kernels]:
-    """Chooses the backend of a call, which is also that of its backward; refuses with the reason.
-
-    It looks at devices, dtypes and shapes alone, so that compiled code chooses the backend that
-    runs.
-    """
+    """Chooses the backend of a call and its backward; refuses with the reason."""
+    # it looks at devices, dtypes and shapes alone, so that compiled code chooses the backend that
+    # runs
     if name != "auto":
         check_name(name)
         if (reason := _NAMED[name].refuses(call)) is not None:

@@ -77,12 +77,7 @@ def ssd(
 
 
 class _Decays:
-    """The decays within chunks, given g, the log of each token's: [n, H, c] or [n, H, c, K].
-
-    from_start and to_end [n, H, c, 1 or K] are those of the state before the chunk until each
-    token, its own included, and from after each token until the chunk's end. whole
-    [n, H, 1 or K, 1] is over all of the chunk.
-    """
+    """The decays within chunks, given g, the log of each token's: [n, H, c] or [n, H, c, K]."""
 
     def __init__(self, g: torch.Tensor) -> None:
         self._per_channel = g.ndim == 4
@@ -98,7 +93,10 @@ class _Decays:
         from_start, to_end = g.cumsum(2).exp(), self._between[:, :, -1]
         if not self._per_channel:
             from_start, to_end = from_start[..., None], to_end[..., None]
+        # [n, H, c, 1 or K]: of the state before the chunk until each token, its own included; of
+        # after each token until the chunk's end
         self.from_start, self.to_end = from_start, to_end
+        # [n, H, 1 or K, 1], of all of the chunk
         self.whole = from_start[:, :, -1:].transpose(2, 3)
 
     def products(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

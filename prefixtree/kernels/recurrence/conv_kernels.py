@@ -151,12 +151,12 @@ def conv_backward(
     SILU: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Writes dx of all tokens but those with entries in `Taps`, and parts of sums over tokens.
+    """Writes dx of all tokens without entries in `Taps`, and parts of sums over tokens.
 
-    Each program's parts are dweight fp32 [programs, W, D] and dbias fp32 [programs, D]. dx of a
-    token is complete three tokens later. So a program runs on into the next run's first three
-    tokens, as far as they follow on the same path.
+    The parts are dweight fp32 [programs, W, D] and dbias fp32 [programs, D].
     """
+    # dx of a token is complete three tokens later, so a program runs on into the next run's first
+    # three tokens, as far as they follow on the same path
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = channel < D
     w0 = _tap(weight, channel, in_d, 0, W)

@@ -107,11 +107,10 @@ def delta_rule_forward(
     scale: float,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Computes the gated delta rule, out [T, HV, V].
+    """Computes the gated delta rule: out [T, HV, V], what the backward needs, and the final states.
 
-    q, k [T, H, K], v [T, HV, V], g and beta [T, HV]. The second result is for
-    `delta_rule_backward`: the gates summed along chunks, and the solved triangles. States enter and
-    leave as in `carry_states`.
+    q, k [T, H, K], v [T, HV, V], g and beta [T, HV]. The backward needs the gates summed along
+    chunks, and the solved triangles.
     """
     where = _segments(schedule)
     q, k, v, beta = q[None], k[None], v[None], beta[None]
@@ -247,10 +246,9 @@ def linear_attention_forward(
     scale: float,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Computes gated linear attention with a gate per head.
+    """Computes linear attention with a gate per head: out [T, HV, V], what is kept, final states.
 
-    Mamba-2 is one: q = C, k = B, v = x dt, g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] -> out
-    [T, HV, V], what is kept, final.
+    q, k [T, H, K], v [T, HV, V], g [T, HV]. Mamba-2 is one: q = C, k = B, v = x dt, g = A dt.
     """
     where = _segments(schedule)
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)

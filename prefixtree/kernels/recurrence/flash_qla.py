@@ -50,10 +50,8 @@ class _Asked(NamedTuple):
 
 
 def compile_ahead(call: DeltaCall, branches: bool, backward: bool) -> None:
-    """Compiles the kernels of the first call of a kind; later calls cost a look-up.
-
-    If the inputs of a forward require gradients, the kernels of its backward are compiled too.
-    """
+    """Compiles the kernels of the first call of a kind; later calls cost a look-up."""
+    # if the inputs of a forward require gradients, the kernels of its backward are compiled too
     kind = (*call.key.shape[1:], *call.value.shape[1:], call.value.dtype, call.beta.dtype, branches)
     inputs = (call.query, call.key, call.value, call.g, call.beta, call.initial)
     needs = {"backward"} if backward else {"forward"}

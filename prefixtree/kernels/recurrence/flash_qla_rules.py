@@ -68,10 +68,9 @@ def ends(
     solved: torch.Tensor,
     tables: SegmentTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the end states that are read, by their segments' start S: transition @ S + end.
+    """Computes the end states that are read, by segments' start S: transition @ S + end.
 
-    Returns ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K], undefined for other
-    segments.
+    Returns ends fp32 [N, HV, K, V], transitions fp32 [N, HV, K, K], undefined for other segments.
     """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape

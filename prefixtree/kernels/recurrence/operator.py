@@ -33,19 +33,16 @@ _Results = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
 
 class _Operator(NamedTuple):
-    """A forward and its backward.
+    """A forward and its backward."""
 
-    Attributes:
-        forward: (tensors.., handle, options.., backend) -> out, [final] or [], saved.
-        backward: (dout, saved, dfinal, tensors.., handle, options.., backend) -> gradients of the
-            tensors that there are.
-        num_tensors: the tensors at the start of a call.
-        has_states: whether states may enter and leave; num_final is its last option then.
-    """
-
+    # (tensors.., handle, options.., backend) -> out, [final] or [], saved
     forward: Any
+    # (dout, saved, dfinal, tensors.., handle, options.., backend) -> gradients of the tensors that
+    # there are
     backward: Any
+    # the tensors at the start of a call
     num_tensors: int
+    # whether states may enter and leave; num_final is its last option then
     has_states: bool
 
     def num_finals(self, arguments: Sequence[Any]) -> int:

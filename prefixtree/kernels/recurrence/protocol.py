@@ -88,11 +88,10 @@ class RowSlots(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """The inputs of one step of a rule, all of which fit together.
+    """The inputs of one step of a rule, all of which fit together."""
 
-    With S the state before the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or beta
-    value, the state after it is S' + key u, and out = scale query (S' + key u).
-    """
+    # with S the state before the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or
+    # beta value, the state after it is S' + key u, and out = scale query (S' + key u)
 
     # [R, Hk, K] twice, [R, H, V]; head h reads key head h // (H / Hk)
     query: torch.Tensor
@@ -125,15 +124,13 @@ class ConvStep(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The results of a forward: out, contiguous, in the dtype of x or value.
+    """The results of a forward."""
 
-    `saved` is what the backward needs in addition to the call, and no tensor of the call. `final`
-    [F, ...] are the states that leave, in the dtype of `initial`; None if the call has no
-    num_final.
-    """
-
+    # contiguous, in the dtype of x or value
     out: torch.Tensor
+    # what the backward needs in addition to the call, no tensor of the call
     saved: list[torch.Tensor]
+    # states that leave [F, ...], in initial's dtype; None without num_final
     final: torch.Tensor | None = None
 
 

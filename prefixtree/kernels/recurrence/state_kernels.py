@@ -266,10 +266,10 @@ def hand_down(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Computes the state from which each segment starts.
+    """Computes the state from which each segment starts: writes starts fp32 [N, HV, K, V].
 
-    ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K] are read at branch points alone.
-    Writes starts fp32 [N, HV, K, V], and states fp32 [B, HV, K, V]: where branch points end.
+    ends fp32 [N, HV, K, V] and transitions fp32 [N, HV, K, K] are read at branch points alone,
+    where states fp32 [B, HV, K, V] is written.
     """
     NV: tl.constexpr = V // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")
@@ -322,10 +322,10 @@ def hand_up(
 ):
     """Computes the gradient of each segment's end state: the sum over its children, and dfinal.
 
-    dfinal [F, HV, K, V] is added from row exit_of [N] unless that is -1. dstarts fp32 [N, HV, K, V]
-    is the gradient of the start from a segment's own outputs. At branch points the gradient through
-    the segment's end is added to it, in place. transitions fp32 [N, HV, K, K] are read at branch
-    points alone. Writes dends fp32 [N, HV, K, V], 0 without any.
+    Writes dends fp32 [N, HV, K, V], 0 without any. dfinal [F, HV, K, V] is added from row exit_of
+    [N] unless that is -1. dstarts fp32 [N, HV, K, V] is the gradient of the start from a segment's
+    own outputs; at branch points that through the segment's end is added in place, by transitions
+    fp32 [N, HV, K, K].
     """
     NV: tl.constexpr = V // BV
     work = tl.atomic_add(flags, 1, sem="relaxed")

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.cases import distill, learn, run
 from benchmarks.lib import trl_check
 from benchmarks.lib.trl_steps import (
+    PARTS,
     REPLY,
     TURN,
     Side,
@@ -49,7 +50,7 @@ def test_whole_steps(tmp_path: Path, capsys: Any) -> None:
     for row in rows.values():
         assert row["red"] == [] and len(row["steps"]) == len(row["rewards"]) == 3
         for step in row["steps"]:
-            parts = [step[name] for name in run.PARTS]
+            parts = [step[name] for name in PARTS]
             assert min(parts) >= 0 and sum(parts) == pytest.approx(step["seconds"])
             assert step["generate"] > 0 and step["update"] > 0
         assert row["seconds"] in [step["seconds"] for step in row["steps"][1:]]

@@ -157,11 +157,10 @@ def _converting(call: Any) -> tuple[Any, _Conversion]:
 def in_float32(
     call: Any, *tensors: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, **how: Any
 ) -> Any:
-    """Runs a backward whose query heads share kv heads, with float32 results.
+    """Runs a backward whose query heads share kv heads, with float32 dk and dv [1, K, Hk, D].
 
-    tensors are q, k, v, out, dout and lse; dk and dv float32 [1, K, Hk, D] are written. The results
-    of `call` are returned, in which dk and dv hold nothing. Sequences of variable lengths are not
-    served.
+    tensors are q, k, v, out, dout and lse; dk and dv are written. The results of `call` are
+    returned, in which dk and dv hold nothing. Sequences of variable lengths are not served.
     """
     run, conversion = _converting(call)
     written = [torch.empty_like(x) for x in tensors[1:3]]

@@ -42,42 +42,39 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The lists of one direction, int32, in shapes that flash-attn-4 broadcasts over heads.
+    """The lists of one direction, int32, in shapes that flash-attn-4 broadcasts over heads."""
 
-    Counts are [1, 1, R], indices [1, 1, R, longest list], ascending. Entries after a row's count
-    are never read. Rows may overlap in memory.
-    """
-
+    # [1, 1, R]; indices after a row's count are never read
     partial_count: torch.Tensor
+    # [1, 1, R, longest list], ascending; rows may overlap in memory
     partial_index: torch.Tensor
+    # of the same shapes
     full_count: torch.Tensor
     full_index: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ForestLists:
-    """The arrays that the kernels read in addition to q, k and v, for one forest on one device.
+    """The arrays that the kernels read in addition to q, k and v, for one forest on one device."""
 
-    Attributes:
-        forward, backward: key tiles of each query tile; query tiles of each key tile.
-        spans: int32 [T + a tile]: subtree_end[k] - k, then zeros for the lanes after the last key.
-            Query q sees key k exactly when q - k, as an unsigned number, is less.
-        positions: int32 like `spans`, each token's on its path, then zeros; None without a window.
-            With `query_tokens`, those of the rows of q.
-        reach: int32 like `spans`, the first position from which a token's window hides it; or None.
-        longest_list_share: the longest list's share of all query tiles in `backward`'s lists.
-        mean_list: query tokens in the tiles of one of `backward`'s lists, on average.
-        query_tokens: int32 [rows of q + a tile], if query tiles are of the rows of q: the packed
-            token of each, then T, which sees no key. None if they are of all packed tokens.
-    """
-
+    # key tiles of each query tile
     forward: Lists
+    # query tiles of each key tile
     backward: Lists
+    # int32 [T + a tile]: subtree_end[k] - k, then zeros for the lanes after the last key; query q
+    # sees key k exactly when q - k, as an unsigned number, is less
     spans: torch.Tensor
+    # int32 like `spans`, each token's on its path, then zeros; None without a window; with
+    # `query_tokens`, those of the rows of q
     positions: torch.Tensor | None
+    # int32 like `spans`, the first position from which a token's window hides it; or None
     reach: torch.Tensor | None
+    # the longest list's share of all query tiles in `backward`'s lists
     longest_list_share: float
+    # query tokens in the tiles of one of `backward`'s lists, on average
     mean_list: float
+    # int32 [rows of q + a tile], if query tiles are of the rows of q: the packed token of each,
+    # then T, which sees no key; None if they are of all packed tokens
     query_tokens: torch.Tensor | None = None
 
 
@@ -158,11 +155,10 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """The lists of one kind as runs of neighbouring tiles.
+    """The lists of one kind as runs of neighbouring tiles."""
 
-    A row of the index array is its column number plus a step function. Runs say where it steps:
-    `jump` is added from flat place `place` (row x width + column) on, to the end of that row.
-    """
+    # a row of the index array is its column number plus a step function; from flat place `place`
+    # (row x width + column) on, to the end of that row, `jump` is added
 
     width: int
     count: torch.Tensor  # int32 [R]
@@ -238,7 +234,7 @@ def _of_asked_columns(
     """Leaves out query tiles that nobody asks for; `keys` is the number of key tiles."""
     edges = np.flatnonzero(np.diff(asked.astype(np.int8), prepend=0, append=0))
     begins, ends = edges[::2], edges[1::2]
-    kept = []
+    cut_spans = []
     empty = np.ones(keys, bool)
     for row, first, end in spans:
         # the stretches of asked tiles that a run meets
@@ -248,10 +244,10 @@ def _of_asked_columns(
         source = np.repeat(np.arange(len(row)), count)
         stretch = low[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
         cut = np.maximum(first[source], begins[stretch]), np.minimum(end[source], ends[stretch])
-        kept.append((row[source], *cut))
+        cut_spans.append((row[source], *cut))
         empty[row[source]] = False
     others = np.flatnonzero(empty)
-    return _with(kept[0], others, others * tiles.backward_keys // tiles.queries), kept[1]
+    return _with(cut_spans[0], others, others * tiles.backward_keys // tiles.queries), cut_spans[1]
 
 
 def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:

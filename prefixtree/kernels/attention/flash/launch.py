@@ -257,13 +257,12 @@ def _zeros_like(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Queries:
-    """Rows of q in the form that the lists need.
+    """Rows of q in the form that the lists need."""
 
-    If a mask `for_queries(...)` has tiles of neighbouring tokens, the lists are over its rows.
-    Otherwise they are square, and tokens without a row get zeros. Their scores are 0, and so are
-    their dout and its factors: they add nothing to dk and dv. Tiles of such tokens alone are hardly
-    visited (`block_lists`).
-    """
+    # if a mask `for_queries(...)` has tiles of neighbouring tokens, the lists are over its rows;
+    # otherwise they are square, and tokens without a row get zeros: their scores are 0, and so are
+    # their dout and its factors, so they add nothing to dk and dv; tiles of such tokens alone are
+    # hardly visited (`block_lists`)
 
     def __init__(self, call: AttentionCall, lists: ForestLists | None) -> None:
         mask, device = call.mask, call.q.device
@@ -390,13 +389,11 @@ def sinks_gradient(
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """The arguments of either call that say what a query sees, by keyword, and its block lists.
-
-    lists is None for chains, whose tensors have no batch dimension.
-    """
+    """The keyword arguments of either call that say what a query sees, and its block lists."""
 
     forward: dict[str, Any]
     backward: dict[str, Any]
+    # None for chains, whose tensors have no batch dimension
     lists: ForestLists | None
     in_dense_tiles: bool = False
 

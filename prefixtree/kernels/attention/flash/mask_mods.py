@@ -95,13 +95,10 @@ def visible_in_window_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_s
 
 @cache
 def softcap(cap: float):
-    """Makes the score function c tanh(s / c) and its gradient, as a function of s.
-
-    They take exp2 and a reciprocal, each good to the last bits of float32. flash-attn-4's own takes
-    the hardware's tanh, good to 2^-11, which at a score of 30 is 1.5 % of a probability.
-
-    flash-attn-4 hands over no `aux_scalars` if there are none, as with variable lengths.
-    """
+    """Makes the score function c tanh(s / c) and its gradient, as a function of s."""
+    # exp2 and a reciprocal are each good to the last bits of float32; flash-attn-4's own takes the
+    # hardware's tanh, good to 2^-11, which at a score of 30 is 1.5 % of a probability
+    # flash-attn-4 hands over no `aux_scalars` if there are none, as with variable lengths
     rate = 2.0 / (cap * math.log(2.0))
 
     @cute.jit

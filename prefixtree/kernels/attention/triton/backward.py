@@ -170,11 +170,9 @@ def dkdv_kernel(
     TMA: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):
-    """Computes dK, dV or both of one piece of a key tile, for all query heads of one kv head.
-
-    Scores are held transposed, [KEYS, ROWS], so that p and ds feed the products from registers.
-    Dead key lanes are rows of dK and dV that are not stored; dead query rows have top = inf.
-    """
+    """Computes dK, dV or both of one piece of a key tile, for all query heads of one kv head."""
+    # scores are held transposed, [KEYS, ROWS], so that p and ds feed the products from registers;
+    # dead key lanes are rows of dK and dV that are not stored; dead query rows have top = inf
     BLOCKS: tl.constexpr = GROUP // HEADS
     PIECES += 5 * (tl.program_id(0) // KV_HEADS)
     kv_head = tl.program_id(0) % KV_HEADS

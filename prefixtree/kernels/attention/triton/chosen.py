@@ -85,11 +85,9 @@ def by_query_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes BITS [visited pairs of tiles, words, TOKENS], a bit per key.
-
-    TILES [visited pairs] gets the packed start of the keys, with its bits flipped if every query
-    sees and chose all of them.
-    """
+    """Writes BITS [visited pairs of tiles, words, TOKENS], a bit per key, and TILES [pairs]."""
+    # TILES gets the packed start of the keys, with its bits flipped if every query sees and chose
+    # all of them
     WORDS: tl.constexpr = (KEYS + 31) // 32
     q_tile = tl.load(Q_ORDER + tl.program_id(0))
     first = tl.load(PARTIAL_PTR + q_tile)

@@ -27,24 +27,21 @@ SHORT_NODES = 0.2
 
 @dataclass(frozen=True)
 class Config:
-    """The launch of one kernel.
+    """The launch of one kernel."""
 
-    Attributes:
-        rows: rows of a query tile: query tokens x heads of a block.
-        keys: keys of a key tile.
-        registers: most registers per thread, 0 for the compiler's choice.
-        cut: whether key tiles start at node borders where that saves work.
-        apart: whether dK and dV get a launch each, because registers do not hold the sums of both.
-        shared: how many of q and dout are first operands in shared memory, not in registers.
-    """
-
+    # rows of a query tile: query tokens x heads of a block
     rows: int
+    # keys of a key tile
     keys: int
     warps: int
     stages: int
+    # most registers per thread, 0 for the compiler's choice
     registers: int = 0
+    # whether key tiles start at node borders where that saves work
     cut: bool = True
+    # whether dK and dV get a launch each, as registers do not hold both sums
     apart: bool = False
+    # how many of q and dout are first operands in shared memory, not registers
     shared: int = 0
 
 
@@ -53,21 +50,16 @@ Pair = tuple[Config, Config]
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Configurations of the three kernels (out; dK and dV; dQ), each for (long, short) nodes.
+    """Configurations of the three kernels (out; dK and dV; dQ), each for (long, short) nodes."""
 
-    Attributes:
-        tma: tensor descriptors (Hopper's copy engine) in place of pointers.
-        heads: query heads of one kv head that a query tile holds; a larger group is taken in
-            blocks.
-        piece: columns of the pieces in which q and k are taken to save padding; 0 to take them
-            whole.
-    """
-
+    # tensor descriptors (Hopper's copy engine) in place of pointers
     tma: bool
+    # query heads of one kv head per query tile; a larger group is taken in blocks
     heads: int
     forward: Pair
     keys: Pair
     queries: Pair
+    # columns of q and k taken at once, to save padding; 0 to take them whole
     piece: int = 0
 
     def width(self, dim: int) -> int:
@@ -206,10 +198,10 @@ def choose(
     tma: bool,
     cuda: bool = True,
 ) -> KernelConfigs:
-    """Chooses the configurations for a GPU and a model.
+    """Chooses the configurations for a GPU (AMD's is not `cuda`) and group query heads per kv head.
 
-    d and dv are padded to powers of two, at most 256; group is the number of query heads per kv
-    head; tma says whether the inputs' layouts suit tensor descriptors; AMD GPUs are not `cuda`.
+    d and dv are padded to powers of two, at most 256; tma says whether the inputs' layouts suit
+    tensor descriptors.
     """
     tma = tma and cuda and capability[0] == 9
     heads = heads_of_tile(group, tma)
