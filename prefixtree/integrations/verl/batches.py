@@ -58,7 +58,7 @@ def rows_of(data: TensorDict) -> Batch:
 
 
 def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode: str) -> None:
-    """Gives rows a batch's recorded experts, and scores nothing after the last recorded one."""
+    """Gives rows a batch's recorded experts, and masks that end where verl's losses do."""
     routed = data.get("routed_experts", None)
     if routed is None or not routed.is_nested:
         raise UnsupportedError(
@@ -77,6 +77,7 @@ def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode:
         given = zip(rows.sampling_masks, masks, strict=True)
         sets = [sets_of(f"{SAMPLING_MASKS}[{i}]", *row) for i, row in enumerate(given)]
         rows.sampling_masks = [{"token_ids": ids, "counts": counts} for ids, counts in sets]
+    # further on verl's rollouts have zeros in the place of experts
     last = [np.flatnonzero(trained).max(initial=0) for trained in _trained(data, rows)]
     rows.masks = [
         mask & (np.arange(len(mask)) <= end) for mask, end in zip(masks, last, strict=True)
