@@ -163,7 +163,7 @@ def unbroken_runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- routes --------------------------------------------------------------------------------------
 
 _LARGEST_EXPERT = 2**15 - 1
-# what engines write in the place of an expert that they did not record
+# what engines write in the place of an expert that they did not record, and forests in that of all
 _UNRECORDED = -1
 _RECORD = (
     "a token that the engine did not record: record it too, or drop the sequence; rows at the end "
@@ -183,8 +183,8 @@ def join_routes(
         loss_mask: S masks [n], the scored tokens. Default: all.
 
     Returns:
-        int16 [R, L, k], each token's experts ascending: their order changes nothing. Where none are
-            recorded, experts 0 .. k - 1.
+        int16 [R, L, k], each token's experts ascending: their order changes nothing. -1 where none
+            are recorded.
     """
     listed = entries("routes", routes, "a list of one array per sequence")
     arrays = [to_numpy(route, f"routes[{i}]") for i, route in enumerate(listed)]
@@ -195,9 +195,7 @@ def join_routes(
         )
     expected = arrays[0].shape[1:] if arrays[0].ndim == 3 else (0, 0)
     needed = lengths - 1 if loss_mask is None else _last_scored(loss_mask, lengths)
-    joined = np.zeros((int(lengths.sum()), *expected), np.int16)
-    # where nothing is recorded
-    joined[:] = np.arange(expected[1], dtype=np.int16)
+    joined = np.full((int(lengths.sum()), *expected), _UNRECORDED, np.int16)
     first = np.cumsum(lengths) - lengths
     for i, (route, n, least, at) in enumerate(
         zip(arrays, lengths.tolist(), needed.tolist(), first.tolist(), strict=True)
@@ -232,14 +230,15 @@ def _last_scored(loss_mask: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
 
 
 def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
-    """Checks and sorts routes that come as one array [T, L, k], tokens in any order."""
+    """Checks and sorts routes that come as one array [T, L, k]; rows of -1 are not recorded."""
     array = to_numpy(routes, "routes")
     _check(array, "routes", num_tokens, array.shape[1:], num_tokens - 1)
-    _check_experts(array, "routes", np.ones(len(array), bool))
+    recorded = (array != _UNRECORDED).any((1, 2))
+    _check_experts(array, "routes", recorded)
     if len(array) != num_tokens:
         raise ForestError(f"routes has {len(array)} rows; lengths add up to {num_tokens}")
     array = np.sort(array, axis=-1).astype(np.int16)
-    for bad in np.flatnonzero(_names_twice(array))[:1]:
+    for bad in np.flatnonzero(_names_twice(array) & recorded)[:1]:
         _refuse_twice(f"routes[{bad}]", array[bad])
     return array
 

@@ -53,7 +53,7 @@ class PrefixForest:
         tokens: int64 [T], token ids in packed order, or None where only the structure was given.
         columns: None, or for `from_padded` (L, int64 [S] column of each sequence's first token).
         routes: None, or int16 [T, layers, k]: the experts that each layer of a mixture is to run
-            for each packed token, ascending (`from_sequences`).
+            for each packed token, ascending; -1 where none are recorded (`from_sequences`).
         is_dummy: whether it stands for nothing (`dummy`): one token, whose multiplicity is 0.
 
     Invariants, checked whenever one is made (`ForestError` otherwise):
@@ -126,7 +126,7 @@ class PrefixForest:
                 left out at the end, or are zeros, or -1: that of the last token, and with
                 `loss_mask` all after which nothing is scored. Default: the model chooses.
             loss_mask: for `routes`, that of `sequence_logprobs` or one that selects more. Default:
-                every token is scored.
+                every token is scored. What depends on a row that is not recorded is not scored.
 
         Returns:
             The forest, with `tokens`, and with `routes` where they are given.
@@ -274,7 +274,7 @@ class PrefixForest:
                 twice (a repeated sequence). Default: the leaves, in the order given.
             order: as in `from_sequences`.
             routes: integers [sum of lengths, layers, k], as `tokens` stand: the experts of each
-                token. Default: the model chooses.
+                token; rows of -1 are not recorded. Default: the model chooses.
 
         Returns:
             The forest; its nodes are in preorder, not in the order given.

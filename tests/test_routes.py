@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prefixtree as pt
+from prefixtree.planning.micro_batch import cut_out
+from prefixtree.scoring.edges import find_edges
 from tests.support.hooks import inner
 
 LAYERS, CHOSEN = 3, 2
@@ -65,12 +67,14 @@ def test_tensors_and_lists_are_taken():
 
 
 def test_a_last_token_without_routes():
-    """Engines record none, or fill the row with zeros or -1: the first experts stand there."""
+    """Engines record none, or fill the row with zeros or -1; the first experts run."""
     for last in ([], [np.zeros((1, LAYERS, CHOSEN), int)], [np.full((1, LAYERS, CHOSEN), -1)]):
         route = np.concatenate([_route(4, 4), *last])
         forest = pt.PrefixForest.from_sequences([[1, 2, 3]], routes=[route])
         assert forest.routes is not None
-        assert forest.routes[:, 0].tolist() == [[4, 5], [4, 5], [0, 1]]
+        assert forest.routes[:, 0].tolist() == [[4, 5], [4, 5], [-1, -1]]
+        run = pt.pack(forest).model_inputs()["tree_routes"]
+        assert run[:, 0].tolist() == [[4, 5], [4, 5], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_an_end_that_is_not_recorded(rows: list[list[int]]):
     mask = [0, 1, 1, 0, 0]
     forest = pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]], routes=[route], loss_mask=[mask])
     assert forest.routes is not None
-    recorded = [[7, 8] if [7, 8] in rows and at == 1 else [0, 1] for at in range(3)]
+    recorded = [[7, 8] if [7, 8] in rows and at == 1 else [-1, -1] for at in range(3)]
     assert forest.routes[:, 1].tolist() == [[4, 5], [4, 5], *recorded]
     # the row on which the last scored token depends is needed
     for later in ([0, 1, 1, 1, 0], torch.tensor([0, 0, 0, 0, 1]), None):
@@ -101,7 +105,24 @@ def test_a_sequence_of_which_nothing_is_scored():
     masks = [[0, 1], [0, 0]]
     forest = pt.PrefixForest.from_sequences([[1, 2], [1, 3]], routes=routes, loss_mask=masks)
     found = pt.pack(forest).unpack(torch.from_numpy(np.array(forest.routes)))
-    assert found[0][:, 0].tolist() == [[4, 5], [4, 5]] and found[1][:, 0].tolist() == [[0, 1]] * 2
+    assert [of[:, 0].tolist() for of in found] == [[[4, 5]] * 2, [[-1, -1]] * 2]
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "of a plan"])
+def test_a_score_that_depends_on_what_is_not_recorded(cut: bool):
+    """The forest knows its loss_mask: another one does not score what ran any experts."""
+    route, mask = _route(4, 4, -1, 4, 4), [0, 1, 1, 0, 0]
+    route[2] = -1
+    sequences, routes = [[1, 2, 3, 4, 5], [1, 2]], [route, _route(4, 4)]
+    made = {"routes": routes, "loss_mask": [mask, [1, 1]]}
+    forest = pt.PrefixForest.from_sequences(sequences, **made)
+    packed = pt.pack(cut_out(forest, np.arange(2)) if cut else forest)
+    for fine in (mask, [0, 0, 1, 0, 0]):
+        assert find_edges(packed, 1.0, [fine, [1, 1]]).count
+    for more in ([0, 0, 0, 1, 0], [0, 0, 0, 0, 1], None):
+        message = "scored edges .* depend on a token whose experts are not recorded; score with"
+        with pytest.raises(pt.ForestError, match=message):
+            find_edges(packed, 1.0, None if more is None else [more, [1, 1]])
 
 
 @pytest.mark.parametrize(

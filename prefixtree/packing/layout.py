@@ -216,12 +216,12 @@ class PackedForest:
 
     @cached_property
     def _routes(self) -> torch.Tensor | None:
-        """The routes on the device, int16 [T, layers, k]; padding goes to the first experts."""
+        """The routes on the device, int16 [T, layers, k]; any experts where none are recorded."""
         if (routes := self.forest.routes) is None:
             return None
-        unused = np.arange(routes.shape[2], dtype=routes.dtype)
-        padding = np.broadcast_to(unused, (self.num_padding, *routes.shape[1:]))
-        return move(torch.from_numpy(np.concatenate([routes, padding])), self.device)
+        routes = np.pad(routes, ((0, self.num_padding), (0, 0), (0, 0)), constant_values=-1)
+        any_experts = np.arange(routes.shape[2], dtype=routes.dtype)
+        return move(torch.from_numpy(np.where(routes < 0, any_experts, routes)), self.device)
 
     @with_hints
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:

@@ -39,6 +39,7 @@ class BatchScores:
         measured: [B, L, C], the values of `measure`; None without it.
         aux_loss: float32 [], the load-balancing loss of a mixture of experts; see `SequenceScores`.
         router_logits: [T, E] per layer of experts; see `SequenceScores`.
+        mtp: one float32 [B, L] per layer of `mtp`; see `SequenceScores`. None without it.
     """
 
     logprobs: torch.Tensor
@@ -49,6 +50,7 @@ class BatchScores:
     measured: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] = ()
+    mtp: list[torch.Tensor] | None = None
 
 
 @with_hints
@@ -137,6 +139,7 @@ def batch_logprobs(
         measured=None if scores.measured is None else layout.spread(scores.measured),
         aux_loss=scores.aux_loss,
         router_logits=scores.router_logits,
+        mtp=None if scores.mtp is None else [layout.spread(of) for of in scores.mtp],
     )
 
 

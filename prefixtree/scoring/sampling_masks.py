@@ -81,28 +81,42 @@ def read_sets(
     is_scored = np.ones(lengths.sum(), bool) if selected is None else selected != 0
     counts, ids = np.zeros(len(is_scored), np.int64), [np.zeros(0, np.int64)]
     for i, entry in enumerate(per_sequence("sampling_masks", sampling_masks, len(lengths))):
-        if entry is None:
-            continue
-        its_ids, its_counts = _read(f"sampling_masks[{i}]", entry)
-        tokens = np.arange(begins[i], begins[i] + lengths[i])
-        scored = tokens[is_scored[tokens]]
-        if len(its_counts) == len(scored):
-            tokens = scored
-        if len(its_counts) != len(tokens):
-            raise ForestError(
-                f"sampling_masks[{i}] must hold one set per token of the sequence ({lengths[i]}) "
-                f"or per token that loss_mask scores ({len(scored)}), got {len(its_counts)}"
-            )
+        tokens = slice(begins[i], begins[i] + lengths[i])
+        its_ids, counts[tokens] = sets_of(f"sampling_masks[{i}]", entry, is_scored[tokens])
         ids.append(its_ids)
-        counts[tokens] = its_counts
     # a first token is not scored either
     is_scored[begins] = False
     scored_ids = np.concatenate(ids)[np.repeat(is_scored, counts)]
     return _checked(packed, scored_ids, np.where(is_scored, counts, 0), begins)
 
 
+def sets_of(name: str, entry: Any, is_scored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reads the sets of one sequence: ids, and how many each token has, int64 [n].
+
+    Args:
+        name: of the entry, for errors.
+        entry: as in `sequence_logprobs`; None without sets.
+        is_scored: bool [n].
+
+    Raises:
+        ForestError: another number of sets than of tokens, or of scored tokens.
+    """
+    counts = np.zeros(len(is_scored), np.int64)
+    if entry is None:
+        return np.zeros(0, np.int64), counts
+    ids, given = _read(name, entry)
+    scored = np.flatnonzero(is_scored)
+    if len(given) not in (len(scored), len(counts)):
+        raise ForestError(
+            f"{name} must hold one set per token of the sequence ({len(counts)}) or per token that "
+            f"loss_mask scores ({len(scored)}), got {len(given)}"
+        )
+    counts[scored if len(given) == len(scored) else slice(None)] = given
+    return ids, counts
+
+
 def _read(name: str, entry: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the sets of one sequence: ids, and how many each of its tokens has."""
+    """Reads ids, and the size of each set."""
 
     def field(*names: str) -> Any:
         get = entry.get if isinstance(entry, Mapping) else lambda name: getattr(entry, name, None)

@@ -33,7 +33,8 @@ from prefixtree.packing.copies import move
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.same_paths import find_paths
 from prefixtree.planning.micro_batch import MicroBatch, own_of, packed_of
-from prefixtree.scoring.edges import MEND, ForestEdges, find_edges, make_handle, rows_in
+from prefixtree.scoring.edges import find_edges
+from prefixtree.scoring.forest_edges import MEND, ForestEdges, make_handle, rows_in
 from prefixtree.scoring.lm_head import check_rows_alone, is_linear, logit_rule
 
 _LINEAR = nn.Linear.forward

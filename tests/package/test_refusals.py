@@ -56,6 +56,7 @@ def test_the_page_opens_with_what_is_met_most() -> None:
 TESTED = {
     "integrations/megatron/refusals.py": "integrations/megatron/test_refusals.py",
     "integrations/slime.py": "integrations/megatron/test_slime.py",
+    "integrations/trl/distribution_refusals.py": "integrations/trl/test_refusals.py",
     "integrations/trl/refusals.py": "integrations/trl/test_refusals.py",
     "integrations/verl/refusals.py": "integrations/verl/test_refusals.py",
     "models/dropout.py": "models/test_refused_models.py",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_layers import MtpModel
 
@@ -301,6 +302,20 @@ def test_micro_batches():
         part = replace(objective, weights=batch.take(objective.weights))
         loss_of(packed(models, objective, batch), part).backward()
     assert worst(gradients_of(models), reference(detach=True)[1]) <= 1e-5
+
+
+def test_a_batch():
+    """Each score stands where its token stands."""
+    objective, models = ragged_objective(), pair()
+    rows = pad_sequence([torch.from_numpy(tokens) for tokens in objective.sequences], True)
+    lengths = torch.tensor([len(tokens) for tokens in objective.sequences])
+    held = torch.arange(rows.shape[1]) < lengths[:, None]
+    found = pt.batch_logprobs(models[0], rows, held, mtp=models[1]).mtp
+    wanted = sequence_logprobs(models[0], ragged_packed(), mtp=models[1]).mtp
+    assert found is not None and wanted is not None
+    for of_layer, expected in zip(found, wanted, strict=True):
+        parts = [row[1:n] for row, n in zip(of_layer, lengths, strict=True)]
+        torch.testing.assert_close(torch.cat(parts), torch.cat(expected))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.full)])

@@ -46,7 +46,6 @@ class Batch:
         pixels: those of the images of the rows.
         config: that of a model whose rows may have images; None for text alone.
         routes: those of each row, as `PrefixForest.from_sequences` takes them.
-        trained: for routes, bool [n] per row, the tokens whose scores a loss reads. None: all.
         sampling_masks: those of each row, as `sequence_logprobs` takes them.
     """
 
@@ -57,7 +56,6 @@ class Batch:
     pixels: Pixels = (None, None)
     config: Any = field(default=None, repr=False)
     routes: Sequence[np.ndarray] | None = None
-    trained: Sequence[np.ndarray] | None = None
     sampling_masks: Sequence[Any] | None = None
 
     @classmethod
@@ -113,7 +111,7 @@ class Batch:
 
     def _of_rows(self, rows: Sequence[int]) -> dict[str, Any]:
         """Takes some rows of what is given per row besides tokens."""
-        names = "masks", "routes", "trained", "sampling_masks"
+        names = "masks", "routes", "sampling_masks"
         given = {name: getattr(self, name) for name in names}
         return {n: None if x is None else [x[i] for i in rows] for n, x in given.items()}
 
@@ -153,7 +151,8 @@ class Batch:
     def forest(self) -> PrefixForest:
         """The forest of the rows."""
         tokens = self.tokens if self.images is None else self.images.sequences
-        return PrefixForest.from_sequences(tokens, routes=self.routes, loss_mask=self.trained)
+        masks = None if self.routes is None else self.masks
+        return PrefixForest.from_sequences(tokens, routes=self.routes, loss_mask=masks)
 
     @cached_property
     def packed(self) -> PackedForest:

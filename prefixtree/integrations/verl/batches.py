@@ -26,6 +26,7 @@ from prefixtree.planning.costs import ImportCost
 from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
 from prefixtree.scoring.edges import SequenceScores
+from prefixtree.scoring.sampling_masks import sets_of
 
 #: The entry of a batch, and of an agent loop's extra_fields: per row, a set of kept token ids per
 #: token of the response, as `sequence_logprobs` takes them, or None.
@@ -57,7 +58,7 @@ def rows_of(data: TensorDict) -> Batch:
 
 
 def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode: str) -> None:
-    """Gives rows a batch's recorded experts, in which verl's zeros stand for unrecorded ones."""
+    """Gives rows a batch's recorded experts, and masks that end where verl's losses do."""
     routed = data.get("routed_experts", None)
     if routed is None or not routed.is_nested:
         raise UnsupportedError(
@@ -69,7 +70,18 @@ def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode:
     if values.shape[1] == len(has_experts):
         # engines may name layers without experts too
         values = values[:, has_experts]
-    rows.routes, rows.trained = np.split(values, ends), _trained(data, rows)
+    rows.routes = np.split(values, ends)
+    masks = rows.masks or [np.ones(len(tokens), bool) for tokens in rows.tokens]
+    if rows.sampling_masks is not None:
+        # before what is scored shrinks
+        given = zip(rows.sampling_masks, masks, strict=True)
+        sets = [sets_of(f"{SAMPLING_MASKS}[{i}]", *row) for i, row in enumerate(given)]
+        rows.sampling_masks = [{"token_ids": ids, "counts": counts} for ids, counts in sets]
+    # further on verl's rollouts have zeros in the place of experts
+    last = [np.flatnonzero(trained).max(initial=0) for trained in _trained(data, rows)]
+    rows.masks = [
+        mask & (np.arange(len(mask)) <= end) for mask, end in zip(masks, last, strict=True)
+    ]
 
 
 def _trained(data: TensorDict, rows: Batch) -> list[np.ndarray]:

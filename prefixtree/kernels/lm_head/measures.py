@@ -46,8 +46,8 @@ class MeasuredEdges:
             temperature serves all, without sampling masks.
         token: int64 [r], the token ids that the edges score.
         temperature: float32 [r], by which the logits are divided already.
-        source: all edges of the call in their forest (`scoring.edges.ForestEdges`), by which they
-            are found in others. None for edges that were made by hand.
+        source: all edges of the call in their forest (`scoring.forest_edges.ForestEdges`), by which
+            they are found in others. None for edges that were made by hand.
     """
 
     edge: torch.Tensor

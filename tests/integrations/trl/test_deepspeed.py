@@ -12,7 +12,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from prefixtree.errors import UnsupportedError, refuse
-from prefixtree.integrations.trl.refusals import DEEPSPEED_CONFIG
+from prefixtree.integrations.trl.distribution_refusals import DEEPSPEED_CONFIG
 from tests.integrations.trl.distillation_runs import teacher
 from tests.integrations.trl.launch import launch
 from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid, tiny_mixture

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from prefixtree import UnsupportedError
+from prefixtree.scoring.edges import find_edges
 from tests.support.spawn import run_ranks
 
 if importlib.util.find_spec("megatron") is None:
@@ -113,7 +114,11 @@ ROUTES = [torch.tensor([[[1, 2], [2, 3]]] * n, dtype=torch.int16) for n in (4, 2
 
 
 def _rows(
-    routes: list[torch.Tensor] | None, mode: str, frequency: Any = 1, padded: bool = False
+    routes: list[torch.Tensor] | None,
+    mode: str,
+    frequency: Any = 1,
+    padded: bool = False,
+    sets: list[Any] | None = None,
 ) -> Any:
     """Rows with their routes; the first ends with a tool's answer, and of the second, as of verl's
     padding, nothing is scored."""
@@ -128,6 +133,9 @@ def _rows(
         data["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     if routes is not None:
         data["routed_experts"] = jagged(routes)
+    if sets is not None:
+        prompts = [torch.tensor([5])] * 2
+        data |= {"sampling_masks": sets, "prompts": jagged(prompts), "responses": jagged(masks)}
     rows = rows_of(data)
     add_routes(
         data, rows, has_experts(SimpleNamespace(num_layers=2, moe_layer_freq=frequency)), mode
@@ -142,10 +150,20 @@ def test_what_nobody_recorded_has_any_experts(padded: bool) -> None:
     zeros = [ROUTES[0].clone(), torch.zeros_like(ROUTES[1])]
     zeros[0][1:] = 0
     rows = _rows(zeros, "R3", padded=padded)
-    assert [mask.tolist() for mask in rows.trained] == [[0, 1, 0, 0], [0, 0]]
+    # this batch does not say what is prompt
+    assert [mask.tolist() for mask in rows.masks] == [[1, 1, 0, 0], [1, 0]]
     replayed, padding = rows.packed.unpack(torch.from_numpy(rows.forest.routes.copy()))
-    assert replayed.tolist() == [[[1, 2], [2, 3]], *[[[0, 1]] * 2] * 3]
-    assert padding.tolist() == [[[0, 1]] * 2] * 2
+    assert replayed.tolist() == [[[1, 2], [2, 3]], *[[[-1, -1]] * 2] * 3]
+    assert padding.tolist() == [[[-1, -1]] * 2] * 2
+    find_edges(rows.packed, 1.0, rows.masks)
+
+
+def test_sets_of_tokens_that_nothing_scores_any_more() -> None:
+    """One per token of a response, also after the last that was recorded."""
+    rows = _rows([ROUTES[0], torch.zeros_like(ROUTES[1])], "R3", sets=[[[6, 1], [7], []], None])
+    assert [of["counts"].tolist() for of in rows.sampling_masks] == [[0, 2, 1, 0], [0, 0]]
+    found = find_edges(rows.packed, 1.0, rows.masks, rows.sampling_masks)
+    assert found.count == 1 and found.sets.ids.tolist() == [1, 6]
     assert [r.tolist() for r in _rows(ROUTES, "R2").routes] == [r.tolist() for r in ROUTES]
 
 
