@@ -48,6 +48,8 @@ _VERBS = (
     "sample build wrap let ask train run gather compile"
 )
 _TURN = re.compile(rf"[;:.,] (?=(?:{'|'.join(_VERBS.split())})\b)", re.IGNORECASE)
+# an error of a version says by itself what to install
+_VERSIONS = re.compile(r"(pip )?install [^,]*|use transformers [^,]*")
 _UNVERIFIED = re.compile(r"(.*?)(?:, which|,)? (?:is|are) not verified (.+)", re.DOTALL)
 # what is met most: parts of texts, which stand first and not again (docs/troubleshooting.md)
 MOST = (
@@ -73,7 +75,8 @@ HEAD = """# Refusals
 
 What would differ from the replicated batch, or what no test has proven, raises
 `prefixtree.UnsupportedError`. "…" is what an error fills in. [Families](families.md#refused) lists
-model types. Errors that name one module or tensor, or wrong input (`ValueError`), are not listed.
+model types. Errors that name one module or tensor, a version, or wrong input (`ValueError`), are not
+listed.
 """
 
 
@@ -192,6 +195,8 @@ def page(root: Path = ROOT) -> str:
         for row in list(rows):
             if title != "Met most" and any(part in " ".join(row) for part in MOST):
                 sections["Met most"].append(row)
+                rows.remove(row)
+            elif _VERSIONS.fullmatch(row[1]):
                 rows.remove(row)
             elif alone := _UNVERIFIED.fullmatch(row[0]):
                 unverified.setdefault((alone[2], row[1]), []).append(alone[1])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prefixtree.errors import UnsupportedError
 from prefixtree.experts.products import prepare_layers
 from prefixtree.experts.routers import RouterLoss, check_routes, replaying, router_loss
 from prefixtree.models.families import router_keywords
@@ -36,6 +37,12 @@ class Routers(CallWing):
 
     def __init__(self, causal_lm: Any, packed: PackedForest, asked: bool | None) -> None:
         self.loss = router_loss(causal_lm, asked)
+        routes = packed.forest.routes
+        if self.loss is not None and routes is not None and (routes < 0).any():
+            raise UnsupportedError(
+                "the load-balancing loss counts every token, and some of this forest have no "
+                "recorded experts: leave output_router_logits out, or give all routes"
+            )
         self._forward = _Forward(causal_lm, packed, self.loss)
         self.held_bytes = self._forward.held_bytes
 

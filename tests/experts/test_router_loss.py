@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packaging import version
@@ -284,3 +285,17 @@ def test_routers_that_were_replaced_are_refused():
     model.model.layers[1].mlp.gate = Twice(model.model.layers[1].mlp.gate)
     with pytest.raises(pt.UnsupportedError, match=r"recorded router logits of shapes \[\["):
         sequence_logprobs(model, ragged_packed(), output_router_logits=True)
+
+
+def test_routes_that_nobody_recorded_are_refused():
+    """What ran any experts would count."""
+    model = build("qwen3_moe")
+    experts = range(model.config.num_experts_per_tok)
+    route = np.tile(np.array(experts), (4, model.config.num_hidden_layers, 1))
+    route[3] = 0
+    made = {"routes": [route], "loss_mask": [[1, 1, 1, 0]]}
+    packed = pt.pack(pt.PrefixForest.from_sequences([[1, 2, 3, 4]], **made))
+    scores = sequence_logprobs(model, packed, loss_mask=made["loss_mask"])
+    assert scores.logprobs[0].isfinite().all()
+    with pytest.raises(pt.UnsupportedError, match="no recorded experts: leave output_router"):
+        sequence_logprobs(model, packed, loss_mask=made["loss_mask"], output_router_logits=True)
