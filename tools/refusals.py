@@ -75,8 +75,7 @@ HEAD = """# Refusals
 
 What would differ from the replicated batch, or what no test has proven, raises
 `prefixtree.UnsupportedError`. "…" is what an error fills in. [Families](families.md#refused) lists
-model types. Errors that name one module or tensor, a version, or wrong input (`ValueError`), are not
-listed.
+model types. Errors that name one module, tensor or version, or wrong input, are not listed.
 """
 
 
