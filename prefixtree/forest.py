@@ -163,7 +163,8 @@ class PrefixForest:
         Args:
             input_ids: [B, L] integers, numpy or torch, padded left, right or on both sides.
             attention_mask: [B, L], 1 on tokens and 0 elsewhere; each row one unbroken run of them.
-            namespaces, order: as in `from_sequences`.
+            namespaces: as in `from_sequences`.
+            order: as in `from_sequences`.
 
         Returns:
             The forest, with `tokens` and `columns`: `PackedForest.unpack_padded` puts values back

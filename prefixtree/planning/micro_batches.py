@@ -196,8 +196,8 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
         Where k sequences of one rollout hold a token, and it is scored in each, it was drawn once:
         its share in each is 1 / k. Two rollouts that drew the same token by chance drew it twice.
-        Every step's loss is the sum over its sequences of (weights[i][1:] * l).sum(), with l as in
-        `loss_weights`. So a draw learns from the mean of the advantages that its copies have. With
+        Every step's loss is the sum over its sequences of `(weights[i][1:] * l).sum()`, with l as
+        in `loss_weights`. So a draw learns from the mean of the advantages of its copies. With
         means by shares:
 
             token-mean      mean over the drawn tokens of the batch

@@ -103,7 +103,9 @@ class TreeSampler:
 
         Args:
             prompts: sequences of token ids, as `PrefixForest.from_sequences` takes them.
-            max_new_tokens, draws, stop: as `Rows.generate` takes them.
+            max_new_tokens: as `Rows.generate` takes it.
+            draws: as `Rows.generate` takes them.
+            stop: as `Rows.generate` takes it.
 
         Raises:
             ForestError, MemoryError, UnsupportedError, ValueError: as `start` and `Rows.generate`.
