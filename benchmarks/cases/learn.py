@@ -49,7 +49,9 @@ from benchmarks.lib.trl_steps import (
     logged,
     make_trainer,
     model_of,
+    recorded,
     reward_of,
+    rows_problem,
 )
 from prefixtree.demo.tasks import TASKS, Dialogue, Question, Task, questions
 
@@ -91,6 +93,10 @@ class LearnWork(Work):
     def asked(self, steps: int) -> list[Question]:
         return questions(self.task, self.prompts * steps, self.seed)
 
+    def facts(self, steps: int) -> dict[str, Any]:
+        """What the environment knows, by the text of the question."""
+        return {question.text: question.facts for question in self.asked(steps)}
+
     def few(self, groups: int) -> Work:
         """With two worked examples."""
         # dataclass(frozen=True) classes of tasks have the field; the protocol need not
@@ -100,8 +106,7 @@ class LearnWork(Work):
     def settings(self, model: Any, steps: int) -> dict[str, Any]:
         from datasets import Dataset
 
-        asked = self.asked(steps)
-        facts = {question.text: question.facts for question in asked}
+        facts = self.facts(steps)
 
         def right(
             prompts: list[Any], completion_ids: list[list[int]], **columns: Any
@@ -120,7 +125,7 @@ class LearnWork(Work):
             ]
 
         return {
-            "train_dataset": Dataset.from_list([{"prompt": q.prompt} for q in asked]),
+            "train_dataset": Dataset.from_list([{"prompt": q.prompt} for q in self.asked(steps)]),
             "reward_funcs": reward_of(model) if self.is_check else [right, reward],
             "processing_class": self.tokenizer,
         }
@@ -133,7 +138,7 @@ class LearnWork(Work):
             sample = generate_rollouts
         if self.replies == 0:
             return sample if "tree" in side.words else None
-        facts = {question.text: question.facts for question in self.asked(steps)}
+        facts = self.facts(steps)
 
         def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
             of_rows = [facts[prompt[-1]["content"]] for prompt in prompts]
@@ -181,21 +186,11 @@ def run_side(
         times = Timed(trainer, min(WINDOW, options.steps - 1))
         trainer.add_callback(StopsAt(options.minutes))
         trainer.train()
-        row: Row = {
-            "red": [],
-            **times.medians(),
-            "steps": times.steps,
-            "first_seconds": times.steps[0]["seconds"],
+        row = recorded(trainer, times) | {
             "peak_bytes": torch.cuda.max_memory_allocated() if is_gpu else None,
-            "rewards": logged(trainer, "reward"),
             "right": logged(trainer, "rewards/right/mean"),
-            "losses": logged(trainer, "loss"),
             "entropies": logged(trainer, "entropy"),
-            "lengths": logged(trainer, "completions/mean_length"),
         }
-        for short in ("replication_ratio", "tokens_computed"):
-            if values := logged(trainer, f"prefixtree/{short}"):
-                row[short] = statistics.median(values)
     if not len(row["rewards"]) == len(row["right"]) == len(times.steps):
         return {"red": [f"{len(row['rewards'])} rewards of {len(times.steps)} steps"]}
     return row
@@ -298,11 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # what `make_trainer` reads
     options.fsdp, options.layers, options.compile_options = False, None, {}
     total = options.prompts * options.samples
-    if total % options.rows or options.rows % options.samples:
-        what.error(
-            f"--rows {options.rows} must be a multiple of --samples {options.samples} and divide "
-            f"the {total} completions of a step"
-        )
+    if problem := rows_problem(options, total):
+        what.error(problem)
     first = questions(task, 1)[0]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompt = tokenizer.apply_chat_template(

@@ -78,10 +78,11 @@ from benchmarks.lib.trl_steps import (
     about,
     fresh,
     label,
-    logged,
     make_trainer,
     model_of,
+    recorded,
     rollout_of,
+    rows_problem,
 )
 from prefixtree.sampling.whole_copy import whole_copy
 
@@ -112,19 +113,8 @@ def run_side(
         trainer.train()
         times.slowest(ranks)
         is_gpu = torch.device(options.device).type == "cuda"
-        row: Row = {
-            "red": [],
-            **times.medians(),
-            "steps": times.steps,
-            "first_seconds": times.steps[0]["seconds"],
-            "peak_bytes": ranks.most(torch.cuda.max_memory_allocated())[0] if is_gpu else None,
-            "rewards": logged(trainer, "reward"),
-            "losses": logged(trainer, "loss"),
-            "lengths": logged(trainer, "completions/mean_length"),
-        }
-        for short in ("replication_ratio", "tokens_computed", "tokens_saved"):
-            if values := logged(trainer, f"prefixtree/{short}"):
-                row[short] = statistics.median(values)
+        peak = ranks.most(torch.cuda.max_memory_allocated())[0] if is_gpu else None
+        row = recorded(trainer, times) | {"peak_bytes": peak}
     # the first rank logs
     row = ranks.agree(row)
     count = len(row["rewards"])
@@ -301,11 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.new = max(8, round(options.new * options.scale))
     total = options.prompts * options.samples
     count = int(os.environ["WORLD_SIZE"]) if options.fsdp else 1
-    if total % (options.rows * count) or options.rows % options.samples:
-        what.error(
-            f"--rows {options.rows} must be a multiple of --samples {options.samples} and divide "
-            f"the {total} completions of a step, on each of {count} ranks alike"
-        )
+    if problem := rows_problem(options, total, count):
+        what.error(problem)
     ranks = Ranks.of_torchrun(options) if options.fsdp else Ranks(options.device)
     if ranks.rank > 0:
         options.out = options.plot = None

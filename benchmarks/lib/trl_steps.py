@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -401,6 +402,33 @@ def fresh() -> Iterator[None]:
 def logged(trainer: Any, name: str) -> list[float]:
     """A number of every step's log."""
     return [float(log[name]) for log in trainer.state.log_history if name in log]
+
+
+def recorded(trainer: Any, times: Timed) -> Row:
+    """What a trainer's run tells of its steps, for the report."""
+    row: Row = {
+        "red": [],
+        **times.medians(),
+        "steps": times.steps,
+        "first_seconds": times.steps[0]["seconds"],
+        "rewards": logged(trainer, "reward"),
+        "losses": logged(trainer, "loss"),
+        "lengths": logged(trainer, "completions/mean_length"),
+    }
+    for short in ("replication_ratio", "tokens_computed", "tokens_saved"):
+        if values := logged(trainer, f"prefixtree/{short}"):
+            row[short] = statistics.median(values)
+    return row
+
+
+def rows_problem(options: argparse.Namespace, total: int, ranks: int = 1) -> str | None:
+    """Why --rows does not divide a step's completions into micro-batches of whole groups."""
+    if total % (options.rows * ranks) == 0 and options.rows % options.samples == 0:
+        return None
+    return (
+        f"--rows {options.rows} must be a multiple of --samples {options.samples} and divide "
+        f"the {total} completions of a step, on each of {ranks} ranks alike"
+    )
 
 
 def fixed_rollouts(work: Work, seed: int = 7) -> Any:

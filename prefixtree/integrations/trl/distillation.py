@@ -18,7 +18,6 @@ from trl.experimental.gold import GOLDTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.core.batch import Batch, on_host
-from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.micro_batches import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import (
     ANSWERS,
@@ -26,15 +25,13 @@ from prefixtree.integrations.trl.refusals import (
     check_attention,
     check_prompts,
 )
-from prefixtree.integrations.trl.sharding import PackedTrainer
-from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
-from prefixtree.recompute.choose import Recompute
+from prefixtree.integrations.trl.sharding import DataSetTrainer
 from prefixtree.scoring.teacher import Teacher
 
 _NO_LABEL = -100
 
 
-class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, DistillationTrainer):
+class PrefixTreeDistillationTrainer(DataSetTrainer, KeepsNeighbours, DistillationTrainer):
     """Trains as `trl.DistillationTrainer` does, and computes each distinct token once.
 
     Losses, gradients and metrics are the same. Student and teacher both share the tokens of a
@@ -54,11 +51,11 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_trainer(DistillationTrainer)
-        super().__init__(*args, **kwargs)
-        self._start(recompute, DISTILLATION, deepspeed=True)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+    trl_class = DistillationTrainer
+    refused = DISTILLATION
+    deepspeed = True
+
+    def _started(self) -> None:
         # the packed forward calls the wrapped student by itself
         self._forward_redirection = _call
 
@@ -83,20 +80,11 @@ class PrefixTreeDistillationTrainer(PackedTrainer, KeepsNeighbours, Distillation
         return loss / _on(divisor, loss), entropy, count
 
 
-class _OfAnswers(PackedTrainer):
-    """A base before TRL's experimental trainers whose loss is a divergence at a batch's labels.
+class _OfAnswers(DataSetTrainer):
+    """A base before TRL's experimental trainers whose loss is a divergence at a batch's labels."""
 
-    Attributes:
-        trl_class: the class of TRL that is extended.
-    """
-
-    trl_class: type
-
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_trainer(self.trl_class)
-        super().__init__(*args, **kwargs)
-        self._start(recompute, (*ANSWERS, *DISTILLATION), deepspeed=True)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+    refused = (*ANSWERS, *DISTILLATION)
+    deepspeed = True
 
     def _loss_temperature(self) -> float:
         """The divisor of the logits of both models in TRL's loss."""

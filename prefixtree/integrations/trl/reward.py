@@ -16,16 +16,13 @@ from trl import RewardTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.core.batch import Batch, on_host
-from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import check_attention
-from prefixtree.integrations.trl.sharding import PackedTrainer
-from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
+from prefixtree.integrations.trl.sharding import DataSetTrainer
 from prefixtree.models.checks import transformer_of
-from prefixtree.recompute.choose import Recompute
 from prefixtree.scoring.values import sequence_values
 
 
-class PrefixTreeRewardTrainer(PackedTrainer, RewardTrainer):
+class PrefixTreeRewardTrainer(DataSetTrainer, RewardTrainer):
     """Trains as `trl.RewardTrainer` does, and computes each distinct token of a batch once.
 
     Losses, gradients and metrics are the same. The two answers of a pair share their prompt, and
@@ -45,11 +42,7 @@ class PrefixTreeRewardTrainer(PackedTrainer, RewardTrainer):
         UnsupportedError: a setting, a model or a batch that is not verified (`docs/refusals.md`).
     """
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
-        check_trainer(RewardTrainer)
-        super().__init__(*args, **kwargs)
-        self._start(recompute)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE, recompute=self._recompute)
+    trl_class = RewardTrainer
 
     def compute_loss(
         self,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from prefixtree.errors import Refusal, refuse
+from prefixtree.integrations.trl.contract import check_trainer
 from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
+from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.recompute.choose import Recompute
 
 #: The trainer of TRL that a base stands before, to a checker of types.
@@ -32,6 +34,36 @@ class PackedTrainer:
         this: Any = self
         if this.is_fsdp_enabled:
             keep_outputs(this.accelerator.state.fsdp_plugin)
+
+
+class DataSetTrainer(PackedTrainer, BeforeTRL):
+    """A base before TRL's trainers whose rows come from a data set as they are.
+
+    Attributes:
+        trl_class: the class of TRL that is extended.
+        refused: what is refused in addition to `prepare_trainer`.
+        verified: settings of the table `ALONE` that are served.
+        deepspeed: whether DeepSpeed is.
+    """
+
+    trl_class: type
+    refused: tuple[Refusal, ...] = ()
+    verified: tuple[str, ...] = ()
+    deepspeed = False
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_trainer(self.trl_class)
+        super().__init__(*args, **kwargs)
+        self._start(recompute, self.refused, verified=self.verified, deepspeed=self.deepspeed)
+        self._sharing = SharingReport(self, self._advice(), recompute=self._recompute)
+        self._started()
+
+    def _advice(self) -> str:
+        """Settings that help where sequences share no token."""
+        return DATA_SET_ADVICE
+
+    def _started(self) -> None:
+        """Ends the constructor."""
 
 
 def keep_outputs(plugin: Any) -> None:

@@ -109,5 +109,5 @@ def warn_of_packing(strategy: str) -> None:
     warnings.warn(
         f"packing=True ({strategy}) {how}, so samples that begin alike may stand in different "
         f"batches, which share nothing (see prefixtree/replication_ratio); {PACKING_ADVICE}",
-        stacklevel=3,
+        stacklevel=4,
     )

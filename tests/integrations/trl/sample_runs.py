@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import (
@@ -32,7 +34,13 @@ from prefixtree.integrations.trl import (
     PrefixTreeRewardTrainer,
     PrefixTreeSFTTrainer,
 )
-from tests.integrations.trl.runs import moved, worst_metric, worst_parameter
+from tests.integrations.trl.runs import (
+    assert_equal_runs,
+    moved,
+    parameters,
+    worst_metric,
+    worst_parameter,
+)
 
 SYSTEM = {"role": "system", "content": "Count the letters."}
 
@@ -243,6 +251,51 @@ def rows_of_calls(model: Any) -> list[int]:
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[0]))
     return rows
+
+
+def compare_with_adapter(
+    maker: Maker, folder: Path, pretrained: bool, **arguments: Any
+) -> list[int]:
+    """Trains both with LoRA, whose reference is the policy with its adapter switched off, or the
+    adapter's first weights. Returns `rows_of_calls` of ours."""
+    peft = pytest.importorskip("peft")
+    runs = []
+    for kind in (maker.ours, maker.stock):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+        given: dict[str, Any] = {"options": {"peft_config": config}}
+        if pretrained:
+            torch.manual_seed(2)
+            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(p, std=0.02)
+            given = {"model": model}
+        runs.append(maker.make(kind, folder, **given, **arguments))
+    rows = rows_of_calls(runs[0].model)
+    start = parameters(runs[0].model)
+    for run in runs:
+        run.train()
+    assert runs[0].ref_model is None
+    for run in runs:
+        trained = parameters(run.model)
+        assert max(float((trained[name] - start[name]).abs().max()) for name in start) > 1e-3
+    assert_equal_runs(*runs)
+    return rows
+
+
+def callers(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[type]:
+    """A list that grows by the class of the trainer that calls a method of TRL's."""
+    calls: list[type] = []
+    original = getattr(kind, name)
+
+    # the adapter looks at its signature
+    @wraps(original)
+    def noted(self: Any, *args: Any) -> Any:
+        calls.append(type(self))
+        return original(self, *args)
+
+    monkeypatch.setattr(kind, name, noted)
+    return calls
 
 
 def compare_on_ranks(

@@ -20,12 +20,13 @@ from prefixtree.integrations.trl import PrefixTreeDPOTrainer
 from tests.integrations.trl.runs import (
     assert_equal_runs,
     moved,
-    parameters,
     save_model,
     tiny_hybrid,
 )
 from tests.integrations.trl.sample_runs import (
     DPO,
+    callers,
+    compare_with_adapter,
     make_dpo,
     pairs,
     ratios,
@@ -136,28 +137,7 @@ def test_a_reference_that_follows_by_bema(folder: Path) -> None:
 def test_an_adapter_and_its_reference(folder: Path, pretrained: bool) -> None:
     """The reference is the policy with its adapter switched off, or the adapter's first weights;
     it is packed as the policy is."""
-    peft = pytest.importorskip("peft")
-    runs = []
-    for trainer in (PrefixTreeDPOTrainer, DPOTrainer):
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
-        if pretrained:
-            torch.manual_seed(2)
-            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
-            for name, p in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(p, std=0.02)
-            runs.append(make_dpo(trainer, folder, model=model, learning_rate=1.0))
-        else:
-            options = {"peft_config": config}
-            runs.append(make_dpo(trainer, folder, options=options, learning_rate=1.0))
-    rows = rows_of_calls(runs[0].model)
-    start = parameters(runs[0].model)
-    for run in runs:
-        run.train()
-    assert runs[0].ref_model is None
-    trained = parameters(runs[0].model)
-    assert max(float((trained[name] - start[name]).abs().max()) for name in start) > 1e-3
-    assert_equal_runs(*runs)
+    rows = compare_with_adapter(DPO, folder, pretrained, learning_rate=1.0)
     # policy and reference of 4 batches
     assert rows == [1] * 8
 
@@ -167,14 +147,7 @@ def test_precomputed_references(
     folder: Path, with_adapter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL computes them in its constructor, and keeps them on disk by data and weights."""
-    calls = []
-    original = DPOTrainer.compute_ref_log_probs
-
-    def counted(self: Any, model: Any, inputs: Any) -> Any:
-        calls.append(type(self))
-        return original(self, model, inputs)
-
-    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", counted)
+    calls = callers(monkeypatch, DPOTrainer, "compute_ref_log_probs")
     runs = []
     for trainer in (PrefixTreeDPOTrainer, DPOTrainer):
         options: dict[str, Any] = {}

@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 from trl import KTOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeKTOTrainer
-from tests.integrations.trl.runs import assert_equal_runs, moved, parameters
-from tests.integrations.trl.sample_runs import KTO, answers, make_kto, ratios, rows_of_calls
+from tests.integrations.trl.runs import assert_equal_runs, moved
+from tests.integrations.trl.sample_runs import (
+    KTO,
+    answers,
+    callers,
+    compare_with_adapter,
+    make_kto,
+    ratios,
+)
 from tests.support.full import mostly
 
 
@@ -65,28 +70,7 @@ def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("pretrained", mostly([False, True], [False]))
 def test_an_adapter_and_its_reference(folder: Path, pretrained: bool) -> None:
     """The reference is the policy with its adapter switched off, or the adapter's first weights."""
-    peft = pytest.importorskip("peft")
-    runs = []
-    for trainer in (PrefixTreeKTOTrainer, KTOTrainer):
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
-        if pretrained:
-            torch.manual_seed(2)
-            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
-            for name, p in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(p, std=0.02)
-            given: dict[str, Any] = {"model": model}
-        else:
-            given = {"options": {"peft_config": config}}
-        runs.append(make_kto(trainer, folder, learning_rate=3.0, **given))
-    rows = rows_of_calls(runs[0].model)
-    start = parameters(runs[0].model)
-    for run in runs:
-        run.train()
-    assert runs[0].ref_model is None
-    trained = parameters(runs[1].model)
-    assert max(float((trained[name] - start[name]).abs().max()) for name in start) > 1e-3
-    assert_equal_runs(*runs)
+    rows = compare_with_adapter(KTO, folder, pretrained, learning_rate=3.0)
     # policy and reference of 4 batches, each with its mismatched answers
     assert rows == [1] * 16
 
@@ -97,14 +81,7 @@ def test_precomputed_references(
     folder: Path, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL computes them in its constructor, and keeps them on disk by data and weights."""
-    calls = []
-    original = KTOTrainer.compute_ref_log_probs
-
-    def counted(self: Any, model: Any, inputs: Any) -> Any:
-        calls.append(type(self))
-        return original(self, model, inputs)
-
-    monkeypatch.setattr(KTOTrainer, "compute_ref_log_probs", counted)
+    calls = callers(monkeypatch, KTOTrainer, "compute_ref_log_probs")
     runs = []
     for trainer in (PrefixTreeKTOTrainer, KTOTrainer):
         # another column, or the second trainer finds what the first has kept

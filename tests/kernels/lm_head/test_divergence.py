@@ -141,9 +141,8 @@ def test_every_head(beta, head, rules, request):
     assert value < 1e-5 and gradient < 2e-6
 
 
-@pytest.mark.parametrize("beta", mostly(BETAS, [0.0, 0.3]))
-def test_who_is_fused(beta, by_kernels, monkeypatch):
-    """Torch's operations see the probe's rows alone; all where sums are in float64."""
+def rows_of_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the rows that torch's operations see, not kernels."""
     rows: list[int] = []
     call = Divergence.__call__
 
@@ -152,6 +151,13 @@ def test_who_is_fused(beta, by_kernels, monkeypatch):
         return call(self, logits, edges)
 
     monkeypatch.setattr(Divergence, "__call__", counted)
+    return rows
+
+
+@pytest.mark.parametrize("beta", mostly(BETAS, [0.0, 0.3]))
+def test_who_is_fused(beta, by_kernels, monkeypatch):
+    """Torch's operations see the probe's rows alone; all where sums are in float64."""
+    rows = rows_of_torch(monkeypatch)
     case = Case.of()
     gradients(case.scored(beta), case.given)
     assert rows == [2]
@@ -220,14 +226,7 @@ def test_a_vocabulary_that_is_padded_otherwise(of_teacher, common, head, request
     """Log p stays that of the model's whole vocabulary. The kernels serve that of the model."""
     if head == "fused":
         request.getfixturevalue("by_kernels")
-    rows: list[int] = []
-    call = Divergence.__call__
-
-    def counted(self: Any, logits: torch.Tensor, edges: Any) -> torch.Tensor:
-        rows.append(len(logits))
-        return call(self, logits, edges)
-
-    monkeypatch.setattr(Divergence, "__call__", counted)
+    rows = rows_of_torch(monkeypatch)
     case = Case.of(rules="both cap")
     case.of_teacher = torch.randn(U, of_teacher, generator=torch.Generator().manual_seed(1)) * 2
     case.vocabulary = common
