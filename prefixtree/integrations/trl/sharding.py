@@ -43,18 +43,19 @@ class DataSetTrainer(PackedTrainer, BeforeTRL):
         trl_class: the class of TRL that is extended.
         refused: what is refused in addition to `prepare_trainer`.
         verified: settings of the table `ALONE` that are served.
-        deepspeed: whether DeepSpeed is.
+        serves_deepspeed: whether DeepSpeed is served (`Trainer.deepspeed` is its engine).
     """
 
     trl_class: type
     refused: tuple[Refusal, ...] = ()
     verified: tuple[str, ...] = ()
-    deepspeed = False
+    serves_deepspeed = False
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(self.trl_class)
         super().__init__(*args, **kwargs)
-        self._start(recompute, self.refused, verified=self.verified, deepspeed=self.deepspeed)
+        options = {"verified": self.verified, "deepspeed": self.serves_deepspeed}
+        self._start(recompute, self.refused, **options)
         self._sharing = SharingReport(self, self._advice(), recompute=self._recompute)
         self._started()
 

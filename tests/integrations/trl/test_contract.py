@@ -31,6 +31,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import contract
+from prefixtree.integrations.trl.sharding import DataSetTrainer
 
 try:
     from tests.integrations.trl.async_grpo import AsyncGRPOTrainer, packing
@@ -323,6 +324,16 @@ def test_the_fused_heads_entries() -> None:
     for trainer in (DPOTrainer, SFTTrainer):
         for call in calls(trainer.__init__, "add_fused_lm_head"):
             assert keywords(call).keys() <= {"outputs"}
+
+
+def test_no_trainer_sets_what_ours_declare() -> None:
+    """`Trainer.deepspeed` once hid a setting of that name: an instance's attribute comes first."""
+    ours = {name for name in vars(DataSetTrainer) if not name.startswith("__")}
+    for trainer in (Trainer, SFTTrainer, DPOTrainer, DistillationTrainer, GKDTrainer, GOLDTrainer):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(trainer)))
+        stored = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
+        names = {each.attr for each in stored if isinstance(each.ctx, ast.Store)}
+        assert len(names) > 3 and not names & ours, (trainer, names & ours)
 
 
 def test_dpo_scores_in_two_methods() -> None:
