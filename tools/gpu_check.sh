@@ -36,6 +36,9 @@
 #   verl_pictures ?    updates with pictures under verl beside each sequence alone: errors
 #   run          ?     whole GRPO steps in TRL, its trainer and ours, prompts of 2K; run_256 and run_8k; run_turns,
 #                      an environment that replies; run_curves, the rewards of 20 steps; run_2gpu, under FSDP2 on two
+#   offloading   ?     TRL's activation offloading with its streams, ours beside the stock trainer
+#   learn        ?     a pretrained model learns a task by GRPO in TRL, every side; its weights take two calls (gpu_pack.sh
+#                      real). LEARN=coins LEARN_ARGS="--task coins --sides trl prefixtree"
 #   first_step   ?     from a process's start to its first optimizer step, caches of compilers empty and full;
 #                      FIRST_STEP_ARGS="--models qwen3-0.6b"
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights;
@@ -78,7 +81,7 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu) and UNPACKED (/tmp, where archives are unpacked once): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, UPDATE_BEST_ARGS, LOW_ARGS, DISTILL_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
+# UPDATE_ARGS, UPDATE_BEST_ARGS, LOW_ARGS, DISTILL_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, LEARN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
 # HEAD_ARGS, PICTURES_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -91,6 +94,7 @@ packages=${UNPACKED:-/tmp}/prefixtree-packages
 verl=${UNPACKED:-/tmp}/prefixtree-verl
 trl=${UNPACKED:-/tmp}/prefixtree-trl
 low=${UNPACKED:-/tmp}/prefixtree-low
+real=${UNPACKED:-/tmp}/prefixtree-real
 megatron=${UNPACKED:-/tmp}/prefixtree-megatron
 caches=${UNPACKED:-/tmp}/prefixtree-caches
 outer=${PYTHONPATH:+:$PYTHONPATH}
@@ -564,17 +568,23 @@ verl_pictures() {
   limited verl_pictures 300 env GLOO_SOCKET_IFNAME=lo python3 -m tests.integrations.verl.on_gpu "$out/verl_pictures.json"
 }
 
+# with_trl NAME: ours, and TRL
+with_trl() {
+  ours "$1" || return
+  # in front: datasets must be the one that TRL was packed with
+  ! unpack "$files/trl.tar.xz" "$trl" || PYTHONPATH=$PWD:$trl${PYTHONPATH#"$PWD"}
+  export TRL_EXPERIMENTAL_SILENCE=1
+  python3 -c 'from importlib.metadata import version; print("trl", version("trl"))' ||
+    { failed+=("$1 (no TRL: no $files/trl.tar.xz)"); return 1; }
+}
+
 # on_trl NAME SECONDS GPUS ARGUMENT...: whole steps under TRL, a process a GPU
 on_trl() {
   local name=$1 limit=$2 gpus=$3 launch=()
   shift 3
-  ours "$name" || return
-  # in front: datasets must be the one that TRL was packed with
-  ! unpack "$files/trl.tar.xz" "$trl" || PYTHONPATH=$PWD:$trl${PYTHONPATH#"$PWD"}
-  python3 -c 'from importlib.metadata import version; print("trl", version("trl"))' ||
-    { failed+=("$name (no TRL: no $files/trl.tar.xz)"); return 1; }
+  with_trl "$name" || return
   ((gpus == 1)) || launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$gpus")
-  limited "$name" "$limit" env TRL_EXPERIMENTAL_SILENCE=1 "${keep[@]:1}" python3 "${launch[@]}" -m benchmarks run \
+  limited "$name" "$limit" "${keep[@]}" python3 "${launch[@]}" -m benchmarks run \
     --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@" ${RUN_ARGS:-}
 }
 
@@ -602,6 +612,39 @@ run_curves() {
   on_trl run_curves 570 1 --prompt 256 --new 64 --lr 5e-4 --repeats 19 --sides trl prefixtree+tree+auto+compiled
 }
 
+# activation offloading with its streams
+offloading() {
+  with_trl offloading && cuda offloading || return
+  limited offloading 200 python3 -m tests.integrations.trl.on_gpu
+}
+
+# the pretrained model's folder, whose file comes in halves: two calls, one packed part each
+real_model() {
+  local half
+  mkdir -p "$real"
+  for half in real0 real1; do
+    ! compgen -G "$files/$half/half*" >/dev/null || cp -r "$files/$half/." "$real/"
+  done
+  [[ -f $real/half00 && -f $real/half01 ]] || { echo "half of the pretrained model: carry the other"; return 1; }
+  [[ -f $real/model/chat_template.jinja ]] && return
+  cat "$real"/half0? >"$real/model.gguf"
+  # weights alone: of an older transformers the tokenizer is another, so it was packed
+  PYTHONPATH=$PWD:$real HF_HUB_OFFLINE=1 python3 -c 'import sys; from pathlib import Path
+from prefixtree.demo import real
+real.check_tokenizer = lambda tokenizer: None
+real.save_real_model(Path(sys.argv[1], "model"), gguf=Path(sys.argv[1], "model.gguf"))' "$real" &&
+    cp "$real"/tokenizer/* "$real/model/"
+}
+
+# LEARN: names the results
+learn() {
+  local name=learn${LEARN:+_$LEARN}
+  real_model || { failed+=("learn (no pretrained model: $files/real0 and $files/real1)"); return; }
+  with_trl "$name" || return
+  limited "$name" 590 "${keep[@]}" python3 -m benchmarks learn --model "$real/model" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" ${LEARN_ARGS:-}
+}
+
 sanitize() {
   ours sanitize && cuda sanitize || return
   local tool sanitizer
@@ -618,7 +661,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|offloading|learn|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

