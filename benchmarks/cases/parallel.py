@@ -13,11 +13,12 @@ Sides: whole, the forest in one forward on one GPU; parts and heads, the ranks o
 together (`sequence_logprobs(group=, group_mode=)`); gather, the same with an all-gather of all keys
 and values in every layer, as torch's context parallelism has it, over two chunks per rank (zigzag);
 cut, micro-batches of at most --max-tokens tokens on one GPU, which repeat the path above a cut;
-steps, `sequence_logprobs(max_step_tokens=)` on one GPU; steps-kept, the same where layers recompute
-nothing, as steps run their forward twice anyway; trunks, the micro-batches of a plan with
-`trunks=True` on one GPU (`kept_trunks`), and trunks-auto, the same with `recompute="auto"`. With
---fsdp the weights are sharded by FSDP2 where ranks work together, and their gradients reduced. The
-time is that of the slowest rank. Efficiency: seconds of whole over ranks x seconds.
+steps, `sequence_logprobs(max_step_tokens=)` on one GPU, and parts-steps, on the ranks of a group;
+steps-kept, the same where layers recompute nothing, as steps run their forward twice anyway;
+trunks, the micro-batches of a plan with `trunks=True` on one GPU (`kept_trunks`), and trunks-auto,
+the same with `recompute="auto"`. With --fsdp the weights are sharded by FSDP2 where ranks work
+together, and their gradients reduced. The time is that of the slowest rank. Efficiency: seconds of
+whole over ranks x seconds.
 
 Ranks that work together are timed once more with exchanges that move nothing: `alone_seconds` is
 the slowest rank's then, `imbalance` that over the mean of the ranks, and `exposed_seconds` what the
@@ -87,7 +88,8 @@ WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
     "chain 128K, 100 branches": lambda: forest_of(comb(131_072, 100, 512)),
 }
 TRUNKS = ("trunks", "trunks-auto")
-GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept", *TRUNKS)
+GROUPED = ("parts", "parts-steps", "heads", "gather")
+ALONE = ("whole", "cut", "steps", "steps-kept", *TRUNKS)
 STEPPED = ("steps", "steps-kept")
 SHAPES = ("qwen3-8b", "qwen3-32b", "qwen3.5-9b")
 VOCABULARY = 512
@@ -165,6 +167,8 @@ class Work:
         if side in GROUPED:
             mode = "ulysses" if side == "heads" else "parts"
             self.options = {"group": dist.group.WORLD, "group_mode": mode}
+        if side == "parts-steps":
+            self.options["max_step_tokens"] = max_tokens
         if side == "gather":
             self.divided = gathering
         self.recompute: Any = "auto" if side == "trunks-auto" else "all"
@@ -231,7 +235,8 @@ def check(side: str, options: argparse.Namespace, ranks: Ranks) -> Row:
     whole = Work("whole", model, forest, 0, options)
     want = whole()
     exact = gradients_of(model, ranks, False)
-    mine = Work(side, model, forest, 800, options)
+    # several steps; a micro-batch holds the longest sequence
+    mine = Work(side, model, forest, 800 if side in ("cut", *TRUNKS) else 400, options)
     got = mine()
     found = gradients_of(model, ranks, side in GROUPED)
     gap = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(got, want, strict=True))
@@ -532,7 +537,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rollouts", type=Path, help=f"JSONL.gz, for {AIRLINE!r}")
     add("--tasks", type=int, default=8, help=f"of {AIRLINE!r}")
     add("--workloads", nargs="+", choices=names, default=names[:3])
-    add("--sides", nargs="+", choices=[*ALONE, *GROUPED], help="default: whole, parts and heads")
+    add("--sides", nargs="+", choices=[*ALONE, *GROUPED], help="default: all that run here")
     add("--shape", choices=SHAPES, default=SHAPES[0])
     add("--layers", type=int, default=4)
     add("--layers-by", choices=("transformers", "compile", "liger"), default="transformers")

@@ -158,9 +158,9 @@ def test_parallel_on_two_ranks(tmp_path: Path) -> None:
     arguments = [*TINY, *some, "--out", str(out)]
     ranks = "tests.benchmarks.case_ranks"
     assert run_ranks(ranks, tmp_path, arguments=["parallel", arguments, True]) == [0, 0]
-    whole, parts, heads, gather = result(out)["rows"]
+    whole, parts, steps, heads, gather = result(out)["rows"]
     assert parts["ranks"] == 2 and parts["most_received_rows"] > 0
-    for row in (parts, heads, gather):
+    for row in (parts, steps, heads, gather):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
         expected = whole["seconds"] / 2 / row["seconds"]
         assert row["efficiency"] == pytest.approx(expected)
