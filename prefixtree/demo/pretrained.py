@@ -39,7 +39,7 @@ STEPS, QUESTIONS, SAMPLES = 10, 4, 8
 COMPARED = 2
 # questions that are never trained on, and samples of each
 HELD_OUT, HELD_OUT_SAMPLES = 24, 4
-_LEARNING_RATE = 5e-6
+LEARNING_RATE = 5e-6
 # of log p, and of a parameter's gradient, whose rounding is 2.6e-4 in either way with such weights
 LIMITS = {"logprobs": 1e-4, "gradients": 1e-3}
 
@@ -190,7 +190,7 @@ class Learner:
         self.seed = seed
         self._dialogue = Dialogue(TASK, self.tokenizer)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), _LEARNING_RATE, weight_decay=0.0
+            self.model.parameters(), LEARNING_RATE, weight_decay=0.0
         )
 
     def chat(self, asked: Sequence[Question], samples: int, number: int) -> Chats:
@@ -208,9 +208,7 @@ class Learner:
         sampled = sampler.sample(prompts, samples, TASK.new_tokens, draws, stop)
         asked = [question for question in asked for _ in range(samples)]
         masks = [np.asarray(mask, bool) for mask in sampled.loss_masks]
-        words = [
-            ids[mask].tolist() for ids, mask in zip(sampled.sequences, masks, strict=True)
-        ]
+        words = [ids[mask].tolist() for ids, mask in zip(sampled.sequences, masks, strict=True)]
         pairs = [(question.facts, ids) for question, ids in zip(asked, words, strict=True)]
         return Chats(
             asked,

@@ -80,7 +80,7 @@ def save_real_model(
     part = folder.with_name(f"{folder.name}.part")
     announce(f"{folder}: writing SmolLM2-135M-Instruct there, once (half a minute)")
     try:
-        _convert(source, part, dtype)
+        convert(source, part, dtype)
         if folder.exists():
             folder.rmdir()
         part.rename(folder)
@@ -89,7 +89,8 @@ def save_real_model(
     return folder
 
 
-def _convert(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def convert(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the model of a GGUF file, dequantised, its tokenizer and its chat template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place, options = str(source.parent), {"gguf_file": source.name}
