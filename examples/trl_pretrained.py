@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 import prefixtree
@@ -25,12 +25,16 @@ from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
 
 
 class Lines(TrainerCallback):
-    """Prints reward and seconds of every step."""
+    """Prints a line per step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         if "step_time" in (logs or {}):
-            text = f"reward {logs['reward']:.3f}, {logs['step_time']:.2f} s"
-            print(f"step {state.global_step}: {text}", flush=True)
+            print(
+                f"step {state.global_step}: reward {logs['reward']:.3f}, "
+                f"{logs['prefixtree/replication_ratio']:.1f} tokens per distinct one, "
+                f"{logs['step_time']:.2f} s",
+                flush=True,
+            )
 
 
 def main(arguments: list[str] | None = None) -> PrefixTreeGRPOTrainer:
@@ -78,6 +82,7 @@ def main(arguments: list[str] | None = None) -> PrefixTreeGRPOTrainer:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=True,
     )
     trainer = PrefixTreeGRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
@@ -89,6 +94,7 @@ def main(arguments: list[str] | None = None) -> PrefixTreeGRPOTrainer:
         recompute="auto",
         callbacks=[Lines()],
     )
+    trainer.remove_callback(PrinterCallback)
     if on_gpu:
         prefixtree.compile_layers(trainer.model)
     trainer.train()

@@ -37,6 +37,10 @@ class Teller:
         self._print(f"The forest of {len(chats.asked)} of its chats, tokens x chats per node:\n")
         self._print(chat_tree(chats, self._tokenizer))
 
+    def _pictures(self, files: list[str]) -> None:
+        if files:
+            self._print(f"\nPictures of it: {', '.join(files)}.", markup=False, soft_wrap=True)
+
     def _compared(self, compared: dict[str, Any]) -> None:
         tokens, seconds = compared["forest"]["tokens"], compared["seconds"]
         apart = compared["differences"]

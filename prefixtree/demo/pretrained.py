@@ -125,7 +125,7 @@ def learn(
         draw: called with the packed forest of the chats; returns the files it wrote.
         status: shows progress.
         tell: gets the name and the value of what is ready: "learner" (the `Learner`), "chats" (the
-            compared ones), "compared", "before", "step" (ten times), "after", which are facts.
+            compared ones), and the facts "pictures", "compared", "before", "step" (each), "after".
 
     Returns:
         The facts, ready for JSON, and the compared chats.
@@ -149,6 +149,7 @@ def learn(
     compared = first.take(range(0, len(first.asked), SAMPLES // COMPARED))
     facts["pictures"] = [str(file) for file in draw(packed(compared))] if draw else []
     tell("chats", compared)
+    tell("pictures", facts["pictures"])
     with status("these chats one by one, and packed"):
         facts["compared"] = learner.compare(compared)
     tell("compared", facts["compared"])

@@ -137,6 +137,7 @@ def test_the_command(
     result = run("demo", "--real", "--folder", folder)
     assert (result.exit_code, result.stderr, drawn) == (0, "", [(pictures,), None])
     words = " ".join(result.stdout.split())
+    assert "Pictures of it: 4.png." in words
     assert "A pretrained llama of " in words and "The forest of 4 of its chats" in words
     distinct = facts["compared"]["forest"]["tokens"]["distinct"]
     assert f"packed {distinct:,}, in " in words

@@ -70,7 +70,7 @@ def test_the_example_and_trls_own(example: ModuleType, tmp_path: Path) -> None:
 def test_on_one_gpu(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --fast, whose lines docs/recipe.md shows."""
+    """With --fast."""
     ran = example.main(["--tiny", "--steps", "2", "--fast", "--output", str(tmp_path)])
     assert ran.rollout_func is tree_rollouts and len(ran.state.log_history) == 3
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -130,10 +130,10 @@ def test_a_pretrained_model(
     assert len(set(replies)) == (4 if name == "coins" else 1)
     assert all("coins" in text if name == "coins" else text is None for text in replies)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert len(said) == 2 and all(re.search(r": reward 0\.375, \d", line) for line in said)
+    assert len(said) == 2 and all(": reward 0.375, " in line for line in said)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
     assert any(not torch.equal(before[key], after[key]) for key in before)
-    assert trainer.state.log_history[0]["prefixtree/replication_ratio"] > 3
+    assert all(float(line.split()[4]) > 3 for line in said)
 
 
 @pytest.mark.parametrize(
