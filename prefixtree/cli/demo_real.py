@@ -16,16 +16,16 @@ _SHOWN, _QUESTIONS = 40, 4
 
 
 class Teller:
-    """Prints what `learn` tells."""
+    """Prints what `learn` tells, each part by the method of its name."""
 
     def __init__(self, console: Console) -> None:
         self._print = console.print
         self._steps = 0
 
     def __call__(self, name: str, part: Any) -> None:
-        getattr(self, f"_{name}")(part)
+        getattr(self, name)(part)
 
-    def _learner(self, learner: Learner) -> None:
+    def learner(self, learner: Learner) -> None:
         self._tokenizer = learner.tokenizer
         size = sum(p.numel() for p in learner.model.parameters())
         self._print(
@@ -33,15 +33,15 @@ class Teller:
             f"CPU. It is asked for sums, after {TASK.shots} worked examples.\n"
         )
 
-    def _chats(self, chats: Chats) -> None:
+    def chats(self, chats: Chats) -> None:
         self._print(f"The forest of {len(chats.asked)} of its chats, tokens x chats per node:\n")
         self._print(chat_tree(chats, self._tokenizer))
 
-    def _pictures(self, files: list[str]) -> None:
+    def pictures(self, files: list[str]) -> None:
         if files:
             self._print(f"\nPictures of it: {', '.join(files)}.", markup=False, soft_wrap=True)
 
-    def _compared(self, compared: dict[str, Any]) -> None:
+    def compared(self, compared: dict[str, Any]) -> None:
         tokens, seconds = compared["forest"]["tokens"], compared["seconds"]
         apart = compared["differences"]
         self._print(
@@ -54,7 +54,7 @@ class Teller:
             limits = " and ".join(f"{limit:g}" for limit in LIMITS.values())
             self._print(f"[bold red]The two ways differ[/] by more than {limits}.")
 
-    def _before(self, facts: dict[str, Any]) -> None:
+    def before(self, facts: dict[str, Any]) -> None:
         self._held_out = facts
         self._print(
             f"\n{len(facts['answers'])} questions that it will not train on, asked "
@@ -62,7 +62,7 @@ class Teller:
             "GRPO on packed forests; a row is a step, and one of its questions:"
         )
 
-    def _step(self, facts: dict[str, Any]) -> None:
+    def step(self, facts: dict[str, Any]) -> None:
         self._steps += 1
         # the question that was answered rightly most often, not always
         question, answers = max(facts["answers"].items(), key=lambda item: _mixed(item[1]))
@@ -76,7 +76,7 @@ class Teller:
             soft_wrap=True,
         )
 
-    def _after(self, facts: dict[str, Any]) -> None:
+    def after(self, facts: dict[str, Any]) -> None:
         self._print(
             f"\nThe questions that it did not train on: {_share(self._held_out)} right before, "
             f"[bold]{_share(facts)}[/] after. Some of them:"
@@ -102,7 +102,7 @@ def _answered(question: str, answers: list[dict[str, Any]]) -> Text:
 
 
 def _said(answers: list[dict[str, Any]]) -> Text:
-    """What comes after the last = of every answer; a right one is marked."""
+    """Joins what comes after the last = of every answer; a right one is marked."""
     parts: list[Any] = []
     for answer in answers:
         words = " ".join(answer["says"].rpartition("=")[2].split())[:12] or "-"

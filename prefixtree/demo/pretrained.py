@@ -34,9 +34,9 @@ from prefixtree.testing.compare import (
 from prefixtree.testing.models import Setting, build
 
 TASK: Task = Sums(shots=8)
-STEPS, QUESTIONS, SAMPLES = 10, 4, 8
-# chats of a question that are drawn and compared
-COMPARED = 2
+STEPS, QUESTIONS, SAMPLES = 10, 8, 6
+# questions of the first step, and chats of each, that are drawn and compared
+COMPARED = 4, 2
 # questions that are never trained on, and samples of each
 HELD_OUT, HELD_OUT_SAMPLES = 24, 4
 LEARNING_RATE = 5e-6
@@ -77,7 +77,7 @@ class Chats:
         return Batch(self.sequences, self.loss_masks, gains.flatten().tolist(), mean)
 
     def facts(self) -> dict[str, Any]:
-        """What was asked and answered, ready for JSON."""
+        """Gathers what was asked and answered, ready for JSON."""
         by_question: dict[str, list[dict[str, Any]]] = {}
         for question, answer, right in zip(self.asked, self.answers, self.right, strict=True):
             by_question.setdefault(question.text, []).append({"says": answer, "right": right})
@@ -146,7 +146,8 @@ def learn(
     held_out, asked = asked[:HELD_OUT], asked[HELD_OUT:]
     with status("the first chats"):
         first = learner.chat(asked[:QUESTIONS], SAMPLES, 1)
-    compared = first.take(range(0, len(first.asked), SAMPLES // COMPARED))
+    few, each = COMPARED
+    compared = first.take([q * SAMPLES + n for q in range(few) for n in range(each)])
     facts["pictures"] = [str(file) for file in draw(packed(compared))] if draw else []
     tell("chats", compared)
     tell("pictures", facts["pictures"])

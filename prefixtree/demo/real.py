@@ -46,7 +46,7 @@ def gguf_file() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where the model is kept if nobody says otherwise, below $XDG_CACHE_HOME or ~/.cache."""
+    """The model's default folder, below $XDG_CACHE_HOME or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "prefixtree" / "SmolLM2-135M-Instruct"
 

@@ -33,7 +33,14 @@ class Bytes(Sums):
 
 @pytest.fixture(autouse=True, scope="module")
 def _small() -> Iterator[None]:
-    sizes = {"STEPS": 3, "QUESTIONS": 2, "SAMPLES": 8, "HELD_OUT": 5, "HELD_OUT_SAMPLES": 4}
+    sizes: dict[str, Any] = {
+        "STEPS": 3,
+        "QUESTIONS": 2,
+        "SAMPLES": 8,
+        "HELD_OUT": 5,
+        "HELD_OUT_SAMPLES": 4,
+    }
+    sizes |= {"COMPARED": (2, 2)}
     with one_thread(), patch.multiple(pretrained, TASK=Bytes(), LEARNING_RATE=3e-2, **sizes):
         yield
 
