@@ -383,8 +383,8 @@ def _demo(
     tools, less than a minute and a half on two cores. Shows the tree of turns, the
     same gradients update by update, what is saved, and what the model learns.
 
-    --real: SmolLM2-135M-Instruct learns sums, in three minutes. A few of its chats
-    are run replicated and packed, then ten steps show questions, answers, rewards.
+    --real: SmolLM2-135M-Instruct learns sums in less than three minutes. A few
+    chats are run both ways; ten steps show questions, answers and rewards.
 
         prefixtree demo
         prefixtree demo --save rollouts.jsonl && prefixtree report rollouts.jsonl
