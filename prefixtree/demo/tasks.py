@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prefixtree.errors import InputError
+
 _COLOURS = [
     *("red", "blue", "green", "white", "black", "pink"),
     *("brown", "gold", "silver", "orange", "purple", "yellow"),
@@ -188,10 +190,16 @@ class Dialogue:
         tokenizer: of a chat model whose template ends an assistant's turn with `eos_token`.
 
     Raises:
-        ValueError: its template does not.
+        InputError: it has no template, or one that does not.
     """
 
     def __init__(self, task: Task, tokenizer: Any) -> None:
+        if not tokenizer.chat_template:
+            raise InputError(
+                f"{tokenizer.name_or_path}: its tokenizer has no chat template, and questions are "
+                "chats: take the folder of a chat model (Instruct), or save the template as its "
+                "chat_template.jinja"
+            )
         self.task, self.tokenizer = task, tokenizer
         self.answer_ids("")
 
@@ -204,7 +212,7 @@ class Dialogue:
         )
         _, end, after = rendered.partition(f"!{self.tokenizer.eos_token}")
         if not end:
-            raise ValueError(
+            raise InputError(
                 f"expected a chat template that ends an assistant's turn with eos_token "
                 f"{self.tokenizer.eos_token!r}, and it wrote {rendered!r}: set eos_token to the "
                 "token that ends a turn"

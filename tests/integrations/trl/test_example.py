@@ -6,14 +6,19 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 import trl
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from prefixtree.cli import app
+from prefixtree.demo.tasks import TASKS
 from prefixtree.integrations.trl import (
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
@@ -65,7 +70,7 @@ def test_the_example_and_trls_own(example: ModuleType, tmp_path: Path) -> None:
 def test_on_one_gpu(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --fast, whose lines docs/recipe.md shows."""
+    """With --fast."""
     ran = example.main(["--tiny", "--steps", "2", "--fast", "--output", str(tmp_path)])
     assert ran.rollout_func is tree_rollouts and len(ran.state.log_history) == 3
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -86,6 +91,49 @@ def test_the_tiny_run_has_prompts_for_all_processes_of_a_configuration(
         processes = int(re.search(r"^num_processes: (\d+)", text, re.MULTILINE)[1])
         of_all = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
         assert len(trainer.train_dataset) >= of_all // args.num_generations, name
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_a_pretrained_model(
+    name: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = load("trl_pretrained")
+    task: Any = replace(TASKS[name], shots=1, new_tokens=16)  # type: ignore[type-var]
+    monkeypatch.setitem(script.TASKS, name, task)
+    scored, replies = [], []
+
+    def score(self: Any, facts: Any, said: list[str]) -> float:
+        scored.append(str(facts))
+        return len(scored) % 4 / 4
+
+    def sample(prompts: list[Any], trainer: Any, reply: Any) -> dict[str, Any]:
+        tokenizer = trainer.processing_class
+        for row, chat in enumerate(prompts):
+            room = chat[-1]["content"].split()[-1]
+            said = [*tokenizer(f"open {room}").input_ids, tokenizer.eos_token_id]
+            replies.append((following := reply(row, said)) and tokenizer.decode(following))
+        return tree_rollouts(prompts, trainer, reply=reply)
+
+    monkeypatch.setattr(type(task), "score", score)
+    monkeypatch.setattr(script, "tree_rollouts", sample)
+    given = {"model": folder, "task": name, "prompts": 2, "samples": 4, "steps": 2}
+    given["output"] = tmp_path
+    trainer = script.main([word for key in given for word in (f"--{key}", str(given[key]))])
+    assert type(trainer) is PrefixTreeGRPOTrainer
+    # 2 steps of 2 questions, each of 4 samples; the environment knows every row's own
+    assert len(scored) == 16 and len(set(scored)) == 4
+    assert len(replies) == 16
+    assert len(set(replies)) == (4 if name == "coins" else 1)
+    assert all("coins" in text if name == "coins" else text is None for text in replies)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(said) == 2 and all(": reward 0.375, " in line for line in said)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert all(float(line.split()[4]) > 3 for line in said)
 
 
 @pytest.mark.parametrize(
