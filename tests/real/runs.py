@@ -48,11 +48,6 @@ class Far:
     worst: str = ""
 
 
-# the largest mistake of rounding is a fourth of these; the smallest of a mask (one key hidden from
-# one token) is 18 times `parameter` and 27 times `whole`
-LIMIT = Far(1e-4, 1e-3, 2e-4)
-
-
 @dataclass(frozen=True)
 class Run:
     """Log-probabilities and entropies [n - 1, 2] per sequence, or values [n, 2]; and gradients."""
@@ -132,13 +127,19 @@ def rows_alone(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor
     return torch.stack([taken, -(log_p.exp() * log_p).sum(-1)], -1)
 
 
-def alone(kind: str, dtype: torch.dtype) -> Run:
-    """Each sequence alone, with eager attention."""
+def alone(kind: str, dtype: torch.dtype, hidden: tuple[int, int, int] | None = None) -> Run:
+    """Each sequence alone, with eager attention. hidden: a sequence, and a token and a key of it that
+    the token does not see, which is a mistake."""
     model = load(kind, dtype, "eager")
     rows = []
     with FaithfulSums():
-        for tokens, weights in zip(tokens_of(kind), weights_of(kind), strict=True):
-            rows.append(rows_alone(model, tokens))
+        for i, (tokens, weights) in enumerate(zip(tokens_of(kind), weights_of(kind), strict=True)):
+            options = {}
+            if hidden is not None and hidden[0] == i:
+                mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)
+                mask[hidden[1:]] = -torch.inf
+                options["attention_mask"] = mask[None, None]
+            rows.append(rows_alone(model, tokens, **options))
             backward(rows[-1], weights)
     return Run([r.detach().double() for r in rows], gradients(model))
 

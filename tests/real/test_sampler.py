@@ -12,17 +12,12 @@ NEW = 24
 
 
 def test_greedy_tokens_are_those_of_generate() -> None:
-    """In float32: in bfloat16 the two best logits often tie. Every prompt ends where the assistant is to
-    speak."""
-    found = chats()
-    assert found.turn_ends is not None
-    masks = found.loss_masks
+    """In float32: in bfloat16 the two best logits often tie."""
+    tokens, masks = chats().sequences, chats().loss_masks
     assert masks is not None
-    prompts = []
-    for tokens, mask in zip(found.sequences, masks, strict=True):
-        begins = (mask[1:] & ~mask[:-1]).nonzero()[0] + 1
-        prompts += [tokens[:begin].tolist() for begin in begins[-2:]]
-    # the model's own, in the order that they are given
+    # up to the assistant's last turn
+    begins = [int((mask[1:] & ~mask[:-1]).nonzero()[0][-1]) + 1 for mask in masks]
+    prompts = [t[:begin].tolist() for t, begin in zip(tokens, begins, strict=True)]
     ours = load("all weights", torch.float32, "prefixtree").eval()
     stop = [ours.generation_config.eos_token_id]
     samples = TreeSampler(ours, 4000).sample(
@@ -35,5 +30,5 @@ def test_greedy_tokens_are_those_of_generate() -> None:
             torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=stop[0]
         )
         assert wanted[0, len(prompt) :].tolist() == said
-    # words, and not one token again and again
-    assert len({tuple(said) for said in new}) > 2 and sum(map(len, new)) > 3 * NEW
+    # they say something, and not the same
+    assert len({tuple(said) for said in new}) == 3 and min(map(len, new)) > 5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
@@ -31,7 +33,7 @@ def recorded(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     }
 
 
-def test_two_updates_are_trls() -> None:
+def test_two_updates_are_trls(record_property: Callable[..., None]) -> None:
     path = folder()
     assert path is not None
     arguments: dict[str, Any] = {
@@ -54,11 +56,10 @@ def test_two_updates_are_trls() -> None:
     theirs = train(GRPOTrainer, path, **arguments)
     assert type(theirs) is GRPOTrainer
     metric = worst_metric(ours, theirs)
-    from transformers import AutoModelForCausalLM
-
     start = parameters(AutoModelForCausalLM.from_pretrained(path))
     found, wanted = parameters(ours.model), parameters(theirs.model)
     moved, apart = squared_distance(wanted, start) ** 0.5, squared_distance(found, wanted) ** 0.5
-    print("metrics", metric, "moved", moved, "apart", apart, apart / moved)
+    record_property("updates", {"metrics": metric[0], "parameters": apart / moved})
     assert metric[0] < 1e-4, metric
-    assert moved > 0.01 and apart < 2e-4 * moved
+    # most of it is the rounding of weights: 1e-4 here
+    assert moved > 0.01 and apart < 5e-4 * moved
