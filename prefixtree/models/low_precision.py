@@ -115,17 +115,17 @@ def check_repacked(model: nn.Module) -> None:
     """
     paths = GradientPaths(model)
     for name, module in model.named_modules():
-        if not (isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")):
+        if not type(module).__module__.startswith("bitsandbytes.nn"):
             continue
-        weight: Any = module.weight
+        weight: Any = getattr(module, "weight", None)
         state = getattr(weight, "quant_state", None)
-        is_repacked = getattr(state, "packing_format_for_cpu", False)
-        can_be = vars(module).get("support_avx512bf16_for_cpu") and weight.device.type == "cpu"
-        if (is_repacked or (can_be and not module.training)) and paths.pass_through(module):
+        was = getattr(state, "packing_format_for_cpu", False)
+        may_be = vars(module).get("support_avx512bf16_for_cpu") and weight.device.type == "cpu"
+        if (was or (may_be and not module.training)) and paths.pass_through(module):
             raise UnsupportedError(
-                f"{name} ({type(module).__name__} of bitsandbytes) gives its input no gradient after a "
-                "forward in evaluation mode on this CPU: call model.train() before the first "
-                "forward, and load a model anew that has run in evaluation mode"
+                f"{name} ({type(module).__name__} of bitsandbytes) gives its input no gradient "
+                "after a forward in evaluation mode on this CPU: call model.train() before the "
+                "first forward, and load a model anew that has run in evaluation mode"
             )
 
 

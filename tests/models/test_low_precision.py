@@ -250,7 +250,9 @@ def test_a_layer_that_bitsandbytes_stores_for_inference_is_refused() -> None:
     """Its gradients would be lost without an error, in training mode too."""
     model = pt.prepare(_loaded("qwen3", **_NF4))
     layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
-    message = r"layers\.1\.mlp\.up_proj.*no gradient after a forward in evaluation mode.*model\.train"
+    message = (
+        r"layers\.1\.mlp\.up_proj.*no gradient after a forward in evaluation mode.*model\.train"
+    )
     # one that the first forward would store so, on some CPUs
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

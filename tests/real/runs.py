@@ -8,7 +8,6 @@ float64 too; with both in float64 every figure was the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -65,8 +64,8 @@ def load(kind: str, dtype: torch.dtype, attention: str) -> Any:
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
     auto: Any = AutoModelForCausalLM
     if kind == "values":
-        auto, more = AutoModelForTokenClassification, {"num_labels": 2, "classifier_dropout": 0.0}
-        options |= more
+        auto = AutoModelForTokenClassification
+        options |= {"num_labels": 2, "classifier_dropout": 0.0}
     if kind == "QLoRA":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32
@@ -128,8 +127,10 @@ def rows_alone(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor
 
 
 def alone(kind: str, dtype: torch.dtype, hidden: tuple[int, int, int] | None = None) -> Run:
-    """Each sequence alone, with eager attention. hidden: a sequence, and a token and a key of it that
-    the token does not see, which is a mistake."""
+    """Each sequence alone, with eager attention.
+
+    hidden: a sequence, one of its tokens, and a key that this token does not see, by mistake.
+    """
     model = load(kind, dtype, "eager")
     rows = []
     with FaithfulSums():

@@ -22,8 +22,10 @@ def folder() -> Path | None:
 
 @cache
 def chats() -> Rollouts:
-    """Three chats of 400 tokens, by the model's template: all begin with one request, and two with one
-    call and its result. Their loss masks mark what the assistant says."""
+    """Three chats of 400 tokens each, by the model's template; the assistant's turns are scored.
+
+    All begin with one request, and two go on with one call and its result.
+    """
     found = folder()
     assert found is not None, NEEDED
     return read_rollouts(CHATS, strict=True, tokenizer=ChatTokenizer(found))
