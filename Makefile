@@ -14,7 +14,7 @@ WORKERS ?= auto
 # code is compiled once and not in every process, whatever the machine's own setting is
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla test-real test-newest families fields lint types images docs dist clean
+.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla test-real test-newest real families fields lint types images docs dist clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -226,9 +226,14 @@ test-fla: .venvs/fla-$(FLA)/.ready
 # `generate` and the trainers' own
 test-real: .venvs/real/.ready .venvs/trl-$(TRL)/.ready .venvs/verl-$(VERL)/.ready
 	$(TEST_ENV) PREFIXTREE_REAL_MODEL=.venvs/real/model .venvs/verl-$(VERL)/bin/python -m pytest \
-	  tests/integrations/verl/test_real_update.py
+	  tests/integrations/verl/test_real_update.py $(RECORD)=$(CURDIR)/.venvs/real/verl.xml
 	$(TEST_ENV) PREFIXTREE_REAL_MODEL=.venvs/real/model .venvs/trl-$(TRL)/bin/python -m pytest \
-	  -n $(WORKERS) --dist loadfile tests/real tests/integrations/trl/test_real_update.py $(ARGS)
+	  -n $(WORKERS) --dist loadfile tests/real tests/integrations/trl/test_real_update.py \
+	  $(RECORD)=.venvs/real/others.xml $(ARGS)
+
+# the table of docs/exactness.md
+real: test-real
+	$(BIN)/python -m tests.real.table .venvs/real/*.xml
 
 # the wheels alone: that of the model requires a runtime in C++. The folder is written by the
 # transformers of $(VENV), as older ones read another tokenizer

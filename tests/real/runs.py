@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ SEQUENCES = {"all weights": (0, 1, 2), "LoRA": (0, 2), "QLoRA": (0, 2), "values"
 MAX_STEP_TOKENS, MICRO_BATCH = 300, 560
 
 
-@dataclass(frozen=True)
-class Far:
+class Far(NamedTuple):
     """How far a run is from float64.
 
     Attributes:
