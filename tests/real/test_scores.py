@@ -36,7 +36,7 @@ def most(beside: Far, dtype: torch.dtype) -> Far:
     return LIMIT if dtype == torch.float32 else Far(*(2 * far + epsilon for far in beside[:3]))
 
 
-@pytest.mark.parametrize("way, trained, dtype", CASES, ids="-".join)
+@pytest.mark.parametrize("way, trained, dtype", CASES, ids=map("-".join, CASES))
 def test_packed_is_as_near_float64_as_sequences_alone(
     way: str, trained: str, dtype: str, record_property: Callable[[str, Any], None]
 ) -> None:

@@ -46,7 +46,8 @@ def test_two_updates_are_verls(
         tokens=10_000,
         same_steps=True,
         checkpointing=False,
-        score_tolerance=1e-4,
+        # verl's entropies, which it takes from logits of up to 68, are 5e-4 from float64; ours 3e-5
+        score_tolerance=1e-3,
         tolerance=1e-4,
     )
     stock, packed = (runs.run(vendor, path.parent, settings) for vendor in ("stock", "prefixtree"))
