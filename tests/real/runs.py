@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     BitsAndBytesConfig,
@@ -65,7 +66,8 @@ def load(kind: str, dtype: torch.dtype, attention: str) -> Any:
     auto: Any = AutoModelForCausalLM
     if kind == "values":
         auto = AutoModelForTokenClassification
-        options |= {"num_labels": 2, "classifier_dropout": 0.0}
+        options["config"] = AutoConfig.from_pretrained(folder(), num_labels=2)
+        options["config"].classifier_dropout = 0.0
     if kind == "QLoRA":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32

@@ -19,8 +19,7 @@ _HEAD = """| packed/replicated | log p, entropy | worst parameter | whole gradie
 |---|---|---|---|
 """
 _UPDATES = """
-After two GRPO updates, the way that parameters went is {trl:.0e} of its length from TRL's stock
-trainer's, and {verl:.0e} from verl's.
+Two GRPO updates move parameters as TRL's trainer does to {trl:.0e}, as verl's to {verl:.0e}.
 """
 
 

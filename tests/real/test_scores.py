@@ -14,6 +14,12 @@ import torch
 from tests.real.runs import Far, alone, distance, exact, packed, replicated
 from tests.real.table import PAGE, name_of
 
+pytestmark = [
+    # PEFT's, of transformers' new names
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # torch's, which its compiler hides where warnings are no errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+]
 # way of running, what trains, dtype; by the reference, as one at a time is held
 CASES = [
     ("one forward", "all weights", "float32"),

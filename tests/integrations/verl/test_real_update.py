@@ -48,7 +48,7 @@ def test_two_updates_are_verls(
         checkpointing=False,
         # verl's entropies, which it takes from logits of up to 68, are 5e-4 from float64; ours 3e-5
         score_tolerance=1e-3,
-        tolerance=1e-4,
+        tolerance=3e-4,
     )
     stock, packed = (runs.run(vendor, path.parent, settings) for vendor in ("stock", "prefixtree"))
     differences = check_same(stock, packed, settings)
