@@ -48,7 +48,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             rows += f"| {name_of(*case.groups())} | {figures} |\n"
         elif "updates" in found:
             updates[test.rpartition("_")[2].removesuffix("s")] = found["updates"]["parameters"]
-    return _HEAD + rows + _UPDATES.format(**updates)
+    return (_HEAD + rows + _UPDATES.format(**updates)).replace("e-0", "e-")
 
 
 if __name__ == "__main__":
