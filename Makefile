@@ -228,7 +228,7 @@ test-real: .venvs/real/.ready .venvs/trl-$(TRL)/.ready .venvs/verl-$(VERL)/.read
 	$(TEST_ENV) PREFIXTREE_REAL_MODEL=.venvs/real/model .venvs/verl-$(VERL)/bin/python -m pytest \
 	  tests/integrations/verl/test_real_update.py $(RECORD)=$(CURDIR)/.venvs/real/verl.xml
 	$(TEST_ENV) PREFIXTREE_REAL_MODEL=.venvs/real/model .venvs/trl-$(TRL)/bin/python -m pytest \
-	  -n $(WORKERS) --dist loadfile tests/real tests/integrations/trl/test_real_update.py \
+	  -n $(WORKERS) --dist loadgroup tests/real tests/integrations/trl/test_real_update.py \
 	  $(RECORD)=.venvs/real/others.xml $(ARGS)
 
 # the table of docs/exactness.md

@@ -42,7 +42,14 @@ def most(beside: Far, dtype: torch.dtype) -> Far:
     return LIMIT if dtype == torch.float32 else Far(*(2 * far + epsilon for far in beside[:3]))
 
 
-@pytest.mark.parametrize("way, trained, dtype", CASES, ids=map("-".join, CASES))
+@pytest.mark.parametrize(
+    "way, trained, dtype",
+    [
+        # one process has what a reference is made for
+        pytest.param(*case, id="-".join(case), marks=pytest.mark.xdist_group(case[1]))
+        for case in CASES
+    ],
+)
 def test_packed_is_as_near_float64_as_sequences_alone(
     way: str, trained: str, dtype: str, record_property: Callable[[str, Any], None]
 ) -> None:
@@ -61,8 +68,8 @@ def test_the_page_has_each_case() -> None:
     assert names == [name_of(*case) for case in CASES]
 
 
+@pytest.mark.xdist_group("values")
 def test_a_small_mistake_is_seen() -> None:
     """One key hidden from one token of one sequence."""
     found = distance(alone("values", torch.float32, hidden=(1, 150, 135)), exact("values"))
-    print(found)
-    assert any(map(gt, found[:3], LIMIT[:3])), found
+    assert all(map(gt, found[:3], LIMIT[:3])), found
