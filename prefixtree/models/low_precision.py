@@ -107,6 +107,28 @@ def is_quantised(transformer: nn.Module) -> bool:
     return vars(transformer).get("hf_quantizer") is not None
 
 
+def check_repacked(model: nn.Module) -> None:
+    """Refuses 4-bit layers that give their input no gradient where it needs one.
+
+    On a CPU with AVX512-BF16, bitsandbytes (0.50) stores a weight anew, for good, in the first
+    forward in evaluation mode whose input wants no gradient: that of a probe, or of old scores.
+    """
+    paths = GradientPaths(model)
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("bitsandbytes.nn"):
+            continue
+        weight: Any = getattr(module, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        was = getattr(state, "packing_format_for_cpu", False)
+        may_be = vars(module).get("support_avx512bf16_for_cpu") and weight.device.type == "cpu"
+        if (was or (may_be and not module.training)) and paths.pass_through(module):
+            raise UnsupportedError(
+                f"{name} ({type(module).__name__} of bitsandbytes) gives its input no gradient "
+                "after a forward in evaluation mode on this CPU: call model.train() before the "
+                "first forward, and load a model anew that has run in evaluation mode"
+            )
+
+
 def _check_bitsandbytes(name: str, module: Any) -> None:
     """Refuses unknown layers, 8-bit ones that keep large columns apart, and trained weights."""
     kind = type(module).__name__

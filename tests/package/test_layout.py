@@ -11,7 +11,7 @@ import prefixtree
 TESTS = Path(__file__).parents[1]
 PACKAGE = Path(prefixtree.__file__).parent
 # what tests something else than one room of the package
-BESIDE = {"support", "package", "examples", "benchmarks"}
+BESIDE = {"support", "package", "examples", "benchmarks", "real"}
 # half of a room: what needs another environment
 APART = {"kernels/attention/flash/fa4", "integrations/ms_swift"}
 FILES = {file.relative_to(TESTS).as_posix(): file for file in sorted(TESTS.rglob("*.py"))}
