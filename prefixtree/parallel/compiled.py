@@ -43,11 +43,9 @@ class CompiledPartMask(PartMask):
 
     def __init__(self, mask: PartMask, attention: nn.Module) -> None:
         super().__init__(mask.part, mask.exchange_of, mask.states_of)
-        part = mask.part
-        # numbers that compiled code holds as symbols; of what they are read off, it must not see
-        # whether the part has imports
-        self.num_own, self.num_rows = part.num_tokens, part.mask.num_tokens
-        self.wide = bool(part.num_imported or part.num_exported)
+        # numbers that compiled code holds as symbols: of shapes of tensors it would note which are
+        # alike, as they are where nothing is imported
+        self.num_own, self.num_rows = mask.part.num_tokens, mask.mask.num_tokens
         self.call = make_handle(_Call(mask, attention))
 
     def attend(
@@ -77,7 +75,8 @@ class CompiledPartMask(PartMask):
         rows, numbers = (query, key, value), (scale, window, softcap)
         checked = checked_call(*rows, self.mask, *numbers, sinks, None, None, own=self.num_own)
         handles = self.call, self.mask.handle
-        of_call = checked._replace(wide=self.wide)
+        # also where a part shares no row: a graph of its own would cost more than it saves
+        of_call = checked._replace(wide=True)
         out: torch.Tensor = _PART_ATTENTION(*rows, sinks, *handles, self.num_rows, *of_call)
         return out
 
