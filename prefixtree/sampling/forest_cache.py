@@ -398,10 +398,10 @@ class ForestCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        scale: float | None,
+        scale: float | None = None,
         window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes new keys and values, and attends to all keys that each token sees.
 
