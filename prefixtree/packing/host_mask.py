@@ -192,9 +192,9 @@ class HostMask:
 
 
 # A registered torch operator takes tensors, not objects, and torch.compile must see one graph for
-# all forests: so a mask, or what else a call needs, travels as a `handle`, a CPU tensor that holds a
-# number. The number finds the object here as long as any tensor on the handle's storage lives, saved
-# for a backward or not: the storage owns the buffer object, which owns the object. Numbers are never
+# all forests: so a mask, or what else a call needs, travels as a `handle`, a CPU tensor that holds
+# a number. The number finds the object here as long as any tensor on the handle's storage lives,
+# saved for a backward or not: the storage owns the buffer, which owns the object. Numbers are never
 # reused.
 class _Buffer(bytearray):
     held: Any

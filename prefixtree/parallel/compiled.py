@@ -1,8 +1,8 @@
 """`CompiledPartMask`: attention of a part in compiled layers, as operators in one graph per kind.
 
-The rows that a part reads of other parts come and go outside the graph: an operator brings them, and
-the backward of attention gives their gradients back. A layer's part and exchange enter by a handle,
-one per call of the layer. The numbers are those of `part_attention`.
+Rows of other parts come and go outside the graph: an operator brings them, and the backward of
+attention gives their gradients back. The exchange of a layer enters by a handle, one per call of
+the layer. Numbers are those of `part_attention`.
 
 Legend: t own tokens, K rows of the part (own and imported), H query heads, Hk kv heads.
 """
@@ -91,21 +91,20 @@ def _rows(
     own = k.data_ptr(), v.data_ptr()
     # no output may be an input: where nothing is imported, own rows come back as they are
     return tuple(
-        x.clone() if x.data_ptr() == pointer else x
-        for x, pointer in zip(found.import_rows(k, v), own, strict=True)
+        x.clone(memory_format=torch.contiguous_format) if x.data_ptr() == at else x.contiguous()
+        for x, at in zip(found.import_rows(k, v), own, strict=True)
     )
 
 
 def _backward(*arguments: Any) -> list[torch.Tensor]:
-    *attention, call, gives, own = arguments
+    *attention, call, gives, _ = arguments
     dquery, dkey, dvalue, *dsinks = TREE_ATTENTION_BACKWARD(*attention)
     if not gives:
         return [dquery, *dsinks]
     found: _Call = held_by(call)
     # they stay in float32 until other parts' are added
     of_own = found.give_back(dkey, dvalue)
-    keys, values = attention[3:5]
-    of_own = tuple(x.to(y.dtype) for x, y in zip(of_own, (keys, values), strict=True))
+    of_own = tuple(x.to(y.dtype).contiguous() for x, y in zip(of_own, attention[3:5], strict=True))
     return [dquery, *of_own, *dsinks]
 
 
@@ -116,7 +115,11 @@ def _fake_rows(k, v, call, num_rows):
 def _fake_backward(dout, dlse, q, keys, values, sinks, *rest):
     *_, gives, own = rest
     of_own = [x.new_empty(own, *x.shape[1:]) for x in (keys, values)] if gives else []
-    return [q.new_empty(q.shape), *of_own, *([] if sinks is None else [sinks.new_empty(sinks.shape)])]
+    return [
+        q.new_empty(q.shape),
+        *of_own,
+        *([] if sinks is None else [sinks.new_empty(sinks.shape)]),
+    ]
 
 
 _library = new_library("_part_library")
