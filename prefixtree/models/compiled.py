@@ -76,10 +76,9 @@ def compile_alike(model: nn.Module, copied: nn.Module) -> None:
 
 def _compile(layer: nn.Module, options: dict[str, Any]) -> None:
     layer.compile(**options)
-    # the border is no part of the graph; where torch compiles all of the model, it is looked into
-    vars(layer)["_compiled_call_impl"] = partial(
-        _at_border, layer._compiled_call_impl, attentions_in(layer)
-    )
+    run: Any = layer._compiled_call_impl
+    # what is done at the border is no part of the graph
+    vars(layer)["_compiled_call_impl"] = partial(_at_border, run, attentions_in(layer))
     _OPTIONS[layer] = options
 
 
