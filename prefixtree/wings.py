@@ -110,6 +110,10 @@ class DividedMask:
         """Runs `tree_attention` for the own tokens in one layer."""
         raise NotImplementedError
 
+    def in_compiled(self, attention: Any) -> DividedMask:
+        """Makes the stand-in for one call of a compiled layer, which has this attention alone."""
+        return self
+
     def of_layer(self, layer: Any) -> DividedStates:
         """Makes the `DividedStates` of a layer that carries a state."""
         raise NotImplementedError

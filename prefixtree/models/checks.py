@@ -247,17 +247,23 @@ def set_attention(transformer: Any) -> None:
     transformer.set_attn_implementation({"": _NAME, "text_config": _NAME, "vision_config": encoder})
 
 
+def _attends(module: Any) -> bool:
+    """Whether a module is a causal attention."""
+    # getattr of an attribute that most modules lack would take most of the time
+    known = "is_causal" in vars(module) or hasattr(type(module), "is_causal")
+    return known and module.is_causal is True and hasattr(module, "config")
+
+
+def attentions_in(layer: nn.Module) -> list[nn.Module]:
+    """Lists the causal attentions of a layer."""
+    return [module for module in layer.modules() if _attends(module)]
+
+
 def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
     """Lists name and module of every causal attention, once per place; refuses other kinds."""
     # a module that stands in two layers runs twice
-    modules = [
-        (name, module)
-        for name, module in transformer.named_modules(remove_duplicate=False)
-        # getattr of an attribute that most modules lack would take most of the time
-        if ("is_causal" in vars(module) or hasattr(type(module), "is_causal"))
-        and module.is_causal is True
-        and hasattr(module, "config")
-    ]
+    named = transformer.named_modules(remove_duplicate=False)
+    modules = [(name, module) for name, module in named if _attends(module)]
     others = {n: i for n, m in modules if (i := m.config._attn_implementation) != _NAME}
     if not others:
         return modules

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from prefixtree.models.checks import transformer_of
+from prefixtree.models.checks import attentions_in, transformer_of
 from prefixtree.models.layers import layers_of
 from prefixtree.models.prepared import prepare_layers
-from prefixtree.wings import load
+from prefixtree.wings import DividedMask, load
 
 # the number of graphs that torch keeps for one kind of code: layers of every kind, in every mode of
 # recomputation, with gradients and without
@@ -62,12 +64,33 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         # sets it on the layer and not on its class, as `recompute` does: so a forward whose plan
         # recomputes nothing finds the graph of one without a plan
         layer.gradient_checkpointing = layer.gradient_checkpointing
-        layer.compile(**options)
-        _OPTIONS[layer] = options
+        _compile(layer, options)
 
 
 def compile_alike(model: nn.Module, copied: nn.Module) -> None:
     """Compiles the decoder layers of a copy where `compile_layers` compiled those of the model."""
     for layer, other in zip(model.modules(), copied.modules(), strict=True):
         if (options := _OPTIONS.get(layer)) is not None:
-            other.compile(**options)
+            _compile(other, options)
+
+
+def _compile(layer: nn.Module, options: dict[str, Any]) -> None:
+    layer.compile(**options)
+    run: Any = layer._compiled_call_impl
+    # what is done at the border is no part of the graph
+    vars(layer)["_compiled_call_impl"] = partial(_at_border, run, attentions_in(layer))
+    _OPTIONS[layer] = options
+
+
+def _at_border(
+    run: Callable[..., Any], attentions: Sequence[nn.Module], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a compiled layer with inputs for which layers of one kind have one graph."""
+    mask = kwargs.get("tree_mask")
+    if isinstance(mask, DividedMask) and len(attentions) == 1:
+        kwargs["tree_mask"] = mask.in_compiled(attentions[0])
+    if not torch.is_grad_enabled():
+        # the embedding's output may ask for a gradient (`enable_input_require_grads`), and the
+        # outputs of layers do not
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+    return run(*args, **kwargs)

@@ -192,29 +192,37 @@ class HostMask:
 
 
 # A registered torch operator takes tensors, not objects, and torch.compile must see one graph for
-# all forests: so a mask travels as a `handle`, a CPU tensor that holds a number. The number finds
-# the host mask here as long as any tensor on the handle's storage lives, saved for a backward or
-# not: the storage owns the buffer object, which owns the mask. Numbers are never reused.
-class _MaskBuffer(bytearray):
-    host: HostMask
+# all forests: so a mask, or what else a call needs, travels as a `handle`, a CPU tensor that holds
+# a number. The number finds the object here as long as any tensor on the handle's storage lives,
+# saved for a backward or not: the storage owns the buffer, which owns the object. Numbers are never
+# reused.
+class _Buffer(bytearray):
+    held: Any
 
 
 _numbers = itertools.count(1)
-_buffers: weakref.WeakValueDictionary[int, _MaskBuffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[int, _Buffer] = weakref.WeakValueDictionary()
 
 
 @lasting
-def make_handle(host: HostMask) -> torch.Tensor:
+def make_handle(held: Any) -> torch.Tensor:
+    """Makes an int64 [1] on the CPU, which must not be in a circle with the object it holds."""
     number = next(_numbers)
-    buffer = _MaskBuffer(number.to_bytes(8, "little"))
-    buffer.host = host
+    buffer = _Buffer(number.to_bytes(8, "little"))
+    buffer.held = held
     _buffers[number] = buffer
     return torch.frombuffer(buffer, dtype=torch.int64)
 
 
-def host_of(handle: torch.Tensor) -> HostMask:
-    """Finds the host side of the mask of a `TreeMask.handle`."""
+def held_by(handle: torch.Tensor) -> Any:
+    """Finds the object of a handle."""
     buffer = _buffers.get(int(handle))
     if buffer is None:
         raise ForestError("the TreeMask of this call no longer exists; keep its PackedForest alive")
-    return buffer.host
+    return buffer.held
+
+
+def host_of(handle: torch.Tensor) -> HostMask:
+    """Finds the host side of the mask of a `TreeMask.handle`."""
+    host: HostMask = held_by(handle)
+    return host

@@ -40,6 +40,7 @@ class TreeMask:
         deterministic: the value that `tree_attention` uses if its `deterministic` is None. False
             until `with_options` changes it.
         handle: int64 [1] on the CPU; stands for the mask in the registered operator.
+        device: the device of `subtree_end`.
 
     Raises:
         ForestError: a subtree_end that is not 1-D integers, is out of range or does not nest.
@@ -71,6 +72,8 @@ class TreeMask:
         self.host = host
         arrays = host.on(device)
         self.subtree_end = arrays["subtree_end"]
+        # an attribute, for which compiled code looks at no tensor
+        self.device = self.subtree_end.device
         self.position_ids = arrays["position_ids"]
         self.query_tokens = arrays.get("query_tokens")
         self.backend = backend
@@ -102,11 +105,6 @@ class TreeMask:
             and position_ids.data_ptr() == known.data_ptr()
             and known._version == version
         )
-
-    @property
-    def device(self) -> torch.device:
-        """The device of `subtree_end`."""
-        return self.subtree_end.device
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
@@ -54,6 +55,10 @@ class HeadsMask(PartMask):
     @property
     def attended(self) -> TreeMask:
         return self._whole
+
+    def in_compiled(self, attention: nn.Module) -> PartMask:
+        # rows of several turns travel while others are computed: each is no tensor of a graph
+        return self
 
     def exchange_in(self, layer: Hashable) -> ByHeads:
         of_heads = self._exchanges.of_heads

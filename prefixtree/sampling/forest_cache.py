@@ -16,6 +16,7 @@ H heads (Hk of keys), D and Dv head dims of attention (in states K and V, and D 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,12 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import DecodeWork
+from prefixtree.kernels.operators import new_library, register
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
 from prefixtree.kernels.recurrence.protocol import RowSlots
 from prefixtree.packing.copies import move
+from prefixtree.packing.host_mask import held_by, make_handle
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.segments import tables_of
 from prefixtree.packing.state_borders import StateBorders
@@ -325,6 +328,8 @@ class ForestCache:
         # (H / Hk, Hk) of the last layer with each window: they only set how the work is cut
         self._heads: dict[int | None, tuple[int, int]] = {}
         self._calls = 0
+        # the operator finds this by it; weak, or it would be in a circle that nothing frees
+        self.handle = make_handle(weakref.ref(self))
 
     def begin_prefill(self) -> None:
         """Announces a forward over a packed forest, whose keys and values are kept."""
@@ -387,16 +392,16 @@ class ForestCache:
         self._pools[self._calls] = (pools[0], pools[1])
         self._calls += 1
 
-    # the pools of a call change from layer to layer, so a compiled layer ends a graph here
-    @torch.compiler.disable
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        scale: float | None = None,
         window: int | None,
-        **options: Any,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes new keys and values, and attends to all keys that each token sees.
 
@@ -406,6 +411,24 @@ class ForestCache:
         Returns:
             [B, H, Dv] in q's dtype.
         """
+        options = scale, window, softcap
+        # the pools of a call change from layer to layer, and a compiled layer has one graph
+        if torch.compiler.is_compiling():
+            out: torch.Tensor = _ATTEND_TO_CACHE(q, k, v, sinks, self.handle, *options)
+            return out
+        return self.attend_next(q, k, v, sinks, *options)
+
+    def attend_next(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Runs `attend` over the pools of the next call."""
         assert self._works is not None
         if self._calls == len(self._pools) or window not in self._works:
             raise UnsupportedError(
@@ -420,10 +443,36 @@ class ForestCache:
             )
         self._calls += 1
         work = self._works[window]
-        return cascade_attention(q, k, v, keys, values, work, window=window, **options)
+        return cascade_attention(
+            q, k, v, keys, values, work, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
     def move(self, index: np.ndarray) -> None:
         """Moves keys and values from index[i] to i."""
         for pools in self._pools:
             for pool in pools:
                 pool[: len(index)] = pool[torch.from_numpy(index).to(pool.device)]
+
+
+# Calls of one graph stay in their order, by which pools are told apart, where each needs what the
+# one before gave, as the attentions of a layer do. It writes into pools that no graph sees
+def _attend_to_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    handle: torch.Tensor,
+    *options: Any,
+) -> torch.Tensor:
+    cache: ForestCache = held_by(handle)()
+    return cache.attend_next(q, k, v, sinks, *options)
+
+
+_ATTEND_TO_CACHE = register(
+    new_library("_cache_library"),
+    "attend_to_cache",
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, float? scale, SymInt? window, "
+    "float? softcap) -> Tensor",
+    _attend_to_cache,
+    lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
+)

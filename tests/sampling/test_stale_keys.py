@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging import version
 from torch._dynamo.utils import counters
 
 import prefixtree as pt
@@ -19,7 +18,7 @@ from tests.sampling.cases import (
     models,
     same_samples,
 )
-from tests.support.models import TRANSFORMERS, build, enable_checkpointing
+from tests.support.models import build, enable_checkpointing
 
 
 @pytest.mark.full
@@ -38,12 +37,11 @@ def test_a_model_as_training_has_it():
     pt.compile_layers(adapted, backend="eager")
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], 0.5)
     sampler = TreeSampler(adapted, 1000)
-    for _ in range(2):
+    for update in range(2):
         graphs = counters["stats"]["unique_graphs"]
         samples = sampler.sample([[3, 4, 5], [3, 4, 6, 7]], 3, 5, Draws(seed=1))
-        if version.parse("5.24") > TRANSFORMERS:  # it checkpoints without gradients too
-            # torch compiles nothing below its own checkpointing
-            assert counters["stats"]["unique_graphs"] == graphs, "sampling compiled something"
+        # two kinds of layers
+        assert counters["stats"]["unique_graphs"] - graphs == (0 if update else 2)
         packed = pt.pack(samples.forest)
         scores = pt.sequence_logprobs(adapted, packed, loss_mask=samples.loss_masks)
         assert counters["stats"]["unique_graphs"] > 0

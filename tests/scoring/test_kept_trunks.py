@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from prefixtree import (
     ImportCost,
@@ -174,16 +177,51 @@ def test_exported_rows_on_the_host() -> None:
     compare(build("qwen3"), plan=plan, recompute="all", recompute_trunks="again")
 
 
-# without graphs of the backward it is in test_ways.py
-@pytest.mark.full
 # dynamo's own look at .grad of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers() -> None:
-    model = build("qwen3", num_hidden_layers=1)
-    expected = run(model)
+@pytest.mark.parametrize(
+    "backend, recompute, trunks, graphs",
+    mostly(
+        [
+            ("eager", "all", "again", 2),
+            ("aot_eager", None, None, 1),
+            ("aot_eager", "all", "again", 2),
+            ("aot_eager", "all_but_attention", "all", 2),
+            ("aot_eager", "nothing", "all_but_attention", 2),
+        ],
+        [("eager", "all", "again", 2)],
+    ),
+)
+def test_compiled_layers(
+    backend: str,
+    recompute: Any,
+    trunks: Any,
+    graphs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph per mode, and one without gradients; the same bits. No compiler runs an exchange more
+    often than eager layers do, or leaves one out."""
+    calls: Counter[str] = Counter()
+
+    def note(name: str, real: Any, *given: Any) -> Any:
+        calls[name] += 1
+        return real(*given)
+
+    for name in ("exported rows", "imported rows", "returned gradients of rows"):
+        wrap(monkeypatch, name, partial(note, name))
+    model = build("qwen3", num_hidden_layers=2, layer_types=("full_attention",) * 2).double()
+    options = {"recompute": recompute, "recompute_trunks": trunks}
+    expected, in_eager = run(model, **options), calls.copy()
     torch._dynamo.reset()
-    compile_layers(model, backend="aot_eager")
-    assert_same(run(model), expected)
+    counters.clear()
+    calls.clear()
+    compile_layers(model, backend=backend)
+    assert same_bits(run(model, **options), expected)
+    assert calls == in_eager and len(calls) == 3
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+    # other parts, of other sizes
+    run(model, make_objective(ragged_objective().sequences[:7], 1), **options)
+    assert counters["stats"]["unique_graphs"] == graphs
     torch._dynamo.reset()
 
 

@@ -177,10 +177,10 @@ def checked_call(
     sinks: torch.Tensor | None,
     backend: str | None,
     deterministic: bool | None,
-    part: bool = False,
+    own: int | None = None,
 ) -> Options:
-    """Checks a call and gives its options; with `part`, k and v are of the queries' tokens."""
-    options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic, part)
+    """Checks a call and gives its options; with `own`, q, k and v are of so many tokens."""
+    options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic, own)
     check_name(options.backend)
     return options
 
@@ -196,7 +196,7 @@ def _check(
     sinks: torch.Tensor | None,
     backend: str | None,
     deterministic: bool | None,
-    part: bool = False,
+    own: int | None = None,
 ) -> Options:
     """Checks that the arguments fit together and returns the options; `backend` may be any text."""
     check_mask(mask)
@@ -220,11 +220,13 @@ def _check(
             )
     (rows, heads, dim), (k_rows, k_heads, k_dim) = q.shape, k.shape
     v_rows, v_heads, v_dim = v.shape
-    if rows != mask.num_queries:
-        raise ValueError(f"q has {rows} rows, the mask has {mask.num_queries} queries")
-    expected = rows if part else mask.num_tokens
+    # compiled code must not see whether a part's mask is a subset
+    queries = mask.num_queries if own is None else own
+    if rows != queries:
+        raise ValueError(f"q has {rows} rows, the mask has {queries} queries")
+    expected = mask.num_tokens if own is None else own
     if k_rows != v_rows or k_rows != expected:
-        whose = "the part owns" if part else "the mask has"
+        whose = "the mask has" if own is None else "the part owns"
         raise ValueError(f"k and v have {k_rows} and {v_rows} rows, {whose} {expected} tokens")
     if k_heads != v_heads or k_heads == 0 or heads == 0 or heads % k_heads != 0:
         raise ValueError(

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from trl import GRPOTrainer
 
-from prefixtree import PrefixForest, UnsupportedError, pack, sequence_logprobs
+from prefixtree import PrefixForest, UnsupportedError, compile_layers, pack, sequence_logprobs
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
 from prefixtree.sampling import TreeSampler
-from tests.integrations.trl.runs import make, prompts, save_model, tiny_hybrid
+from tests.integrations.trl.runs import (
+    assert_equal_runs,
+    make,
+    prompts,
+    save_model,
+    tiny_hybrid,
+)
+from tests.support.hooks import wrap
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +161,39 @@ def test_a_run(folder: Path, turns: bool) -> None:
     after = trainer.model.parameters()
     assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert min(log["prefixtree/replication_ratio"] for log in logs) > 1.2
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_steps_in_compiled_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two graphs for all layers and steps: of decode steps, and of updates, which keep trunks. The
+    embedding's output asks for a gradient, as TRL wants it for checkpointing, in sampling too."""
+    returned, runs = [], []
+
+    def note(real: Any, *given: Any) -> Any:
+        returned.append(real(*given))
+        return returned[-1]
+
+    wrap(monkeypatch, "returned gradients of rows", note)
+    for compiled in (False, True):
+        trainer = make(
+            PrefixTreeGRPOTrainer,
+            folder,
+            options={"rollout_func": tree_rollouts, "recompute": "auto"},
+            num_iterations=1,
+            max_steps=2,
+        )
+        if compiled:
+            torch._dynamo.reset()
+            counters.clear()
+            returned.clear()
+            compile_layers(trainer.model, backend="eager")
+        trainer.train()
+        runs.append(trainer)
+    assert returned and counters["frames"]["total"] == counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+    assert_equal_runs(*runs)
 
 
 def test_what_only_generate_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
