@@ -271,20 +271,38 @@ def gradient_differences(
     The whole gradient's norm divides instead where the expected gradient is rounding noise next to
     it. A whole gradient of zero compares nothing: infinite.
     """
-    norms = {name: 0.0 if g is None else float(g.double().norm()) for name, g in expected.items()}
+    norms = _norms(expected)
     norm = math.hypot(*norms.values())
     differences = {}
-    for name, reference in expected.items():
-        other = found[name]
-        if reference is None and other is None:
-            continue
-        zero = torch.zeros(())
-        gap = (zero if other is None else other).double() - (
-            zero if reference is None else reference
-        ).double()
+    for name, gap in _gaps(found, expected).items():
         scale = norms[name] if norms[name] >= _NOISE * norm else norm
-        differences[name] = _or_infinite(gap.norm() / scale)
+        differences[name] = _or_infinite(gap / scale)
     return differences
+
+
+def whole_gradient_difference(
+    found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
+) -> float:
+    """Computes ||found - expected|| / ||expected|| of all parameters as one vector; infinite if it
+    is not finite, or if the expected one is zero."""
+    gap = torch.stack([*_gaps(found, expected).values()]).norm()
+    return _or_infinite(gap / math.hypot(*_norms(expected).values()))
+
+
+def _norms(gradients: dict[str, torch.Tensor | None]) -> dict[str, float]:
+    return {name: 0.0 if g is None else float(g.double().norm()) for name, g in gradients.items()}
+
+
+def _gaps(
+    found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Computes ||found - expected|| of each parameter that has a gradient on one side."""
+    gaps = {}
+    for name, reference in expected.items():
+        sides = [g.double() for g in (found[name], reference) if g is not None]
+        if sides:
+            gaps[name] = (sides[0] - sides[1] if len(sides) == 2 else sides[0]).norm()
+    return gaps
 
 
 def _or_infinite(value: torch.Tensor) -> float:
