@@ -1,0 +1,28 @@
+"""`verify` on real weights and real text: right runs are green, the smallest mistakes red."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.mistakes import MISTAKES
+from tests.support.real import chats, folder
+from tests.support.verdicts import LINES, Judged
+
+
+@pytest.fixture(scope="module")
+def side() -> Judged:
+    return Judged(str(folder()), chats().sequences)
+
+
+def test_real_text_is_green(side: Judged) -> None:
+    found = side.judged()
+    assert not found["red"], found
+    # rounding, not luck: replicated is as far from float64
+    assert found["packed"]["whole gradient"] < 2 * found["replicated"]["whole gradient"]
+
+
+def test_each_mistake_is_red(side: Judged) -> None:
+    found = dict(side.mistaken())
+    assert found.keys() == MISTAKES.keys()
+    for name, wrong in found.items():
+        assert set(LINES[2:]) <= set(wrong["red"]), (name, wrong)
