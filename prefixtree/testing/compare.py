@@ -271,38 +271,24 @@ def gradient_differences(
     The whole gradient's norm divides instead where the expected gradient is rounding noise next to
     it. A whole gradient of zero compares nothing: infinite.
     """
-    norms = _norms(expected)
-    norm = math.hypot(*norms.values())
-    differences = {}
-    for name, gap in _gaps(found, expected).items():
-        scale = norms[name] if norms[name] >= _NOISE * norm else norm
-        differences[name] = _or_infinite(gap / scale)
-    return differences
+    return whole_gradient_difference(found, expected)[1]
 
 
 def whole_gradient_difference(
     found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
-) -> float:
-    """Computes ||found - expected|| / ||expected|| of all parameters as one vector; infinite if it
-    is not finite, or if the expected one is zero."""
-    gap = torch.stack([*_gaps(found, expected).values()]).norm()
-    return _or_infinite(gap / math.hypot(*_norms(expected).values()))
-
-
-def _norms(gradients: dict[str, torch.Tensor | None]) -> dict[str, float]:
-    return {name: 0.0 if g is None else float(g.double().norm()) for name, g in gradients.items()}
-
-
-def _gaps(
-    found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
-    """Computes ||found - expected|| of each parameter that has a gradient on one side."""
-    gaps = {}
+) -> tuple[float, dict[str, float]]:
+    """Computes the same of all parameters as one vector, and of each."""
+    norms = {name: 0.0 if g is None else float(g.double().norm()) for name, g in expected.items()}
+    norm = math.hypot(*norms.values())
+    gaps, differences = [], {}
     for name, reference in expected.items():
         sides = [g.double() for g in (found[name], reference) if g is not None]
-        if sides:
-            gaps[name] = (sides[0] - sides[1] if len(sides) == 2 else sides[0]).norm()
-    return gaps
+        if not sides:
+            continue
+        gaps.append((sides[0] - sides[1] if len(sides) == 2 else sides[0]).norm())
+        scale = norms[name] if norms[name] >= _NOISE * norm else norm
+        differences[name] = _or_infinite(gaps[-1] / scale)
+    return _or_infinite(torch.stack(gaps).norm() / norm), differences
 
 
 def _or_infinite(value: torch.Tensor) -> float:

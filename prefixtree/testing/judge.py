@@ -10,7 +10,6 @@ from typing import Any
 from prefixtree.models.families import family_of
 from prefixtree.testing.compare import (
     Run,
-    gradient_differences,
     whole_gradient_difference,
     worst_difference,
 )
@@ -116,21 +115,17 @@ def compare(packed: Run, replicated: Run, exact: Run, limits: Limits) -> list[Ch
             for run in (packed, replicated)
         )
         checks.append(check(name, value, error, limits.scores))
-    gaps, errors = (
-        gradient_differences(run.gradients, exact.gradients) for run in (packed, replicated)
+    (whole, gaps), (whole_error, errors) = (
+        whole_gradient_difference(run.gradients, exact.gradients) for run in (packed, replicated)
     )
     parameters = [
         check("gradients", gaps[name], errors[name], limits.parameter, name) for name in gaps
     ]
 
-    def excess(check: Check) -> tuple[bool, float]:
-        # a limit may be infinite, of a replicated run that is not finite: then others are worse
-        ratio = check.value / check.limit if math.isfinite(check.value) else math.inf
-        return not check.passed, ratio
+    def excess(check: Check) -> float:
+        # where replicated is not finite, the limit is infinite, and others are worse
+        return check.value / check.limit if math.isfinite(check.value) else math.inf
 
     checks.append(max(parameters, key=excess))
-    value, error = (
-        whole_gradient_difference(run.gradients, exact.gradients) for run in (packed, replicated)
-    )
-    checks.append(check("whole gradient", value, error, limits.whole))
+    checks.append(check("whole gradient", whole, whole_error, limits.whole))
     return checks

@@ -458,14 +458,15 @@ def test_the_whole_gradient_is_one_vector():
     from prefixtree.testing.compare import whole_gradient_difference
 
     expected = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0]), "c": None}
-    assert whole_gradient_difference(expected, expected) == 0
+    assert whole_gradient_difference(expected, expected) == (0, {"a": 0, "b": 0})
     # a parameter that is off by all of itself, and one of none
     found = {"a": torch.tensor([3.0, 0.0]), "b": None, "c": torch.tensor([3.0])}
-    assert whole_gradient_difference(found, expected) == pytest.approx(1.0)
+    whole, each = whole_gradient_difference(found, expected)
+    assert whole == pytest.approx(1.0) and each == {"a": 0, "b": 1, "c": pytest.approx(0.6)}
     spoiled = expected | {"b": torch.tensor([float("nan")])}
-    assert whole_gradient_difference(spoiled, expected) == np.inf
+    assert whole_gradient_difference(spoiled, expected)[0] == np.inf
     nothing = {"a": torch.zeros(2)}
-    assert whole_gradient_difference(nothing, nothing) == np.inf
+    assert whole_gradient_difference(nothing, nothing)[0] == np.inf
 
 
 def test_worst_difference():

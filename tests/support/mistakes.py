@@ -126,7 +126,7 @@ def leave_a_weight_out(monkeypatch: pytest.MonkeyPatch, spot: Spot) -> None:
 MISTAKES = {
     "one key hidden from one token": hide_a_key,
     "one key hidden from a branch": hide_a_key_from_a_branch,
-    "a future key seen by one token": show_a_future_key,
-    "the position of one token off by one": shift_a_position,
-    "the weight of one token left out": leave_a_weight_out,
+    "one token sees a future key": show_a_future_key,
+    "one token's position off by one": shift_a_position,
+    "one token's weight left out": leave_a_weight_out,
 }

@@ -17,7 +17,7 @@ from tests.support.verdicts import LINES, RESULTS, table
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 GRADIENTS = LINES[2:]
 # a token's weight is in the loss alone
-RED = dict.fromkeys(MISTAKES, LINES) | {"the weight of one token left out": GRADIENTS}
+RED = dict.fromkeys(MISTAKES, LINES) | {"one token's weight left out": GRADIENTS}
 
 
 def _sequences() -> list[np.ndarray]:
