@@ -36,9 +36,10 @@ class Limits:
 
 
 # Measured on a pretrained SmolLM2-135M (docs/exactness.md, "Check yours"). A parameter: replicated
-# itself missed float64 by 2.6e-4 in a weight of a norm, so two right runs may differ by twice that;
-# the smallest mistake moved its worst parameter by 1.8e-2. In all of them as one vector that noise
-# is 4e-5, and the mistake 5e-3: the sharper line.
+# itself missed float64 by up to 2.6e-4 (a norm's weight), two right runs may differ by twice that,
+# and there may be no memory for float64. A key hidden from one token, which barely looked at it,
+# moved the worst parameter by 2e-3, log p by 7e-3. In all parameters as one vector, rounding is
+# 4e-5 and that mistake 7e-4: the sharper line.
 FLOAT32 = Limits(scores=1e-4, parameter=1e-3, whole=2e-4)
 # for families whose layers carry a state: transformers' recurrences multiply exponentials of long
 # sums; a tiny Qwen3.5 was off from float64 by 7.5e-5 in its decays' gradient, packed by 5e-6. They

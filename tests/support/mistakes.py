@@ -62,9 +62,9 @@ def _attend(
         if len(q) != spot.num_tokens:
             return out
         assert not any(options[name] for name in ("window", "softcap", "sinks"))
-        of_sequence = [x[spot.rows].transpose(0, 1)[None] for x in (q, k, v)]
+        query, keys, values = (x[spot.rows].transpose(0, 1)[None] for x in (q, k, v))
         wrong = F.scaled_dot_product_attention(
-            *of_sequence, attn_mask=visible, scale=options["scale"], enable_gqa=True
+            query, keys, values, attn_mask=visible, scale=options["scale"], enable_gqa=True
         )
         return out.index_copy(0, spot.rows[queries], wrong[0].transpose(0, 1)[queries])
 
