@@ -107,11 +107,16 @@ def show_verdict(facts: dict[str, Any], console: Console) -> None:
         f"{tokens['replicated']:,} tokens, {tokens['distinct']:,} distinct"
     )
     reference = facts.get("reference", "replicated" if facts["dtype"] == "float32" else "float32")
-    table = Table(f"worst difference from {reference}", "packed", "replicated", "limit", "")
+    columns = {"packed": "difference", "replicated": "replicated", "limit": "limit"}
+    if reference == "replicated":
+        del columns["replicated"]
+    table = Table(f"worst difference from {reference}", *columns, "")
+    # the names of parameters are read whole
+    table.columns[0].overflow = "fold"
     for name, check in facts["checks"].items():
         numbers = [
             "" if key not in check else "not finite" if check[key] is None else f"{check[key]:.2e}"
-            for key in ("difference", "replicated", "limit")
+            for key in columns.values()
         ]
         where = f"\n[dim]{check['parameter']}[/]" if "parameter" in check else ""
         verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"

@@ -76,6 +76,9 @@ def test_verify_prints_a_verdict(rollout_file, config_file):
     result = run("verify", "--model", config_file(), rollout_file, "--limit", 3)
     assert result.exit_code == 0
     assert "3 sequences" in result.stdout and "replicated, sdpa" in result.stdout
+    assert re.search(
+        r"gradients +│ .*\n│ model\.[^…]+ │.*\n(│ \w+ .*\n)?│ whole gradient ", result.stdout
+    )
     # a ratio below 1 saves nothing
     assert "ratio" in result.stdout and "saved" not in result.stdout
     assert "times on a CPU say little" in result.stdout
