@@ -122,22 +122,24 @@ def table(results: dict[str, Any]) -> str:
     """The rows of docs/exactness.md: of all slices the worst, and each mistake."""
     right = results["slices"]
     rows = {side: [found[side] for found in right] for side in ("replicated", "packed")}
-    rows |= {name: [found["packed"]] for name, found in results["mistakes"].items()}
+    rows |= {found["mistake"]: [found["packed"]] for found in results["mistakes"]}
 
     def worst(cells: list[dict[str, float]]) -> list[str]:
-        return [f"{max(cell[line] for cell in cells):.1e}" for line in LINES if line != "entropy"]
+        values = [max(cell[line] for cell in cells) for line in LINES if line != "entropy"]
+        return [f"{value:.1e}".replace("e-0", "e-").replace("e+00", "") for value in values]
 
     return "\n".join(f"| {' | '.join([name, *worst(cells)])} |" for name, cells in rows.items())
 
 
 def main(model: str, rollouts: str) -> None:
-    results: dict[str, Any] = {"slices": [], "mistakes": {}}
+    results: dict[str, list[Any]] = {"slices": [], "mistakes": []}
     for number, sequences in enumerate(slices(model, rollouts)):
         side = Judged(model, sequences)
         results["slices"].append(side.judged())
         if number == MISTAKEN:
-            results["mistakes"] = dict(side.mistaken())
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            results["mistakes"] = [{"mistake": name} | found for name, found in side.mistaken()]
+        # a run per line
+        RESULTS.write_text(json.dumps(results).replace("}, {", "},\n{") + "\n")
         print(number, results["slices"][-1], flush=True)
         del side
     print(table(results))
