@@ -25,7 +25,8 @@ class Spot:
         rows: int64 [n], the packed tokens of the sequence.
         num_tokens: of the forest; other forests (of the probe) stay as they are.
         shared: the number of tokens that other sequences have too.
-        token, key: the place of the token that is hit, and an earlier one of the branch.
+        token: the place of the token that is hit: as a label, and the query before it.
+        key: an earlier place of the branch.
     """
 
     rows: torch.Tensor
@@ -35,14 +36,18 @@ class Spot:
     key: int
 
     @classmethod
-    def of(cls, sequences: Sequence[Any]) -> Spot:
+    def of(cls, sequences: Sequence[Any], logprobs: torch.Tensor | None = None) -> Spot:
+        """Takes the least expected token of the last one's second half by its log p [n - 1], as one
+        that is certain costs nothing; without log p, the first."""
         packed = pack_sequences(sequences)
         rows = packed.unpack(torch.arange(packed.num_tokens))[-1]
         shared = int((packed.multiplicity[rows] > 1).sum())
         branch = len(rows) - shared
         assert shared and branch > 4
-        place = shared + branch // 2
-        return cls(rows, packed.num_tokens, shared, place, shared + branch // 4)
+        token = shared + branch // 2
+        if logprobs is not None:
+            token += int(logprobs[token - 1 :].argmin())
+        return cls(rows, packed.num_tokens, shared, token, shared + branch // 4)
 
 
 def _attend(
@@ -91,7 +96,7 @@ def _damage(
 
 
 def hide_a_key(monkeypatch: pytest.MonkeyPatch, spot: Spot) -> None:
-    _attend(monkeypatch, spot, torch.tensor([spot.token]), spot.key, False)
+    _attend(monkeypatch, spot, torch.tensor([spot.token - 1]), spot.key, False)
 
 
 def hide_a_key_from_a_branch(monkeypatch: pytest.MonkeyPatch, spot: Spot) -> None:
@@ -100,14 +105,14 @@ def hide_a_key_from_a_branch(monkeypatch: pytest.MonkeyPatch, spot: Spot) -> Non
 
 
 def show_a_future_key(monkeypatch: pytest.MonkeyPatch, spot: Spot) -> None:
-    _attend(monkeypatch, spot, torch.tensor([spot.token]), spot.token + 1, True)
+    _attend(monkeypatch, spot, torch.tensor([spot.token - 1]), spot.token, True)
 
 
 def shift_a_position(monkeypatch: pytest.MonkeyPatch, spot: Spot) -> None:
     def shifted(packed: Any) -> Any:
         packed = copy.copy(packed)
         packed.position_ids = packed.position_ids.clone()
-        packed.position_ids[spot.rows[spot.token]] -= 1
+        packed.position_ids[spot.rows[spot.token - 1]] -= 1
         return packed
 
     put(monkeypatch, "check of positions", lambda *_: None)

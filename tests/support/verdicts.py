@@ -73,7 +73,7 @@ class Judged:
 
     def mistaken(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The same with each mistake."""
-        spot = Spot.of(self.sequences)
+        spot = Spot.of(self.sequences, self._replicated.logprobs[-1])
         for name, make in MISTAKES.items():
             with pytest.MonkeyPatch.context() as patches:
                 make(patches, spot)
