@@ -38,9 +38,10 @@ class Limits:
 # Measured on a pretrained SmolLM2-135M, in 20 slices of real text (docs/exactness.md, Check yours).
 # A parameter: replicated itself missed float64 by more than 1e-4 in 12 slices, by up to 2.6e-4 (a
 # norm's weight); two right runs may differ by twice that, and there may be no memory for float64.
-# All parameters as one vector: rounding is 4e-5 at most, a token's weight left out 2e-2 at least. A
-# key hidden from one token, which barely looked at it, shows in log p first: it moved that by 2e-3,
-# where the worst parameter moved by 8e-4 and the whole gradient by 2e-4.
+# All parameters as one vector: rounding is 4e-5 at most. A key hidden from one token, which barely
+# looked at it, shows in log p first: there it was seen to cost 2e-3, 8e-4 in the worst parameter and
+# 2e-4 in all. The weight of a token shows in gradients alone (0.1 in all), and nowhere if the model
+# was certain of the token.
 FLOAT32 = Limits(scores=1e-4, parameter=1e-3, whole=2e-4)
 # for families whose layers carry a state: transformers' recurrences multiply exponentials of long
 # sums; a tiny Qwen3.5 was off from float64 by 7.5e-5 in its decays' gradient, packed by 5e-6. They
