@@ -39,7 +39,7 @@ class Limits:
 # A parameter: replicated itself missed float64 by more than 1e-4 in 12 slices, by up to 2.6e-4 (a
 # norm's weight); two right runs may differ by twice that, and there may be no memory for float64.
 # All parameters as one vector: rounding is 4e-5 at most. A key hidden from one token, which barely
-# looked at it, shows in log p first: there it was seen to cost 2e-3, 8e-4 in the worst parameter and
+# looked at it, shows in log p first: 2e-3 was seen there, 8e-4 in the worst parameter and
 # 2e-4 in all. The weight of a token shows in gradients alone (0.1 in all), and nowhere if the model
 # was certain of the token.
 FLOAT32 = Limits(scores=1e-4, parameter=1e-3, whole=2e-4)
