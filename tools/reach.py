@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "prefixtree"
 CODE = (PACKAGE, "tests", "benchmarks", "examples", "tools")
-# the adapter for transformers is imported behind it, whoever imports it: by any package of others
+# the adapter for transformers is imported after it, whoever imports it: by any package of others
 # that is not known to do without
 _REGISTRATION = f"{PACKAGE}/registration.py"
 _WITHOUT_TRANSFORMERS = re.compile(

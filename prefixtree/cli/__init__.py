@@ -312,8 +312,8 @@ def _verify(
     """Check on this machine that packing changes nothing for your model.
 
     Runs all sequences packed, and each alone with eager attention, from the same
-    weights. Compares every log-probability, every entropy and the gradient of
-    every parameter. Time and peak memory are measured against each alone as
+    weights. Compares every log-probability, every entropy, the gradient of every
+    parameter, and all of them as one. Time and peak memory are measured against each alone as
     trainers run it: FA2 on a GPU where flash-attn is installed, else torch's SDPA.
 
         prefixtree verify --model path/to/model rollouts.jsonl.gz --limit 16

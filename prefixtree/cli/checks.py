@@ -106,18 +106,26 @@ def show_verdict(facts: dict[str, Any], console: Console) -> None:
         f"{facts['sequences']:,} sequences, {tokens['scored']:,} scored of "
         f"{tokens['replicated']:,} tokens, {tokens['distinct']:,} distinct"
     )
-    table = Table("packed against replicated", "worst difference", "limit", "")
+    reference = facts.get("reference", "replicated" if facts["dtype"] == "float32" else "float32")
+    columns = {"packed": "difference", "replicated": "replicated", "limit": "limit"}
+    if reference == "replicated":
+        del columns["replicated"]
+    table = Table(f"worst difference from {reference}", *columns, "")
+    # the names of parameters are read whole
+    table.columns[0].overflow = "fold"
     for name, check in facts["checks"].items():
-        difference = "not finite" if check["difference"] is None else f"{check['difference']:.2e}"
-        limit = "not finite" if check["limit"] is None else f"{check['limit']:.2e}"
+        numbers = [
+            "" if key not in check else "not finite" if check[key] is None else f"{check[key]:.2e}"
+            for key in columns.values()
+        ]
         where = f"\n[dim]{check['parameter']}[/]" if "parameter" in check else ""
         verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"
-        table.add_row(name + where, difference, limit, verdict)
+        table.add_row(name + where, *numbers, verdict)
     console.print(table)
-    if facts.get("reference") == "float64":
+    if reference == "float64":
         console.print(
-            "the two differed by more than the limit, so both were compared with float64: packed "
-            "may be twice as far from it as replicated is"
+            "the two differed by more than rounding usually makes them, so both were compared with "
+            "float64: packed may be twice as far from it as replicated is, and the usual limit"
         )
     if (chosen := facts.get("indexers")) is not None:
         same, others = (

@@ -24,7 +24,7 @@ _KINDS = {
     "rewritten": "the same rollout, written differently in a later turn",
     "re-tokenised": "the same text in other tokens",
     "thinking": "thinking that one of them lacks",
-    "question": "another question, behind which the same instruction follows",
+    "question": "another question, after which the same instruction follows",
     "unknown": "no loss mask tells who wrote it",
 }
 
@@ -211,7 +211,7 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
     )
     if moved := facts["tokens_of_instructions_behind_questions"]:
         console.print(
-            f"instructions behind questions: {moved:,} tokens, shared if they stood before"
+            f"instructions after questions: {moved:,} tokens, shared if they stood before"
         )
     for number, miss in enumerate(facts["largest"], 1):
         place = "" if miss["role"] is None else f", {_place(miss)}"

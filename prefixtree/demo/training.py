@@ -46,7 +46,7 @@ class Turn:
     Attributes:
         tokens: the history and the turn itself.
         begin: where the turn begins in them.
-        end: where the words that the agent chose end; behind them an <end> it left out.
+        end: where the words that the agent chose end; after them an <end> it left out.
         state: the depot after the turn.
         children: the next turns.
     """

@@ -153,7 +153,7 @@ def check_sequences(sequences: list[np.ndarray], images: Images) -> None:
     """Refuses images of other sequences than those of the batch, or in another order."""
     mend = (
         "images must be made of the sequences of this batch, in its order: make them "
-        "(Images.from_batch) behind whatever cuts, drops or shuffles rows"
+        "(Images.from_batch) after whatever cuts, drops or shuffles rows"
     )
     lengths, expected = ([len(s) for s in rows] for rows in (images.sequences, sequences))
     if lengths != expected:

@@ -437,7 +437,7 @@ def warn_of_hooks(model: nn.Module, backwards: str) -> None:
                     f"{name} has a hook on its gradient ({hook!r}), which runs in the backward of "
                     f"{backwards}, each time on a part of the sum. That is right if what it makes "
                     "of a sum is the sum of what it makes of the parts (a mask, a factor). "
-                    "Clamping and normalising are not so: do them to .grad, behind all backwards",
+                    "Clamping and normalising are not so: do them to .grad, after all backwards",
                     stacklevel=5,
                 )
                 return

@@ -260,7 +260,7 @@ class ChatTokenizer:
         return tokens, borders
 
     def _trim(self, tokens: np.ndarray, start: int, end: int) -> int:
-        """The turn's end, without the text that templates write behind its last stop token."""
+        """The turn's end, without the text that templates write after its last stop token."""
         stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_id)
         if len(stops) and not self.decode(tokens[start + stops[-1] + 1 : end].tolist()).strip():
             return start + int(stops[-1]) + 1

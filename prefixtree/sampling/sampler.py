@@ -24,8 +24,8 @@ class TreeSampler:
 
     Every distinct token of the forest is read once, and its keys and values are stored once. In a
     decode step, the keys of a node are read once for all rows below it. Samples, log-probabilities
-    and their order are exact. Greedy sampling gives the tokens of `model.generate`, up to rounding.
-    The log-probabilities are those of `sequence_logprobs`.
+    and their order are exact. In float32, greedy tokens are those of `model.generate`; in a shorter
+    dtype, near ties may fall otherwise. The log-probabilities are those of `sequence_logprobs`.
 
     The keys and values of all layers take `max_keys` x layers x (D + Dv) x key heads numbers. They
     are kept for the next `start`. Layers that share keys keep them once per layer, and latent

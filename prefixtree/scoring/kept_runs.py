@@ -279,6 +279,6 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         if (change := self._runs.change()) is not None:
             raise RuntimeError(
                 f"{change} within the block of kept trunks, which wait for their backward: "
-                "make such a change (optimizer.step(), other adapters, another mode) behind the "
+                "make such a change (optimizer.step(), other adapters, another mode) after the "
                 "block, call optimizer.zero_grad() and score again"
             )

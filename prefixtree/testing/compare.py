@@ -271,20 +271,24 @@ def gradient_differences(
     The whole gradient's norm divides instead where the expected gradient is rounding noise next to
     it. A whole gradient of zero compares nothing: infinite.
     """
+    return whole_gradient_difference(found, expected)[1]
+
+
+def whole_gradient_difference(
+    found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
+) -> tuple[float, dict[str, float]]:
+    """Computes the same of all parameters as one vector, and of each."""
     norms = {name: 0.0 if g is None else float(g.double().norm()) for name, g in expected.items()}
     norm = math.hypot(*norms.values())
-    differences = {}
+    gaps, differences = [], {}
     for name, reference in expected.items():
-        other = found[name]
-        if reference is None and other is None:
+        sides = [g.double() for g in (found[name], reference) if g is not None]
+        if not sides:
             continue
-        zero = torch.zeros(())
-        gap = (zero if other is None else other).double() - (
-            zero if reference is None else reference
-        ).double()
+        gaps.append((sides[0] - sides[1] if len(sides) == 2 else sides[0]).norm())
         scale = norms[name] if norms[name] >= _NOISE * norm else norm
-        differences[name] = _or_infinite(gap.norm() / scale)
-    return differences
+        differences[name] = _or_infinite(gaps[-1] / scale)
+    return _or_infinite(torch.stack(gaps).norm() / norm), differences
 
 
 def _or_infinite(value: torch.Tensor) -> float:

@@ -23,6 +23,7 @@ from prefixtree.models.prepared import prepare
 from prefixtree.models.rows_alone import is_sharded
 from prefixtree.packing.layout import pack
 from prefixtree.testing.compare import Run, run_packed, run_replicated
+from prefixtree.testing.judge import Limits, float32_limits, judge
 from prefixtree.testing.models import EAGER_ALONE
 from prefixtree.testing.reference import (
     EAGER_BY_ROWS,
@@ -30,7 +31,7 @@ from prefixtree.testing.reference import (
     chooses_keys,
     float32_convolutions,
 )
-from prefixtree.testing.verify import as_near, compare, float32_limit, random_objective
+from prefixtree.testing.verify import random_objective
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Verdict:
     """The result of `verify`: a table when printed, and as a condition whether all is green.
 
     Attributes:
-        checks: of log p, entropies and gradients: `name`, `value` (the worst difference), `limit`,
-            `passed`, and `where` (the worst parameter).
+        checks: of log p, entropies, the gradient of each parameter and the whole gradient: `name`,
+            `value` (the worst difference), `limit`, `passed`, `where` (the worst parameter), and
+            `replicated` (how far the replicated run is off there, where it is not the reference).
         reference: the reference of both runs: "replicated", or the dtype of a copy of the model
             that ran every sequence alone.
         num_sequences, num_replicated_tokens, num_tokens: of the forest.
@@ -63,13 +65,15 @@ class Verdict:
         lines = [
             f"{self.num_sequences:,} sequences, {self.num_replicated_tokens:,} tokens, "
             f"{self.num_tokens:,} distinct; compared with {self.reference}",
-            f"{'':<10} {'difference':>11} {'limit':>9}",
+            f"{'':<14} {'difference':>11} {'replicated':>11} {'limit':>9}",
         ]
         for check in self.checks:
             where = "" if check.where is None else f"  {check.where}"
             verdict = "ok" if check.passed else "DIFFERS"
+            of_replicated = "" if check.replicated is None else f"{check.replicated:.2e}"
             lines.append(
-                f"{check.name:<10} {check.value:>11.2e} {check.limit:>9.2e} {verdict:<7}{where}"
+                f"{check.name:<14} {check.value:>11.2e} {of_replicated:>11} {check.limit:>9.2e} "
+                f"{verdict:<7}{where}"
             )
         return "\n".join([*lines, "PASS" if self.passed else "FAIL"])
 
@@ -88,11 +92,13 @@ def verify(
         print(pt.verify(model, rollouts[:8]))
 
     Compared are every log-probability, every entropy and the gradient of every parameter that
-    trains (of all where none does), of a loss that weighs tokens at random. In float32 they may
-    differ by 1e-4 (1e-3 where layers carry a state). Where they differ by more, or in a shorter
-    dtype, a copy of the model runs in float64 (float32), and the packed run may be twice as far
-    from it as the replicated run is, and by that limit (the dtype's epsilon) beyond. Gradients,
-    random numbers and mode of the model are afterwards as before. Times are not measured.
+    trains (of all where none does), alone and together, of a loss that weighs tokens at random. In
+    float32 log p and entropy may differ by 1e-4, the gradient of a parameter by 1e-3 of its norm,
+    the whole gradient by 2e-4 (all by 1e-3 where layers carry a state). Where they differ by more,
+    or in a shorter dtype, a copy of the model runs in float64 (float32), and the packed run may be
+    twice as far from it as the replicated run is, and by that limit (the dtype's epsilon) beyond.
+    Gradients, random numbers and mode of the model are afterwards as before. Times are not
+    measured.
 
     Args:
         model: a causal language model of transformers, whole on this process: wrapped by PEFT or
@@ -141,17 +147,13 @@ def verify(
         replicated = alone(model, causal_lm)
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         short = dtypes & {torch.bfloat16, torch.float16}
-        least = float32_limit(causal_lm.config)
-        reference = "replicated"
         if short:
-            epsilon = max(torch.finfo(dtype).eps for dtype in short)
-            checks = compare(packed, replicated, in_(torch.float32), as_near(epsilon))
-            reference = "float32"
+            limits = Limits.alike(max(torch.finfo(dtype).eps for dtype in short))
+            exact, reference = in_(torch.float32), "float32"
         else:
-            checks = compare(packed, replicated, replicated, lambda _: least)
-            if not all(check.passed for check in checks):
-                checks = compare(packed, replicated, in_(torch.float64), as_near(least))
-                reference = "float64"
+            limits, exact, reference = float32_limits(causal_lm.config), replicated, "replicated"
+        checks, longer = judge(packed, replicated, exact, limits, lambda: in_(torch.float64))
+        reference = reference if longer is None else "float64"
     counts = forest.num_sequences, forest.num_replicated_tokens, forest.num_tokens
     return Verdict(tuple(checks), reference, *counts)
 

@@ -15,7 +15,6 @@ from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
 from prefixtree.images.images import Images
-from prefixtree.models.families import family_of
 from prefixtree.packing.layout import pack
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.recompute.layers import Mode
@@ -25,12 +24,12 @@ from prefixtree.sharing.measure import measure_images
 from prefixtree.testing.compare import (
     Objective,
     Run,
-    gradient_differences,
     run_packed,
     run_replicated,
     scored_tokens,
     worst_difference,
 )
+from prefixtree.testing.judge import Check, Limits, float32_limits, judge
 from prefixtree.testing.models import Setting, build, build_as_trained, check_vocabulary
 from prefixtree.testing.reference import (
     EAGER_BY_ROWS,
@@ -45,27 +44,8 @@ from prefixtree.testing.reference import (
 if TYPE_CHECKING:
     from prefixtree.recompute.memory import ModelMemory
 
-FLOAT32_LIMIT = 1e-4
-# for families whose layers carry a state: transformers' recurrences multiply exponentials of long
-# sums; a tiny Qwen3.5 was off from float64 by 7.5e-5 in its decays' gradient, packed by 5e-6
-FLOAT32_LIMIT_OF_STATES = 1e-3
 _ENTROPY_SHARE = 0.1
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the verdict: green where value <= limit; `where` names the worst parameter."""
-
-    name: str
-    value: float
-    limit: float
-    where: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is green; a value that is not finite never is."""
-        return math.isfinite(self.value) and self.value <= self.limit
 
 
 def verify(
@@ -78,16 +58,13 @@ def verify(
 ) -> dict[str, Any]:
     """Runs the rollouts' sequences packed and replicated, and compares; ready for JSON.
 
-    The reference is replicated, in float32, with eager attention. In float32 the packed run must
-    agree with it to `FLOAT32_LIMIT`, or `FLOAT32_LIMIT_OF_STATES`. Where it does not, rounding of
-    the reference may be the reason: then both are compared with a replicated run in float64, and
-    the packed error may be at most twice that of the reference plus the limit. In a shorter dtype a
-    replicated eager run in that dtype shows what rounding does, and the packed error may be at most
-    twice that run's plus the dtype's epsilon. Where indexers choose keys, a float32 run takes those
-    that the packed run chose, and tells how far these are from the best: in float32 it is the
-    reference, in a shorter dtype a run more. The time that packing saves is measured against what
-    trainers run: a replicated run with FA2 or sdpa. In all runs, weights' gradients are summed in
-    float32 on a CPU, and float32 convolutions are no TF32 on a GPU.
+    The reference is replicated, in float32, with eager attention. In a shorter dtype a replicated
+    eager run in that dtype shows what rounding does. `judge` says how far packed may be off. Where
+    indexers choose keys, a float32 run takes those that the packed run chose, and tells how far
+    these are from the best: in float32 it is the reference, in a shorter dtype a run more. The time
+    that packing saves is measured against what trainers run: a replicated run with FA2 or sdpa. In
+    all runs, weights' gradients are summed in float32 on a CPU, and float32 convolutions are no
+    TF32 on a GPU.
 
     Args:
         rollouts: what to run; loss masks tell which tokens are scored, all where there are none.
@@ -122,20 +99,18 @@ def verify(
             f"--gradient-checkpointing ({str(problem).splitlines()[0]})"
         ) from None
     packed, trained, replicated, exact = runs.packed, runs.trained, runs.replicated, runs.exact
-    least = float32_limit(config)
-    epsilon = torch.finfo(getattr(torch, setting.dtype)).eps
-    if setting.dtype != "float32":
-        checks = compare(packed, replicated, exact, as_near(epsilon))
+    if setting.dtype == "float32":
+        limits = float32_limits(config)
     else:
-        checks = compare(packed, replicated, exact, lambda _: least)
-    judge = None
-    if not all(check.passed for check in checks) and setting.dtype == "float32":
-        judge = _in_float64(sides, objective, setting, watch, runs)
-    if judge is not None:
-        exact = judge
-        checks = compare(packed, replicated, exact, as_near(least))
+        limits = Limits.alike(torch.finfo(getattr(torch, setting.dtype)).eps)
+
+    def in_float64() -> Run | None:
+        return _in_float64(sides, objective, setting, watch, runs)
+
+    checks, longer = judge(packed, replicated, exact, limits, in_float64)
+    exact = longer or exact
     if runs.margins is not None and runs.exact is runs.followed:
-        checks.insert(0, Check("chosen keys", runs.margins.largest, least))
+        checks.insert(0, Check("chosen keys", runs.margins.largest, limits.scores))
     passed = all(check.passed for check in checks)
     seen = measure_images(PrefixForest.from_sequences(rollouts.sequences), rollouts)
     return {
@@ -159,10 +134,11 @@ def verify(
                 "limit": _finite(check.limit),
                 "passed": check.passed,
                 **({} if check.where is None else {"parameter": check.where}),
+                **({} if check.replicated is None else {"replicated": _finite(check.replicated)}),
             }
             for check in checks
         },
-        **({} if judge is None else {"reference": "float64"}),
+        **({} if longer is None else {"reference": "float64"}),
         **_indexers(runs),
         "estimated_bytes": memory,
         "replicated": {
@@ -381,34 +357,6 @@ def random_objective(
     total = max(1, sum(int(s.sum()) for s in scored))
     weights = [torch.randn(2, len(s), generator=generator) * s / total for s in scored]
     return Objective(scored, [w[0] for w in weights], [w[1] * _ENTROPY_SHARE for w in weights])
-
-
-def float32_limit(config: Any) -> float:
-    """The difference allowed between two runs in float32."""
-    has_states = bool(family_of(config.get_text_config()).functions)
-    return FLOAT32_LIMIT_OF_STATES if has_states else FLOAT32_LIMIT
-
-
-def as_near(least: float) -> Callable[[float], float]:
-    """Makes the limit of packed's error: `least` more than twice the replicated run's."""
-    return lambda replicated_error: 2 * replicated_error + least
-
-
-def compare(
-    packed: Run, replicated: Run, exact: Run, limit: Callable[[float], float]
-) -> list[Check]:
-    """Compares packed with `exact`; its limit comes from replicated."""
-    checks = []
-    for name in ("logprobs", "entropy"):
-        expected = getattr(exact, name)
-        error = worst_difference(getattr(replicated, name), expected)
-        checks.append(Check(name, worst_difference(getattr(packed, name), expected), limit(error)))
-    errors = gradient_differences(replicated.gradients, exact.gradients)
-    gaps = gradient_differences(packed.gradients, exact.gradients)
-    candidates = [Check("gradients", gaps[name], limit(errors[name]), name) for name in gaps]
-    # an infinite limit, from a replicated run that is not finite, must not hide a parameter
-    checks.append(max(candidates, key=lambda c: c.value / c.limit if c.passed else math.inf))
-    return checks
 
 
 def _warm_up(model: Any, packed: bool, sides: _Sides, objective: Objective) -> None:

@@ -24,6 +24,7 @@ CONFIG = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
+LINES = {"logprobs": 1e-4, "entropy": 1e-4, "gradients": 1e-3, "whole gradient": 2e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,10 @@ def test_verify_is_green(rollout_file, config_file):
     assert facts["sequences"] == 8
     assert facts["tokens"]["replicated"] == 4 * (28 + 46)
     assert facts["tokens"]["scored"] == 4 * (4 + 16)
-    assert set(facts["checks"]) == {"logprobs", "entropy", "gradients"}
-    for check in facts["checks"].values():
-        assert check["passed"] and 0 <= check["difference"] < 2e-5 and check["limit"] == 1e-4
+    assert set(facts["checks"]) == set(LINES)
+    for (name, check), most in zip(facts["checks"].items(), LINES.values(), strict=True):
+        assert check["passed"] and 0 <= check["difference"] < 2e-5, name
+        assert check["limit"] == most and "replicated" not in check, name
     assert facts["checks"]["gradients"]["parameter"].startswith("model.")
     assert facts["packed"]["loss"] == pytest.approx(facts["replicated"]["loss"], rel=1e-5)
     for side in ("replicated", "packed"):
@@ -74,6 +76,9 @@ def test_verify_prints_a_verdict(rollout_file, config_file):
     result = run("verify", "--model", config_file(), rollout_file, "--limit", 3)
     assert result.exit_code == 0
     assert "3 sequences" in result.stdout and "replicated, sdpa" in result.stdout
+    assert re.search(
+        r"gradients +│ .*\n│ model\.[^…]+ │.*\n(│ \w+ .*\n)?│ whole gradient ", result.stdout
+    )
     # a ratio below 1 saves nothing
     assert "ratio" in result.stdout and "saved" not in result.stdout
     assert "times on a CPU say little" in result.stdout
@@ -151,12 +156,14 @@ def forget_a_gradient(scores):
 @pytest.mark.parametrize(
     "damage, red, dtype",
     [
-        (nudge_a_logprob, "logprobs", "float32"),
-        (nudge_an_entropy, "entropy", "float32"),
-        (spoil_a_logprob, "logprobs", "float32"),
-        (forget_a_gradient, "gradients", "float32"),
-        pytest.param(spoil_a_logprob, "logprobs", "bfloat16", marks=pytest.mark.full),
-        pytest.param(forget_a_gradient, "gradients", "bfloat16", marks=pytest.mark.full),
+        (nudge_a_logprob, ["logprobs"], "float32"),
+        (nudge_an_entropy, ["entropy"], "float32"),
+        (spoil_a_logprob, ["logprobs"], "float32"),
+        (forget_a_gradient, ["gradients", "whole gradient"], "float32"),
+        pytest.param(spoil_a_logprob, ["logprobs"], "bfloat16", marks=pytest.mark.full),
+        pytest.param(
+            forget_a_gradient, ["gradients", "whole gradient"], "bfloat16", marks=pytest.mark.full
+        ),
     ],
 )
 def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, dtype):
@@ -175,7 +182,7 @@ def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, d
     arguments = ("verify", "--model", config_file(), rollout_file, "--dtype", dtype)
     facts = run_json(*arguments, exit_code=1)
     assert facts["passed"] is False
-    assert [name for name, check in facts["checks"].items() if not check["passed"]] == [red]
+    assert [name for name, check in facts["checks"].items() if not check["passed"]] == red
     # no speed-up of a wrong result
     assert facts["speedup"] is None
 
@@ -189,7 +196,7 @@ def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, d
 def test_rounding_beyond_the_limit(monkeypatch, rollout_file, config_file, damage):
     """Replicated in float32 is then as far from float64 as packed; a mistake is farther."""
     from prefixtree.scoring import logprobs as adapter
-    from prefixtree.testing import verify
+    from prefixtree.testing import judge
 
     original = adapter.sequence_logprobs
 
@@ -199,15 +206,17 @@ def test_rounding_beyond_the_limit(monkeypatch, rollout_file, config_file, damag
             damage(scores)
         return scores
 
-    monkeypatch.setattr(verify, "FLOAT32_LIMIT", 4e-7)
+    monkeypatch.setattr(judge, "FLOAT32", judge.Limits.alike(4e-7))
     monkeypatch.setattr(adapter, "sequence_logprobs", damaged)
     arguments = ("verify", "--model", config_file(), rollout_file)
     facts = run_json(*arguments, exit_code=0 if damage is None else 1)
     assert facts["reference"] == "float64" and facts["passed"] is (damage is None)
     for check in facts["checks"].values():
+        assert check["limit"] == pytest.approx(2 * check["replicated"] + 4e-7)
         assert check["limit"] < 1e-4
     if damage is None:
-        assert "compared with float64" in run(*arguments).stdout.replace("\n", " ")
+        printed = run(*arguments).stdout.replace("\n", " ")
+        assert "difference from float64" in printed and "compared with float64" in printed
 
 
 def test_verify_turns_red_under_a_causal_mask(monkeypatch, rollout_file, config_file):
@@ -446,6 +455,21 @@ def test_gradient_differences():
     assert gradient_differences(nothing, nothing) == {"a": np.inf}
     spoiled = {"a": torch.tensor([float("nan")])}
     assert gradient_differences(spoiled, {"a": one}) == {"a": np.inf}
+
+
+def test_the_whole_gradient_is_one_vector():
+    from prefixtree.testing.compare import whole_gradient_difference
+
+    expected = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0]), "c": None}
+    assert whole_gradient_difference(expected, expected) == (0, {"a": 0, "b": 0})
+    # a parameter that is off by all of itself, and one of none
+    found = {"a": torch.tensor([3.0, 0.0]), "b": None, "c": torch.tensor([3.0])}
+    whole, each = whole_gradient_difference(found, expected)
+    assert whole == pytest.approx(1.0) and each == {"a": 0, "b": 1, "c": pytest.approx(0.6)}
+    spoiled = expected | {"b": torch.tensor([float("nan")])}
+    assert whole_gradient_difference(spoiled, expected)[0] == np.inf
+    nothing = {"a": torch.zeros(2)}
+    assert whole_gradient_difference(nothing, nothing)[0] == np.inf
 
 
 def test_worst_difference():

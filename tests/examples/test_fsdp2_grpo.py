@@ -72,7 +72,7 @@ def _launch(output: Path, kill_after: str | None = None) -> list[str]:
                     return lines
             if process.wait(timeout=60) != 0:
                 # FSDP2 holds the group beyond destroy_process_group, so gloo's threads see Python
-                # end. Rarely a process then aborts, behind all that is saved
+                # end. Rarely a process then aborts, after all that is saved
                 done = [line for line in lines if line.startswith(f"step {example.TINY['steps']} ")]
                 ended = "terminate called without an active exception" in log.read_text()
                 saved = (output / "model" / "config.json").exists()

@@ -60,9 +60,7 @@ def test_images_of_the_rows_of_a_batch():
     for kind in (made.sequences, images.sequences):
         wrong = [row.copy() for row in kind]
         wrong[7][-1] += 1
-        with pytest.raises(
-            pt.ForestError, match=r"in its order: make them .* behind .*; token \d+"
-        ):
+        with pytest.raises(pt.ForestError, match=r"in its order: make them .* after .*; token \d+"):
             pt.batch_logprobs(model, *_padded(wrong), images=images)
     with pytest.raises(pt.ForestError, match=r"in its order: .* expected sequences of"):
         pt.batch_logprobs(model, *_padded(made.sequences[1:]), images=images)

@@ -367,7 +367,7 @@ def test_report_says_what_to_do(tmp_path):
     facts = run_json("report", path)["near_misses"]
     assert (facts["tokens_to_win"], facts["tokens_of_instructions_behind_questions"]) == (0, 60)
     text = " ".join(run("report", path).stdout.split())
-    assert "instructions behind questions: 60 tokens, shared if they stood before" in text
+    assert "instructions after questions: 60 tokens, shared if they stood before" in text
     assert "1. 60 tokens of an instruction run again at token 20: another question" in text
     assert "do move this instruction before the question" in text
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.testing import verify as limits
+from prefixtree.testing import judge
 from tests.support.full import in_turn, mostly
 from tests.support.models import build, cases, ragged_objective
 
@@ -37,7 +37,12 @@ def _behind_70(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
 def test_it_is_green(family, dtype):
     verdict = pt.verify(build(family).to(dtype), _SEQUENCES)
     assert verdict and verdict.passed
-    assert [check.name for check in verdict.checks] == ["logprobs", "entropy", "gradients"]
+    assert [check.name for check in verdict.checks] == [
+        "logprobs",
+        "entropy",
+        "gradients",
+        "whole gradient",
+    ]
     assert verdict.reference == ("replicated" if dtype == torch.float32 else "float32")
     lines = str(verdict).splitlines()
     assert lines[0].startswith("12 sequences, 263 tokens, 91 distinct") and lines[-1] == "PASS"
@@ -63,16 +68,20 @@ def test_a_gradient_that_is_left_out_turns_it_red(monkeypatch):
 
     monkeypatch.setattr(adapter, "sequence_logprobs", damaged)
     verdict = pt.verify(build("qwen3"), _SEQUENCES)
-    assert [check.name for check in verdict.checks if not check.passed] == ["gradients"]
+    assert [check.name for check in verdict.checks if not check.passed] == [
+        "gradients",
+        "whole gradient",
+    ]
 
 
 def test_rounding_beyond_the_limit_is_no_mistake(monkeypatch):
     """Both are then as far from float64; a mistake is farther."""
-    monkeypatch.setattr(limits, "FLOAT32_LIMIT", 4e-7)
+    monkeypatch.setattr(judge, "FLOAT32", judge.Limits.alike(4e-7))
     model = build("qwen3")
     verdict = pt.verify(model, _SEQUENCES)
     assert verdict.passed and verdict.reference == "float64"
-    monkeypatch.setattr(limits, "FLOAT32_LIMIT", 1e-4)
+    assert all(check.replicated for check in verdict.checks)
+    monkeypatch.undo()
     model.model.layers[1].register_forward_hook(_behind_70)
     verdict = pt.verify(model, _SEQUENCES)
     assert not verdict.passed and verdict.reference == "float64"
