@@ -10,6 +10,8 @@ from pathlib import Path
 from prefixtree.rollouts import ChatTokenizer, Rollouts, read_rollouts
 
 VARIABLE = "PREFIXTREE_REAL_MODEL"
+# tokens with which all chats begin: system message, request, head of the assistant's turn
+PROMPT = 130
 CHATS = Path(__file__).with_name("chats.jsonl")
 NEEDED = f"needs the folder of a pretrained model in {VARIABLE}: run `make test-real`"
 

@@ -13,13 +13,9 @@ from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl.runs import parameters, squared_distance, train, worst_metric
-from tests.support.real import NEEDED, chats, folder
+from tests.support.real import NEEDED, PROMPT, chats, folder
 
-if folder() is None:
-    pytest.skip(NEEDED, allow_module_level=True)
-
-# tokens of the system message and the request, with which all chats begin
-PROMPT = 130
+pytestmark = pytest.mark.skipif(folder() is None, reason=NEEDED)
 
 
 def recorded(prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -12,13 +12,9 @@ import torch
 from tests.integrations.verl import runs
 from tests.integrations.verl.cases import Settings
 from tests.integrations.verl.compare import check_same
-from tests.support.real import NEEDED, chats, folder
+from tests.support.real import NEEDED, PROMPT, chats, folder
 
-if folder() is None:
-    pytest.skip(NEEDED, allow_module_level=True)
-
-# tokens of the system message and the request, with which all chats begin
-PROMPT = 130
+pytestmark = pytest.mark.skipif(folder() is None, reason=NEEDED)
 
 
 def recorded(*_: Any, **__: Any) -> dict[str, list[Any]]:
