@@ -76,9 +76,11 @@ def compile_alike(model: nn.Module, copied: nn.Module) -> None:
 
 def _compile(layer: nn.Module, options: dict[str, Any]) -> None:
     layer.compile(**options)
-    run: Any = layer._compiled_call_impl
-    # what is done at the border is no part of the graph
-    vars(layer)["_compiled_call_impl"] = partial(_at_border, run, attentions_in(layer))
+    held = vars(layer)
+    # what is done at the border is no part of the graph; a torch that compiles otherwise has more
+    # graphs
+    if (run := held.get("_compiled_call_impl")) is not None:
+        held["_compiled_call_impl"] = partial(_at_border, run, attentions_in(layer))
     _OPTIONS[layer] = options
 
 

@@ -89,13 +89,6 @@ class PartMask(DividedMask):
         exchange = self.exchange_in(layer)
         return part_attention(query, key, value, self.part, exchange, **options)
 
-    def in_compiled(self, attention: nn.Module) -> PartMask:
-        """The stand-in for one call of a compiled layer, which has this attention alone."""
-        # loaded late, as it stands on this
-        from prefixtree.parallel.compiled import CompiledPartMask
-
-        return CompiledPartMask(self, attention)
-
     def exchange_in(self, layer: Hashable) -> KeyValueExchange | ByHeads:
         """The exchange of an attention layer."""
         return self.exchange_of(layer)

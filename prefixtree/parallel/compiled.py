@@ -38,6 +38,15 @@ class _Call:
         return self._exchange.give_back(*gradients)
 
 
+class CellMask(PartMask):
+    """A `PartMask` whose attention is a part of the graphs of compiled layers."""
+
+    # that of `HeadsMask` is none, as rows of one turn travel while another is computed
+
+    def in_compiled(self, attention: nn.Module) -> PartMask:
+        return CompiledPartMask(self, attention)
+
+
 class CompiledPartMask(PartMask):
     """A `PartMask` in one call of a compiled layer, which has this attention alone."""
 
@@ -122,11 +131,11 @@ def _fake_backward(dout, dlse, q, keys, values, sinks, *rest):
     ]
 
 
-_library = new_library("_part_library")
+_part_library = new_library("_part_library")
 _NUMBERS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 # (own keys, own values) -> those of the part, K rows each
 _PART_ROWS = register(
-    _library,
+    _part_library,
     "part_rows",
     "(Tensor k, Tensor v, Tensor call, SymInt num_rows) -> (Tensor, Tensor)",
     _rows,
@@ -134,7 +143,7 @@ _PART_ROWS = register(
 )
 # -> gradients of q, if `gives` of own keys and values, and of sinks, where there are any
 _PART_BACKWARD = register(
-    _library,
+    _part_library,
     "part_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor keys, Tensor values, Tensor? sinks, Tensor out, "
     f"Tensor lse, Tensor handle, {_NUMBERS}, Tensor? chosen, Tensor call, bool gives, SymInt own) "
@@ -227,11 +236,11 @@ def _differentiable(
 
 
 _PART_ATTENTION = register(
-    _library,
+    _part_library,
     "part_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor call, Tensor handle, SymInt num_rows, "
     f"{_NUMBERS}) -> Tensor",
     _forward,
     lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
 )
-_library.impl("part_attention", _differentiable, "Autograd")
+_part_library.impl("part_attention", _differentiable, "Autograd")

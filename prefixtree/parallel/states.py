@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from prefixtree.kernels.operators import as_one_call, uncompiled
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.attention import ByHeads, PartMask
+from prefixtree.parallel.compiled import CellMask
 from prefixtree.parallel.heads import in_turns, state_heads_problem
 from prefixtree.parallel.ledger import CellExchanges, Exchange
 from prefixtree.planning.part_states import KEYS, STATES
@@ -39,7 +39,7 @@ def part_mask(exchanges: CellExchanges, by_heads: bool = False) -> PartMask:
     """Makes the stand-in for the mask in a forward of a cell; `by_heads` as in `Divided`."""
     if by_heads:
         return HeadsMask(exchanges)
-    return PartMask(exchanges.part, exchanges, partial(LayerStates, exchanges))
+    return CellMask(exchanges.part, exchanges, partial(LayerStates, exchanges))
 
 
 class HeadsMask(PartMask):
@@ -55,10 +55,6 @@ class HeadsMask(PartMask):
     @property
     def attended(self) -> TreeMask:
         return self._whole
-
-    def in_compiled(self, attention: nn.Module) -> PartMask:
-        # rows of several turns travel while others are computed: each is no tensor of a graph
-        return self
 
     def exchange_in(self, layer: Hashable) -> ByHeads:
         of_heads = self._exchanges.of_heads

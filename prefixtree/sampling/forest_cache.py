@@ -468,8 +468,9 @@ def _attend_to_cache(
     return cache.attend_next(q, k, v, sinks, *options)
 
 
+_cache_library = new_library("_cache_library")
 _ATTEND_TO_CACHE = register(
-    new_library("_cache_library"),
+    _cache_library,
     "attend_to_cache",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, float? scale, SymInt? window, "
     "float? softcap) -> Tensor",

@@ -132,6 +132,21 @@ def test_replays_are_what_steps_are_bit_by_bit(dtype: torch.dtype, draws: Draws)
             assert all(map(np.array_equal, m, n))
 
 
+# of inductor, about speed
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+def test_steps_of_compiled_layers_are_captured() -> None:
+    """Their operator finds the pools on the host, and waits for nothing."""
+    model = model_of()
+    pt.compile_layers(model)
+    captured, plain = TreeSampler(model, 20_000), TreeSampler(model, 20_000)
+    with counted_replays() as replays:
+        found = grown(captured, 0, Draws(seed=3))
+    assert len(replays) > 50 and graphs_of(captured).num_captured > 0
+    with never_captured():
+        close(found, grown(plain, 0, Draws(seed=3)), 0.0, ties=0)
+    torch._dynamo.reset()
+
+
 def test_without_graphs_the_samples_are_the_same() -> None:
     """float32, where rounding moves no token."""
     model = model_of(torch.float32)
