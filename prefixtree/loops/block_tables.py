@@ -373,7 +373,8 @@ def transposed_runs(q_ptr, q_runs, num_k):
     for r in range(len(q_runs)):
         for j in range(q_runs[r, 0], q_runs[r, 1]):
             pointer[j + 1] += 1
-    pointer = np.cumsum(pointer)
+    for j in range(num_k):
+        pointer[j + 1] += pointer[j]
     queries = np.empty(pointer[-1], np.int32)
     kinds = np.empty(pointer[-1], np.int8)
     fill = pointer[:-1].copy()
