@@ -68,7 +68,14 @@ def paths(predictor, query_runs):
                     num_runs += 1
                     p = predictor[chain_start[p]]
                 if fill == 1:
-                    prefix_runs[begin:num_runs] = prefix_runs[begin:num_runs][::-1].copy()
+                    # root first
+                    i, j = begin, num_runs - 1
+                    while i < j:
+                        for end_of in range(2):
+                            last = prefix_runs[j, end_of]
+                            prefix_runs[j, end_of] = prefix_runs[i, end_of]
+                            prefix_runs[i, end_of] = last
+                        i, j = i + 1, j - 1
                     blocks[num_blocks, 0] = t
                     blocks[num_blocks, 1] = query_runs[r, 1] + t - query_runs[r, 0]
                     blocks[num_blocks, 2] = end - t
@@ -192,7 +199,10 @@ def tile_ranges(values, starts, lengths):
 @njit(cache=True)
 def _grown(rows):
     out = np.empty((2 * len(rows), rows.shape[1]), rows.dtype)
-    out[: len(rows)] = rows
+    # a loop: for an assigned slice numba compiles a second more
+    for i in range(len(rows)):
+        for j in range(rows.shape[1]):
+            out[i, j] = rows[i, j]
     return out
 
 
@@ -237,12 +247,15 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
     # were on the path when it joined; along neighbouring whole tiles the least end falls, so those
     # full for a query tile are the lower part of a run, and a query tile costs its number of runs,
     # not of tiles
+    # constants of one type, int64: a function is compiled for each combination of types
+    none, of_most = np.int64(0), np.int64(1)
+    at_end, at_window = np.int64(END), np.int64(WINDOW)
     num_q = len(q_tiles)
     num_k = len(k_tiles)
     q_ptr = np.zeros(num_q + 1, np.int32)
     q_split = np.zeros(num_q, np.int32)
     runs = np.empty((max(16, 4 * num_q), 3), np.int32)
-    count = 0
+    count = none
     # the stack as runs of neighbouring tiles: first, end, whether joined whole and of full length
     stack = np.empty((num_k + 2, 3), np.int64)
     top = 0
@@ -267,7 +280,7 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
             if top > 0 and stack[top - 1, 1] == j and stack[top - 1, 2] == is_whole:
                 stack[top - 1, 1] = j + 1
             else:
-                stack[top] = (j, j + 1, is_whole)
+                stack[top, 0], stack[top, 1], stack[top, 2] = j, j + 1, is_whole
                 top += 1
         low, high = q_positions[i, 0], q_positions[i, 1]
         for partial in range(2):
@@ -281,24 +294,24 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
                         split -= 1
                 if window == 0:
                     if partial == 0:
-                        runs, count = _emit(runs, count, since, first, split, 0)
+                        runs, count = _emit(runs, count, since, first, split, none)
                     else:
-                        runs, count = _emit(runs, count, since, split, end, END)
+                        runs, count = _emit(runs, count, since, split, end, at_end)
                     continue
-                near = _first_above(k_positions, 1, first, split, low - window)
-                full = _first_above(k_positions, 0, near, split, high - window)
+                near = _first_above(k_positions, of_most, first, split, low - window)
+                full = _first_above(k_positions, none, near, split, high - window)
                 if partial == 0:
-                    runs, count = _emit(runs, count, since, full, split, 0)
+                    runs, count = _emit(runs, count, since, full, split, none)
                     continue
-                runs, count = _emit(runs, count, since, near, full, WINDOW)
+                runs, count = _emit(runs, count, since, near, full, at_window)
                 for j in range(split, end):
                     if low - k_positions[j, 1] < window:
                         far = high - k_positions[j, 0] >= window
-                        kind = END | WINDOW if far else END
+                        kind = at_end | at_window if far else at_end
                         runs, count = _emit(runs, count, since, j, j + 1, kind)
             j = pending
             while j < num_k and k_tiles[j, 0] < q1:
-                kind = 0
+                kind = none
                 if k_tiles[j, 0] + k_tiles[j, 1] - 1 > q0:
                     kind |= CAUSAL
                 if k_ends[j, 0] < q1 or k_tiles[j, 1] < tile_k:
@@ -325,18 +338,21 @@ def backward_runs(q_tiles, k_tiles, k_ends):
     num_k = len(k_tiles)
     k_ptr = np.zeros(num_k + 1, np.int32)
     runs = np.empty((num_k, 4), np.int32)
-    starts = q_tiles[:, 0].copy()
-    ends = starts + q_tiles[:, 2]
+    # the start and the end of each query tile
+    borders = np.empty((len(q_tiles), 2), np.int32)
+    for i in range(len(q_tiles)):
+        borders[i, 0] = q_tiles[i, 0]
+        borders[i, 1] = q_tiles[i, 0] + q_tiles[i, 2]
+    none, of_end, every = np.int64(0), np.int64(1), np.int64(len(q_tiles))
     count = 0
     for j in range(num_k):
-        k0 = k_tiles[j, 0]
+        k0 = np.int64(k_tiles[j, 0])
         k1 = k0 + k_tiles[j, 1]
-        first = np.searchsorted(ends, k0, side="right")
-        end = np.searchsorted(starts, k_ends[j, 1], side="left")
+        first = _first_above(borders, of_end, none, every, k0)
+        end = _first_above(borders, none, none, every, np.int64(k_ends[j, 1]) - 1)
         if first < end:
-            begin = np.searchsorted(starts, k1 - 1, side="left")
-            begin = min(max(begin, first), end)
-            stop = np.searchsorted(ends, k_ends[j, 0], side="right")
+            begin = min(max(_first_above(borders, none, none, every, k1 - 2), first), end)
+            stop = _first_above(borders, of_end, none, every, np.int64(k_ends[j, 0]))
             stop = min(max(stop, begin), end)
             runs[count, 0] = first
             runs[count, 1] = begin
@@ -357,7 +373,8 @@ def transposed_runs(q_ptr, q_runs, num_k):
     for r in range(len(q_runs)):
         for j in range(q_runs[r, 0], q_runs[r, 1]):
             pointer[j + 1] += 1
-    pointer = np.cumsum(pointer)
+    for j in range(num_k):
+        pointer[j + 1] += pointer[j]
     queries = np.empty(pointer[-1], np.int32)
     kinds = np.empty(pointer[-1], np.int8)
     fill = pointer[:-1].copy()

@@ -9,7 +9,8 @@ tokens that start in any WINDOW adjacent places, one is kept, chosen by content 
 that share a run of GRAM + WINDOW - 1 tokens keep a common hash there. A common hash is an anchor
 only: reported runs were compared token by token.
 
-Legend: T distinct tokens, C chains, F kept hashes.
+numpy's sorts stay outside of the loops, where numba compiles a second and more for each; so do
+array expressions. Legend: T distinct tokens, C chains, F kept hashes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,23 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(31)
 
 
-@njit(cache=True)
 def fingerprints(tokens, begins, ends):
     """Keeps the hashes of every chain tokens[begins[c]:ends[c]].
 
-    Returns pointers int64 [C + 1] and, per chain sorted by hash and then position, hashes uint64
-    [F] and positions (packed) int64 [F].
+    Returns pointers int64 [C + 1]; per chain sorted by hash and then position, hashes uint64 [F]
+    and positions (packed) int64 [F]; and by_position int64 [F], their places by position.
     """
+    pointers, hashes, positions = _kept_hashes(tokens, begins, ends)
+    chain = np.repeat(np.arange(len(begins)), np.diff(pointers))
+    order = np.lexsort((hashes, chain))
+    by_position = np.empty_like(order)
+    by_position[order] = np.arange(len(order))
+    return pointers, hashes[order], positions[order], by_position
+
+
+@njit(cache=True)
+def _kept_hashes(tokens, begins, ends):
+    """Finds pointers, hashes and positions of `fingerprints`, in the order of positions."""
     num_chains = len(begins)
     pointers = np.zeros(num_chains + 1, np.int64)
     capacity = 1024 + len(tokens) // 4
@@ -45,7 +56,6 @@ def fingerprints(tokens, begins, ends):
     recent = np.empty(WINDOW, np.uint64)
     count = 0
     for c in range(num_chains):
-        first = count
         value = np.uint64(0)
         kept_place = -1
         for t in range(begins[c], ends[c]):
@@ -76,40 +86,56 @@ def fingerprints(tokens, begins, ends):
                 continue
             kept_place = best
             if count == len(hashes):
-                hashes = np.concatenate((hashes, np.empty(count, np.uint64)))
-                positions = np.concatenate((positions, np.empty(count, np.int64)))
+                hashes, positions = _grown(hashes), _grown(positions)
             hashes[count] = recent[best % WINDOW]
             positions[count] = best
             count += 1
-        order = np.argsort(hashes[first:count], kind="mergesort")
-        hashes[first:count] = hashes[first:count][order]
-        positions[first:count] = positions[first:count][order]
         pointers[c + 1] = count
     return pointers, hashes[:count].copy(), positions[:count].copy()
 
 
 @njit(cache=True)
-def _anchors(pointers, hashes, positions, a, a_from, b, b_from):
-    """Lists common hashes of chains a, at or after a_from, and b, each as one int64 key."""
-    # keys ascend in b; at one place of b they descend in a, so an ascending chain takes each place
-    # once
+def _grown(values):
+    out = np.empty(2 * len(values), values.dtype)
+    for i in range(len(values)):
+        out[i] = values[i]
+    return out
+
+
+@njit(cache=True)
+def _first(values, low, high, bound, is_above):
+    """Finds the first of values[low:high], ascending, that is `bound` or above, or above alone."""
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] < bound or (is_above and values[middle] == bound):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True)
+def _anchors(pointers, hashes, positions, by_position, a, a_from, b):
+    """Lists the places of common hashes in chains a, at or after a_from, and b."""
+    # places ascend in b; at one place of b they descend in a, so an ascending chain takes each
+    # place once
     low, high = pointers[a], pointers[a + 1]
-    keys = np.empty(_MOST_COPIES * (pointers[b + 1] - pointers[b]), np.int64)
+    capacity = _MOST_COPIES * (pointers[b + 1] - pointers[b])
+    in_a, in_b = np.empty(capacity, np.int64), np.empty(capacity, np.int64)
     count = 0
-    for i in range(pointers[b], pointers[b + 1]):
-        # two binary searches: a token repeated many times is as many equal hashes
-        at = low + np.searchsorted(hashes[low:high], hashes[i])
-        end = low + np.searchsorted(hashes[low:high], hashes[i], side="right")
-        at += np.searchsorted(positions[at:end], a_from)
+    for place in range(pointers[b], pointers[b + 1]):
+        i = by_position[place]
+        # binary searches: a token repeated many times is as many equal hashes
+        at = _first(hashes, low, high, hashes[i], False)
+        end = _first(hashes, at, high, hashes[i], True)
+        at = _first(positions, at, end, a_from, False)
         copies = end - at
         if copies > _MOST_COPIES:
             copies = 1
-        for j in range(copies):
-            keys[count] = ((positions[i] - b_from) << 31) + (
-                np.int64(2**31 - 1) - (positions[at + j] - a_from)
-            )
+        for j in range(copies - 1, -1, -1):
+            in_a[count], in_b[count] = positions[at + j], positions[i]
             count += 1
-    return np.sort(keys[:count])
+    return in_a[:count], in_b[:count]
 
 
 @njit(cache=True)
@@ -143,21 +169,18 @@ def _longest_ascending(values):
 
 
 @njit(cache=True)
-def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
+def align(tokens, begins, ends, pointers, hashes, positions, by_position, a, a_from, b):
     """Finds runs of equal tokens of chain a from a_from and of chain b, in order in both.
 
     Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM).
     """
     # each run is as long as it can be; if two chains have only one common run of GRAM + WINDOW - 1
     # tokens or more, it is found
-    b_from = begins[b]
-    keys = _anchors(pointers, hashes, positions, a, a_from, b, b_from)
-    in_b = (keys >> 31) + b_from
-    in_a = np.int64(2**31 - 1) - (keys & np.int64(2**31 - 1)) + a_from
+    in_a, in_b = _anchors(pointers, hashes, positions, by_position, a, a_from, b)
     chain = _longest_ascending(in_a)
     blocks = np.empty((len(chain), 3), np.int64)
     count = 0
-    a_done, b_done = a_from, b_from
+    a_done, b_done = a_from, begins[b]
     for i in chain:
         start_a, start_b = in_a[i], in_b[i]
         # inside the last run, or across it
@@ -177,7 +200,7 @@ def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
         # different texts with one hash
         if length < GRAM:
             continue
-        blocks[count] = (start_a, start_b, length)
+        blocks[count, 0], blocks[count, 1], blocks[count, 2] = start_a, start_b, length
         count += 1
         a_done, b_done = start_a + length, start_b + length
     return blocks[:count]
@@ -266,14 +289,19 @@ def _question(blocks, a_from, b_from, a_prompt, b_prompt):
             instruction = min(a_prompt - a_begin, b_prompt - b_begin)
             break
         a_from, b_from = a_begin + length, b_begin + length
-    question = int(np.argmax(2 * sizes >= sizes.max()))
+    largest = 0
+    for size in sizes:
+        largest = max(largest, int(size))
+    question = 0
+    while 2 * sizes[question] < largest:
+        question += 1
     return question, instruction if instruction >= GRAM else 0
 
 
 @njit(cache=True)
 def _prompt_end(before, start, end):
     """Finds the first sampled token of start:end; its end where there is none."""
-    return min(end, np.searchsorted(before, before[start], side="right") - 1)
+    return min(end, _first(before, 0, len(before), before[start], True) - 1)
 
 
 @njit(cache=True)
@@ -302,13 +330,17 @@ def best_partners(
     Writes partner [C] (-1 if nothing is repeated) and found [C, 4], the result of `tokens_to_win`.
     One of the same question is taken before one of another.
     """
-    pointers, hashes, positions = index
+    pointers, hashes, positions, by_position = index
     for c in range(first, last):
         partner[c] = -1
-        found[c] = 0
+        for k in range(4):
+            found[c, k] = 0
         candidate, a_from, tries_left = trunk[c], fork[c], tries
         while candidate >= 0:
-            blocks = align(tokens, begins, ends, pointers, hashes, positions, candidate, a_from, c)
+            blocks = align(
+                *(tokens, begins, ends, pointers, hashes, positions, by_position),
+                *(candidate, a_from, c),
+            )
             is_one = rollout[candidate] == rollout[c]
             asks, instruction = -1, 0
             if question[candidate] != question[c] and before[-1] == 0:
@@ -326,7 +358,7 @@ def best_partners(
                 is_better = gains[0] > 0 and gains[3] != QUESTION
             if is_better:
                 partner[c] = candidate
-                found[c] = gains
+                found[c, 0], found[c, 1], found[c, 2], found[c, 3] = gains
             candidate = previous[c] if candidate == trunk[c] else previous[candidate]
             if candidate < 0 or tries_left == 0:
                 break

@@ -84,8 +84,12 @@ def counting_sort(index, num_values):
     for value in index:
         if value >= 0:
             counts[value] += 1
-    fill = np.cumsum(counts) - counts
-    order = np.empty(counts.sum(), np.int64)
+    fill = np.empty(num_values, np.int64)
+    total = 0
+    for value in range(num_values):
+        fill[value] = total
+        total += counts[value]
+    order = np.empty(total, np.int64)
     for i in range(len(index)):
         value = index[i]
         if value >= 0:

@@ -40,8 +40,8 @@ def cut_pieces(k_ptr, k_runs, piece_tiles):
     A piece costs at most about `piece_tiles` full tiles (0: nothing is cut).
 
     Returns k_cost int32 [NK]; the runs after cutting (k_ptr, k_runs); pieces int32 [P, 5] (key
-    tile, first run, end run, slot, partial; slot and partial are -1 if the tile is not cut),
-    costliest first; piece_cost int32 [P]; and slots int32 [*, 3] (key tile, first partial, end
+    tile, first run, end run, slot, partial; slot and partial are -1 if the tile is not cut);
+    piece_cost int32 [P]; and slots int32 [*, 3] (key tile, first partial, end
     partial).
     """
     num_k = len(k_ptr) - 1
@@ -106,13 +106,12 @@ def cut_pieces(k_ptr, k_runs, piece_tiles):
             num_partials += num_pieces - begin_pieces
             slots[num_slots, 2] = num_partials
             num_slots += 1
-    order = np.argsort(-piece_cost[:num_pieces], kind="mergesort")
     return (
         k_cost,
         new_ptr,
         new_runs[:num_runs].copy(),
-        pieces[:num_pieces][order],
-        piece_cost[:num_pieces][order],
+        pieces[:num_pieces],
+        piece_cost[:num_pieces],
         slots[:num_slots].copy(),
     )
 

@@ -11,6 +11,31 @@ _SMALL = 24
 
 
 @njit(cache=True)
+def _stable_order(keys):
+    """Sorts 0, 1, .. by key, ties in order, int64; numba compiles its own sort for seconds."""
+    num_keys = len(keys)
+    order = np.empty(num_keys, np.int64)
+    merged = np.empty(num_keys, np.int64)
+    for i in range(num_keys):
+        order[i] = i
+    width = 1
+    while width < num_keys:
+        for low in range(0, num_keys, 2 * width):
+            i, i_end = low, min(low + width, num_keys)
+            j, j_end = i_end, min(low + 2 * width, num_keys)
+            for to in range(low, j_end):
+                if j == j_end or (i < i_end and keys[order[i]] <= keys[order[j]]):
+                    merged[to] = order[i]
+                    i += 1
+                else:
+                    merged[to] = order[j]
+                    j += 1
+        order, merged = merged, order
+        width *= 2
+    return order
+
+
+@njit(cache=True)
 def _stable_by_token(flat, offsets, position, perm, lo, hi):
     """Reorders perm[lo:hi] by each sequence's token at `position`; ties keep their order."""
     num_sequences = hi - lo
@@ -27,7 +52,11 @@ def _stable_by_token(flat, offsets, position, perm, lo, hi):
     tokens = np.empty(num_sequences, flat.dtype)
     for i in range(num_sequences):
         tokens[i] = flat[offsets[perm[lo + i]] + position]
-    perm[lo:hi] = perm[lo:hi][np.argsort(tokens, kind="mergesort")]
+    order = _stable_order(tokens)
+    for i in range(num_sequences):
+        order[i] = perm[lo + order[i]]
+    for i in range(num_sequences):
+        perm[lo + i] = order[i]
 
 
 @njit(cache=True)
@@ -53,7 +82,7 @@ def find_prefixes(flat, offsets, perm, namespace_of):
         hi = lo
         while hi < num_sequences and namespace_of[perm[hi]] == namespace_of[perm[lo]]:
             hi += 1
-        stack[top] = (lo, hi, 0, -1)
+        stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = lo, hi, 0, -1
         top += 1
         lo = hi
     num_nodes = 0
@@ -94,7 +123,8 @@ def find_prefixes(flat, offsets, perm, namespace_of):
                     kept_from -= 1
                     perm[kept_from] = sequence
             if kept_from < end:
-                stack[top] = (kept_from, end, after, node)
+                stack[top, 0], stack[top, 1] = kept_from, end
+                stack[top, 2], stack[top, 3] = after, node
                 top += 1
             lo = end
     return (
@@ -117,7 +147,9 @@ def parents_first(parent):
             children[parent[node] + 1] += 1
         else:
             num_roots += 1
-    pointer = np.cumsum(children)
+    pointer = children
+    for node in range(num_nodes):
+        pointer[node + 1] += pointer[node]
     below = np.empty(num_nodes - num_roots, np.int64)
     fill = pointer[:-1].copy()
     order = np.empty(num_nodes, np.int64)
@@ -210,7 +242,9 @@ def preorder(parent, length, siblings):
         for k in range(child_end[node] - 1, child_begin[node] - 1, -1):
             stack[top] = siblings[k]
             top += 1
-    subtree_end = start + new_length
+    subtree_end = np.empty(num_nodes, np.int32)
+    for node in range(num_nodes):
+        subtree_end[node] = start[node] + new_length[node]
     for node in range(num_nodes - 1, -1, -1):
         above = new_parent[node]
         if above >= 0 and subtree_end[node] > subtree_end[above]:

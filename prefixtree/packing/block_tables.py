@@ -182,6 +182,7 @@ def build_tables(
     k_cost, k_ptr, k_runs, pieces, piece_cost, slots = costs.cut_pieces(
         k_ptr, k_runs, shape.piece_tiles
     )
+    costliest_first = np.argsort(-piece_cost, kind="stable")
     arrays = {
         "q_tiles": q_tiles,
         "k_tiles": k_tiles,
@@ -196,8 +197,8 @@ def build_tables(
         "k_cost": k_cost,
         "k_ptr": k_ptr,
         "k_runs": k_runs,
-        "pieces": pieces,
-        "piece_cost": piece_cost,
+        "pieces": pieces[costliest_first],
+        "piece_cost": piece_cost[costliest_first],
         "slots": slots,
     }
     return BlockTables(**{name: torch.from_numpy(array) for name, array in arrays.items()})

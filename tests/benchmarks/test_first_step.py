@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -36,9 +35,8 @@ def test_what_a_process_says_is_seen(
     python.write_text("#!/bin/sh\necho compiling, please wait >&2\nexit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    options = Namespace(device="cpu", dtype="float32", scale=1.0, compiled=True)
     with pytest.raises(RuntimeError, match="the cold process ended with 3"):
-        first_step.run_cold_and_warm("qwen3-0.6b", options)
+        first_step.run_cold_and_warm(lambda began: ["-c", "pass"])
     assert capfd.readouterr().err == "compiling, please wait\n"
 
 
@@ -61,3 +59,13 @@ def test_operators_are_summed_by_backend() -> None:
     _, table = first_step.tables(run)
     cells = [column.cell(row) for column in table.columns]
     assert "flash 50.5, flash_qla 15.0" in cells
+
+
+def test_a_line_per_side() -> None:
+    first = {"seconds": 60.0, "generate": 20.5, "update": 38.25}
+    row = {"side": "trl", "caches": "cold", "first": first, "loops": 7.5, "later": None}
+    run = {"environment": {"torch": "2", "gpu": "a GPU", "commit": "c"}, "rows": [row]}
+    _, table = first_step.tables(run)
+    cells = {column.head: column.cell(row) for column in table.columns}
+    assert cells["trainer"] == "trl" and cells["generation in it"] == "20.5"
+    assert cells["our loops, s"] == "7.5" and cells["later ones"] == ""

@@ -6,9 +6,14 @@
 
 No class of TRL is changed: the trainers are subclasses that override a few methods.
 `use_tree_attention` replaces the attention that AsyncGRPO asks for, for all models of the process.
-`contract.py` names what they rely on; a TRL in which that has changed is refused.
+`contract.py` names what they rely on; a TRL in which that has changed is refused. The module of a
+trainer, and TRL's with it, is imported where its name is.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from prefixtree.errors import near_name
 from prefixtree.integrations.common import require
 
 # runs before the modules that import TRL
@@ -16,8 +21,7 @@ require(__name__, "trl", "prefixtree-attention[trl]")
 
 from prefixtree.integrations.trl.contract import TESTED, importing  # noqa: E402
 
-# another TRL may not have all that these import
-with importing():
+if TYPE_CHECKING:
     from prefixtree.integrations.trl.data_set_trainers import (
         PrefixTreeDPOTrainer,
         PrefixTreeSFTTrainer,
@@ -42,3 +46,28 @@ __all__ = [
     "tree_rollouts",
     "use_tree_attention",
 ]
+
+_MODULES = {
+    "PrefixTreeDPOTrainer": "data_set_trainers",
+    "PrefixTreeGRPOTrainer": "grpo",
+    "PrefixTreeKTOTrainer": "kto",
+    "PrefixTreeRLOOTrainer": "rloo",
+    "PrefixTreeRewardTrainer": "reward",
+    "PrefixTreeSFTTrainer": "data_set_trainers",
+    "ShareDropout": "dropout",
+    "tree_rollouts": "rollouts",
+    "use_tree_attention": "tree_rows",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        mend = near_name(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{mend}")
+    # another TRL may not have all that the module imports
+    with importing():
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

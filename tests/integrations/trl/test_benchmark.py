@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.cases import distill, learn, run
-from benchmarks.lib import trl_check
+from benchmarks.cases import distill, first_step, learn, run
+from benchmarks.lib import trl_check, trl_first_step
 from benchmarks.lib.trl_steps import (
     PARTS,
     REPLY,
@@ -156,6 +157,48 @@ def answer(work: Work, row: int, completion: list[int]) -> list[int] | None:
     reply = work.reply()
     assert reply is not None
     return reply(row, [0] * (before + 1)) if before < work.replies else None
+
+
+@pytest.mark.full
+def test_first_steps_cold_and_warm(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "first.json"
+    arguments = [*TINY[:-2], "--trainer", "trl", "--steps", "3", "--stock-steps", "2"]
+    assert first_step.main([*arguments, "--sides", SIDES[-1], "trl", "--out", str(out)]) == 0
+    rows = result(out)["rows"]
+    cold, warm, *stock = rows
+    assert [row["caches"] for row in rows] == ["cold", "warm"] * 2
+    # numba compiles our loops in the first process alone, and TRL has none
+    assert cold["loops"] > 1 and [row["loops"] for row in (warm, *stock)] == [0.0] * 3
+    for row in rows:
+        parts = row["import"] + row["model"] + row["first"]["seconds"]
+        assert 0 <= row["total"] - parts < 0.2 * row["total"]
+        assert len(row["steps"]) == (2 if row["side"] == "trl" else 3)
+    assert warm["later"] == warm["steps"][2]["seconds"] and stock[0]["later"] is None
+    assert capsys.readouterr().out.count("4 green, 0 out of memory, 0 red") == 1
+
+
+def first_steps(side: str) -> dict[str, Any]:
+    options = Namespace(**vars(OPTIONS), dtype="float32")
+    return trl_first_step.run(time.time(), side, [2, 4, 20, 8, 4, 2, 0, 512], 2, options)
+
+
+def test_a_first_step_whose_log_p_is_off_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = first_steps("prefixtree+tree")
+    assert row["red"] == [] and row["errors"]["side"] < 1e-5
+    right = PrefixTreeGRPOTrainer._get_per_token_logps_and_entropies
+
+    def off(self: Any, *given: Any, **options: Any) -> Any:
+        logps, *rest = right(self, *given, **options)
+        return logps + 0.002, *rest
+
+    monkeypatch.setattr(PrefixTreeGRPOTrainer, "_get_per_token_logps_and_entropies", off)
+    row = first_steps("prefixtree+tree")
+    assert row["red"] == ["log p of the first step 0.002 off, at most 0.001"] and "first" not in row
+    errors = {"side": 0.1, "plain": 0.04}
+    assert trl_first_step.wrong("trl", [0.0, 0.1], 2, errors) == []
+    assert trl_first_step.wrong("prefixtree", [0.0, 0.1], 2, errors) != []
+    assert trl_first_step.wrong("trl", [0.0, float("nan")], 2, errors) != []
+    assert trl_first_step.wrong("trl", [0.0], 1, {"side": float("nan"), "plain": 0.0}) != []
 
 
 def test_replies() -> None:

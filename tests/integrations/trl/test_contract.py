@@ -32,6 +32,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import contract
 from prefixtree.integrations.trl.sharding import DataSetTrainer
+from tests.support.warm import run_warm
 
 try:
     from tests.integrations.trl.async_grpo import AsyncGRPOTrainer, packing
@@ -91,6 +92,23 @@ def test_the_version_is_a_tested_one() -> None:
     assert first <= Version(trl.__version__) <= last, (
         f"these tests ran with TRL {trl.__version__}: where they all pass, widen contract.TESTED"
     )
+
+
+IMPORTS = """
+import sys
+from transformers.models.qwen3 import modeling_qwen3
+from trl import GRPOTrainer
+before = set(sys.modules)
+from prefixtree import compile_layers, sequence_logprobs
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
+print(*sorted(name for name in set(sys.modules) - before if not name.startswith("prefixtree")))
+"""
+
+
+def test_our_imports_load_nothing_that_trls_trainer_did_not() -> None:
+    """No numba, no other trainer, no model of another family."""
+    done = run_warm(IMPORTS)
+    assert (done.returncode, done.stdout.split()) == (0, [])
 
 
 def test_signatures() -> None:
