@@ -62,7 +62,8 @@ class Teacher:
 
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
-            eval mode, with the tokenizer of the model that is scored.
+            eval mode, with the tokenizer of the model that is scored. It may be that model, as
+            with `disable_adapter()`, if its lm_head is linear.
         packed: the packed forest that is scored, on the model's device, or one that holds all its
             sequences; or a MicroBatch, as in `sequence_logprobs`.
         loss_mask: that of `sequence_logprobs`, or one that scores more. Default: every token is
