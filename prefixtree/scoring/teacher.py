@@ -84,6 +84,12 @@ class Teacher:
         loss_mask = own_of(packed, 1.0, loss_mask)[1]
         packed = packed_of(packed, "Teacher", lambda: device_of(find_causal_lm(model)))
         causal_lm = find_causal_lm(model)
+        if packed.forest.routes is not None:
+            raise UnsupportedError(
+                "the forest has recorded routes, which are of the model that is scored, and a "
+                "Teacher replays none: give Teacher the packed forest of the same sequences "
+                "without routes="
+            )
         # found on the host: packed.edges would have to come back from the device
         rows = np.unique(find_edges(packed, 1.0, loss_mask).predictor)
         row = np.full(packed.num_tokens, -1)

@@ -125,6 +125,9 @@ def test_what_a_teacher_must_be(monkeypatch):
     del teacher.forward
     # nothing is left changed
     assert "forward" not in vars(teacher.lm_head)
+    routed = pt.PrefixForest.from_sequences([[3, 4]], routes=[np.array([[[0, 1]], [[1, 2]]])])
+    with pytest.raises(UnsupportedError, match="a Teacher replays none: give Teacher the packed"):
+        Teacher(teacher, pt.pack(routed))
     teacher.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedError, match="attn_implementation"):
         Teacher(teacher, ragged_packed())
