@@ -319,8 +319,7 @@ def _check_of_teacher(lm_head: nn.Module, plain: bool) -> None:
     if not plain:
         raise UnsupportedError(
             "the Teacher is the model that is scored, and its output embedding "
-            f"({type(lm_head).__name__}) is no plain linear one: give Teacher a copy of the model, "
-            "or leave lm_head out of target_modules"
+            f"({type(lm_head).__name__}) is not linear: give Teacher a copy of the model"
         )
 
 
