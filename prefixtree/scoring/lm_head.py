@@ -318,8 +318,8 @@ def _check_of_teacher(lm_head: nn.Module, plain: bool) -> None:
     """Refuses an adapter, which may have been off when the teacher was made, and is on now."""
     if not plain:
         raise UnsupportedError(
-            "the Teacher is the model that is scored, and its output embedding "
-            f"({type(lm_head).__name__}) is not linear: give Teacher a copy of the model"
+            f"the Teacher is the scored model, whose {type(lm_head).__name__} is no linear output "
+            "embedding: give Teacher a copy"
         )
 
 

@@ -86,8 +86,8 @@ class Teacher:
         causal_lm = find_causal_lm(model)
         if packed.forest.routes is not None:
             raise UnsupportedError(
-                "the forest has recorded routes, and a Teacher replays none: give Teacher the "
-                "packed forest of the same sequences without routes="
+                "a Teacher replays no recorded routes: give it the packed forest of the same "
+                "sequences without routes="
             )
         # found on the host: packed.edges would have to come back from the device
         rows = np.unique(find_edges(packed, 1.0, loss_mask).predictor)

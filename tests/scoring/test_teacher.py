@@ -103,7 +103,7 @@ def test_the_scored_model_without_its_adapters(options):
 def test_the_scored_model_with_an_adapter_on_its_head_is_no_teacher():
     model = with_random_lora(build("llama"), "lm_head")
     of_itself = Teacher(model, ragged_packed()).divergence()
-    with pytest.raises(UnsupportedError, match="the Teacher is the model that is scored"):
+    with pytest.raises(UnsupportedError, match="the Teacher is the scored model"):
         sequence_logprobs(model, ragged_packed(), measure=of_itself)
     # the next call is whole again
     sequence_logprobs(model, ragged_packed())
@@ -126,7 +126,7 @@ def test_what_a_teacher_must_be(monkeypatch):
     # nothing is left changed
     assert "forward" not in vars(teacher.lm_head)
     routed = pt.PrefixForest.from_sequences([[3, 4]], routes=[np.array([[[0, 1]], [[1, 2]]])])
-    with pytest.raises(UnsupportedError, match="a Teacher replays none: give Teacher the packed"):
+    with pytest.raises(UnsupportedError, match="a Teacher replays no recorded routes: give it"):
         Teacher(teacher, pt.pack(routed))
     teacher.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedError, match="attn_implementation"):
