@@ -134,6 +134,10 @@ def entries(name: str, values: Any, expected: str, *, ordered: bool = True) -> l
         return list(values)
     except TypeError:
         raise ForestError(f"{name} must be {expected}, got {_shown(values)}") from None
+    except RuntimeError:
+        # jagged tensors can be listed, strided ones that are nested cannot
+        _check_dense(name, values)
+        raise
 
 
 def to_numpy(values: Any, name: str) -> np.ndarray:

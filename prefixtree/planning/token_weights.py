@@ -60,7 +60,7 @@ def divisors(
         raise ValueError("constant= goes with normalization='constant', and only with it")
     count = len(drawn)
     if constant is not None:
-        return np.full(count, count * constant)
+        return np.full(count, count * float(constant))
     if not drawn.any():
         raise ValueError("no token is scored: there is nothing to take a mean of")
     if normalization == "token-mean":

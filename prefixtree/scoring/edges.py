@@ -184,6 +184,9 @@ def find_edges(
     sampling_masks: Sequence[Any] | None = None,
 ) -> ScoredEdges:
     """Finds what is scored; arguments and errors as in `sequence_logprobs`."""
+    if packed.forest.is_dummy:
+        # `MicroBatch.take` has no temperature for it, nor a set for each of its tokens
+        temperature, loss_mask, sampling_masks = 1.0, None, None
     found = _found(packed, temperature, loss_mask, sampling_masks)
     if packed.forest.routes is not None:
         _check_recorded(packed, found)

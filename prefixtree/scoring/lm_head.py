@@ -251,6 +251,7 @@ def scoring_lm_head(
         plain = is_linear(lm_head) and "forward" not in vars(lm_head)
         thread = threading.get_ident()
         handed = Handed()
+        is_scoring = False
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
             _check_whole(hidden, lm_head.weight if plain else None)
@@ -274,12 +275,21 @@ def scoring_lm_head(
             return handed.give(result)
 
         def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal is_scoring
             if threading.get_ident() != thread:
                 return lm_head_forward(hidden, *args, **kwargs)
-            return score(hidden)
+            if is_scoring:
+                # by a measure, whose teacher is this model
+                _check_of_teacher(lm_head, plain)
+                return lm_head_forward(hidden, *args, **kwargs)
+            is_scoring = True
+            try:
+                return score(hidden)
+            finally:
+                is_scoring = False
 
         def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            if threading.get_ident() == thread:
+            if threading.get_ident() == thread and not is_scoring:
                 handed.keep(output)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -302,6 +312,15 @@ def scoring_lm_head(
         changes.set(lm_head, forward=torch.compiler.disable(own_score))
         changes.set(causal_lm, forward=torch.compiler.disable(forward, recursive=False))
         yield handed
+
+
+def _check_of_teacher(lm_head: nn.Module, plain: bool) -> None:
+    """Refuses an adapter, which may have been off when the teacher was made, and is on now."""
+    if not plain:
+        raise UnsupportedError(
+            f"the Teacher is the scored model, whose {type(lm_head).__name__} is no linear output "
+            "embedding: give Teacher a copy"
+        )
 
 
 def _check_rows(causal_lm: Any, hidden: torch.Tensor, expected: int) -> None:

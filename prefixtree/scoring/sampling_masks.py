@@ -197,11 +197,11 @@ class OverSets:
         counts = self._counts[edges.scored_edge]
         place = self._begins[edges.scored_edge][:, None] + self._columns
         is_kept = self._columns < counts.clamp(min=1)[:, None]
-        kept = logits.gather(1, self._ids[place.where(is_kept, -1)])
-        kept = kept.masked_fill(~is_kept, -torch.inf)
-        log_sum = kept.logsumexp(1, keepdim=True)
-        log_p = logits.gather(1, edges.token[:, None]) - log_sum
-        of_kept = kept - log_sum
+        ids = self._ids[place.where(is_kept, -1)]
+        # not less logsumexp: between large logits that cancels
+        of_kept = logits.gather(1, ids).masked_fill(~is_kept, -torch.inf).log_softmax(1)
+        is_token = is_kept & (ids == edges.token[:, None])
+        log_p = of_kept.masked_fill(~is_token, 0).sum(1, keepdim=True)
         entropy = -(of_kept.exp() * of_kept.clamp(min=LEAST)).sum(1, keepdim=True)
         columns = [log_p, entropy, (counts > 0).to(log_p)[:, None]]
         if self.measure is not None:

@@ -62,7 +62,8 @@ class Teacher:
 
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
-            eval mode, with the tokenizer of the model that is scored.
+            eval mode, with the tokenizer of the model that is scored. It may be that model, as
+            with `disable_adapter()`, if its lm_head is linear.
         packed: the packed forest that is scored, on the model's device, or one that holds all its
             sequences; or a MicroBatch, as in `sequence_logprobs`.
         loss_mask: that of `sequence_logprobs`, or one that scores more. Default: every token is
@@ -83,6 +84,11 @@ class Teacher:
         loss_mask = own_of(packed, 1.0, loss_mask)[1]
         packed = packed_of(packed, "Teacher", lambda: device_of(find_causal_lm(model)))
         causal_lm = find_causal_lm(model)
+        if packed.forest.routes is not None:
+            raise UnsupportedError(
+                "a Teacher replays no recorded routes: give it the packed forest of the same "
+                "sequences without routes="
+            )
         # found on the host: packed.edges would have to come back from the device
         rows = np.unique(find_edges(packed, 1.0, loss_mask).predictor)
         row = np.full(packed.num_tokens, -1)

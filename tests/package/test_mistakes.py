@@ -109,6 +109,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"got PackedForest: .*sequence_logprobs\(model, packed\) takes",
     ),
+    "a nested mask": (
+        lambda: pt.sequence_logprobs(MODEL, PACKED, loss_mask=nested()),
+        pt.ForestError,
+        _UNBIND,
+    ),
     "a nested batch": (lambda: pt.batch_logprobs(MODEL, nested(), ONES), pt.ForestError, _UNBIND),
     "a sparse batch": (
         lambda: pt.batch_logprobs(MODEL, IDS.to_sparse(), ONES),

@@ -306,6 +306,7 @@ def test_denominators():
     assert plan.loss_weights("token-mean", masks, rank_reduction="sum").tolist() == [1 / 4] * 4
     assert plan.loss_weights("sequence-mean", masks).tolist() == [2 / 4, 0, 2 / 12, 0]
     assert plan.loss_weights("constant", constant=8).tolist() == [2 / 32] * 4
+    assert plan.loss_weights("constant", constant=2**70).tolist() == [2**-71] * 4
     assert plan.loss_weights().tolist() == [2 / 6] * 4
 
 

@@ -71,6 +71,18 @@ def test_what_a_dummy_is() -> None:
                 assert not grad.any()
 
 
+@pytest.mark.parametrize("sets", [[[], [[6], [7]]], [None, [[6], [7]]]], ids=["no set", "None"])
+def test_what_an_empty_step_takes_is_scored(sets: Any) -> None:
+    """A temperature of 0, and a rollout of which nothing is scored."""
+    plan = pt.plan_micro_batches([[3, 4, 5], [3, 4, 6, 7]], 9, min_micro_batches=3)
+    empty = next(batch for batch in plan[0] if batch.is_empty)
+    temperatures, masks, own_sets = map(empty.take, ([0.7, 1.0], [[0] * 3, [0, 0, 1, 1]], sets))
+    scores = pt.sequence_logprobs(
+        build("qwen3"), empty.packed, temperatures, masks, sampling_masks=own_sets
+    )
+    assert [len(row) for row in scores.logprobs] == [0]
+
+
 def test_a_token_that_stands_for_something_trains() -> None:
     """These losses see a single token that is no dummy."""
     model = build("qwen3_moe")

@@ -15,6 +15,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree.scoring.edges import find_edges
+from prefixtree.scoring.sampling_masks import KeptSets, OverSets
 from tests.support.models import build, gradients, logprob_and_entropy, pack_sequences
 
 # two rollouts that begin alike, and the next turn of the first: what it sampled is now prompt
@@ -99,6 +100,17 @@ def test_each_form_beside_dense_logits(form, dtype):
     for name, gradient in gradients(expected[2]).items():
         error = (gradients(model)[name] - gradient).norm() / gradient.norm()
         assert error < 1e-5, name
+
+
+def test_large_logits_do_not_cancel():
+    """As at a low temperature: what all logits have in common changes nothing."""
+    sets = KeptSets(np.array([1, 4, 7]), np.array([3]))
+    edges: Any = SimpleNamespace(scored_edge=torch.tensor([0]), token=torch.tensor([4]))
+    logits = torch.linspace(0, 1.75, 8)[None]
+    measure = OverSets(sets, None, logits.device)
+    torch.testing.assert_close(
+        measure(logits + 2**16, edges), measure(logits, edges), atol=1e-6, rtol=0
+    )
 
 
 def test_the_set_of_a_first_token_is_not_read():

@@ -22,11 +22,18 @@ from tests.support.full import mostly
 from tests.support.models import (
     AdaptedHead,
     build,
+    gradients,
     pack_sequences,
     ragged_objective,
     ragged_packed,
+    with_random_lora,
 )
 from tests.support.step_ranks import LIGHT
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
 
 
 @pytest.mark.parametrize("case", ["gemma2", "qwen3_5", "adapter", "tied", "bfloat16"])
@@ -75,6 +82,33 @@ def test_each_sequence_alone(case):
         )
 
 
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 60}], ids=str)
+def test_the_scored_model_without_its_adapters(options):
+    """Beside a copy as teacher, with gradients."""
+    found = []
+    for is_copy in (False, True):
+        model = with_random_lora(build("qwen3"), "q_proj")
+        with model.disable_adapter():
+            of_teacher = Teacher(copy.deepcopy(model) if is_copy else model, ragged_packed())
+        scores = sequence_logprobs(
+            model, ragged_packed(), measure=of_teacher.divergence(), **options
+        )
+        torch.cat(scores.measured).sum().backward()
+        found.append([torch.cat(scores.measured), *gradients(model).values()])
+    assert found[0][0].max() > 0.01
+    for same, beside_copy in zip(*found, strict=True):
+        torch.testing.assert_close(same, beside_copy)
+
+
+def test_the_scored_model_with_an_adapter_on_its_head_is_no_teacher():
+    model = with_random_lora(build("llama"), "lm_head")
+    of_itself = Teacher(model, ragged_packed()).divergence()
+    with pytest.raises(UnsupportedError, match="the Teacher is the scored model"):
+        sequence_logprobs(model, ragged_packed(), measure=of_itself)
+    # the next call is whole again
+    sequence_logprobs(model, ragged_packed())
+
+
 def test_what_a_teacher_must_be(monkeypatch):
     teacher = build("llama").eval()
     forward = teacher.forward
@@ -91,6 +125,9 @@ def test_what_a_teacher_must_be(monkeypatch):
     del teacher.forward
     # nothing is left changed
     assert "forward" not in vars(teacher.lm_head)
+    routed = pt.PrefixForest.from_sequences([[3, 4]], routes=[np.array([[[0, 1]], [[1, 2]]])])
+    with pytest.raises(UnsupportedError, match="a Teacher replays no recorded routes: give it"):
+        Teacher(teacher, pt.pack(routed))
     teacher.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedError, match="attn_implementation"):
         Teacher(teacher, ragged_packed())

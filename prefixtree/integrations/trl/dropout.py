@@ -16,6 +16,8 @@ class ShareDropout(TrainerCallback):
 
         PrefixTreeGRPOTrainer(..., peft_config=..., callbacks=[ShareDropout()])
 
+    With `disable_dropout=True`, the default of DPO, KTO and rewards, nothing is dropped, as in TRL.
+
     Args:
         seed: of the first optimizer step; each later one has the next. Default: 0.
         steps: optimizer steps that have one seed. In GRPO, those of a generation

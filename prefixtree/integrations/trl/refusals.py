@@ -23,6 +23,7 @@ from prefixtree.integrations.trl.distribution_refusals import (
 )
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.checks import set_attention, transformer_of
+from prefixtree.models.dropout import SharedDropout
 from prefixtree.models.families import (
     DROPOUT_LAYERS,
     LIGER_LAYERS,
@@ -341,6 +342,11 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     if trainer.accelerator.is_main_process:
         _warn_of_attention(trainer.args)
     for model in (m for m in models if m is not None):
+        if getattr(trainer.args, "disable_dropout", False):
+            # TRL's switch knows torch's dropouts
+            for module in model.modules():
+                if isinstance(module, SharedDropout):
+                    module.p = 0.0
         check_model(model)
         transformer = transformer_of(model)
         set_attention(transformer)

@@ -49,7 +49,10 @@ def test_equals_copies_that_draw_the_same_masks(folder: Path, maker: Maker, opti
     for kind in (maker.ours, maker.stock):
         options = {"peft_config": _adapter(), "callbacks": [ShareDropout(seed=3)]}
         rate = {"sgd": 1.0, "adamw_torch": 1e-3}[optimizer]
-        run = maker.make(kind, folder, options=options, optim=optimizer, learning_rate=rate)
+        arguments = {"disable_dropout": False} if maker is DPO else {}
+        run = maker.make(
+            kind, folder, options=options, optim=optimizer, learning_rate=rate, **arguments
+        )
         if kind is maker.stock:
             _with_own_keys(run.model)
         before = parameters(run.model)
@@ -59,6 +62,19 @@ def test_equals_copies_that_draw_the_same_masks(folder: Path, maker: Maker, opti
         assert getattr(transformer_of(run.model), SEED) == 3 + run.state.global_step - 1
         runs.append(run)
     assert min(moved) > 1e-4
+    assert_equal_runs(*runs)
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_dropout_that_is_disabled_drops_nothing(folder: Path) -> None:
+    """DPO disables it by default, after the callback shared it."""
+    runs = []
+    for kind in (DPO.ours, DPO.stock):
+        options = {"peft_config": _adapter()}
+        if kind is DPO.ours:
+            options["callbacks"] = [ShareDropout()]
+        runs.append(DPO.make(kind, folder, options=options, max_steps=1))
+        runs[-1].train()
     assert_equal_runs(*runs)
 
 
