@@ -122,7 +122,12 @@ def test_names_that_are_imported_later_complete(monkeypatch: pytest.MonkeyPatch)
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         fresh = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fresh)
+        try:
+            spec.loader.exec_module(fresh)
+        except ModuleNotFoundError:
+            # an adapter says at its import which trainer is missing; `make test-trl` has it
+            assert name.startswith("prefixtree.integrations."), name
+            continue
         assert not set(fresh.__all__) <= set(vars(fresh)), f"{name} imports all at once"
         missing = set(fresh.__all__) - set(dir(fresh))
         assert not missing, f"dir({name}) lacks {missing}"
