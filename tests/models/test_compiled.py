@@ -48,12 +48,11 @@ from tests.support.variant_configs import CANNOT_CHECKPOINT
 # its experts look at numbers, which a graph cannot; an indexer loops over paths
 _IN_PARTS = {"longcat_flash", *INDEXED}
 _COMPILED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
-# sinks and windows, experts, and a recurrence
-_TRACED_TOO = {"gpt_oss", "qwen3_5"}
-_OF_OPERATORS = ["qwen3", "gpt_oss", "qwen3_5"]
+# sinks and windows, experts, and a recurrence; plain attention is below, with modes
+_OF_OPERATORS = ["gpt_oss", "qwen3_5"]
 # every time in the matrix of tests/scoring/test_ways.py
 _IN_WAYS = {"nemotron_h", "lfm2"}
-_TRACED = [x for x in _COMPILED if x in _TRACED_TOO or x not in {*_OF_OPERATORS, *_IN_WAYS}]
+_TRACED = [x for x in _COMPILED if x not in _IN_WAYS]
 # dynamo's own look at .grad of its inputs
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -88,7 +87,7 @@ def graphs() -> int:
 )
 def test_every_family(backend, model_type):
     if backend == "eager":
-        every_time = {*_TRACED_TOO, *_OF_OPERATORS, *_IN_WAYS}
+        every_time = {*_OF_OPERATORS, *_IN_WAYS}
         alike.skip_if_repeated(model_type, every_time)
     model = build(model_type)
     want = run_packed(model, ragged_packed(), ragged_objective())

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
-from tools.rooms import PICTURE, ROOMS, ROOT, found, room_of, shown
+from tools.rooms import PICTURE, ROOMS, ROOT, room_of, shown
+from tools.rooms import found as imports_of_today
+
+found = cache(imports_of_today)
 
 PACKAGE = ROOT / "prefixtree"
 DESIGN, CHANGES = ROOT / "docs/design.md", ROOT / "docs/changes-elsewhere.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,16 @@ def test_the_tokens_that_the_page_says_fit():
         # the defaults of its class
         "Qwen3.5-9B, text": transformers.Qwen3_5TextConfig(),
     }
+
+    # rows of several GPUs differ in their number alone
+    @cache
+    def held(name: str, alone: bool) -> tuple[ModelMemory, int]:
+        if name.endswith("LoRA"):
+            return _with_adapters(shapes[name])
+        dtype, autocast = (torch.float32, torch.bfloat16) if alone else (torch.bfloat16, None)
+        memory = memory_of_config(shapes[name], dtype, autocast)
+        return memory, 16 * memory.cost.parameters
+
     page = (ROOT / "docs" / "what-fits-where.md").read_text()
     section = page.split("## Distinct tokens")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (Qwen[^|]+) \| (\d+) \| (.*) \|$", section, re.M)
@@ -115,12 +125,7 @@ def test_the_tokens_that_the_page_says_fit():
     for name, gpus, cells in rows:
         config = shapes[name]
         alone = gpus == "1"
-        if name.endswith("LoRA"):
-            memory, fixed = _with_adapters(config)
-        else:
-            dtype, autocast = (torch.float32, torch.bfloat16) if alone else (torch.bfloat16, None)
-            memory = memory_of_config(config, dtype, autocast)
-            fixed = 16 * memory.cost.parameters
+        memory, fixed = held(name, alone)
         parameters, embedding = memory.cost.parameters, config.vocab_size * config.hidden_size
         if not config.tie_word_embeddings:
             embedding *= 2

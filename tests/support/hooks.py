@@ -145,40 +145,52 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, "probe of layers", getattr(probe, "__wrapped__", probe))
 
 
+_PACKAGES = {"accelerate", "peft", "prefixtree", "torch", "transformers"}
+_IMPLEMENTED = "attn", "experts"
+
+
 def probe_each_kind_once() -> None:
-    """Of models with the same classes, configuration and dtypes, one is probed: tests build
-    thousands. Those with hooks or forwards of their own, and those that ranks share, always are."""
+    """Of models with the same code, dtypes and implementations of attention and experts, one is
+    probed: tests build thousands. Those with hooks or forwards that tests made always are. Ranks,
+    which run the same cases, probe the same models."""
     owner, name = place("probe of layers")
     probe = getattr(owner, name)
     if hasattr(probe, "__wrapped__"):
         return
-    # the forwards of classes, whose addresses are part of a kind, live as long
-    passed: dict[Any, list[Any]] = {}
+    passed: set[Any] = set()
 
     @wraps(probe)
     def once(model: Any, transformer: Any, device: torch.device) -> Any:
         modules = list(transformer.modules())
-        is_plain = not any(
-            m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
-        )
-        if not is_plain or owner.is_sharded(model):
+        added = [(number, *code) for number, m in enumerate(modules) for code in _added(m)]
+        if any(package not in _PACKAGES for _, package, _ in added):
             return probe(model, transformer, device)
-        config = transformer.config
+        configs = transformer.config, transformer.config.get_text_config()
         kind = (
-            owner.state_of(transformer),
-            repr(config),
-            tuple(vars(c).get("_attn_implementation") for c in (config, config.get_text_config())),
-            frozenset((p.dtype, p.device) for p in transformer.parameters()),
+            type(model),
+            tuple((type(m), type(m).forward, m.training) for m in modules),
+            tuple(added),
+            tuple(vars(c).get(f"_{x}_implementation") for c in configs for x in _IMPLEMENTED),
+            frozenset((type(p), p.dtype, p.device) for p in transformer.parameters()),
             torch.is_autocast_enabled(device.type),
         )
         if kind in passed:
             return None
         found = probe(model, transformer, device)
         if found is None:
-            passed[kind] = [type(m).forward for m in modules]
+            passed.add(kind)
         return found
 
     setattr(owner, name, once)
+
+
+def _added(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """The packages and names of its hooks, and of a forward of its own."""
+    found = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    found += [vars(module)["forward"]] if "forward" in vars(module) else []
+    plain = [inspect.unwrap(getattr(x, "func", x)) for x in found]
+    named = [x if hasattr(x, "__qualname__") else type(x) for x in plain]
+    return [(str(x.__module__).partition(".")[0], x.__qualname__) for x in named]
 
 
 # ---- gradients that are lost: what comparisons must notice ---------------------------------------

@@ -35,7 +35,7 @@ WORLD_SIZE = 2
 # seconds until ranks count as hanging; a busy machine is slow
 LIMIT = 900
 # what nearly every rank imports and does first, and starts no thread
-_PRELOADED = ["numba", "transformers.modeling_utils", "peft", "tests.support.first_run"]
+_PRELOADED = ["tests.support.first_run"]
 
 
 def results_of(runs: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -148,6 +148,7 @@ def _main(
         importlib.import_module("tests.support.hooks").probe_each_kind_once()
     # what is imported stays: nothing looks through it, as in tests/conftest.py
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 50)
     result = on_rank(rank, folder, *arguments)
     # in one go: others wait for the name
