@@ -43,8 +43,8 @@ def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | Non
         _check_bitsandbytes(name, module)
         return
     # experts keep all their weights in one
-    for weight in module._parameters.values():
-        if weight is not None and _one_scale_of(module, _local(weight)):
+    for weight in module.parameters(recurse=False):
+        if _one_scale_of(module, _local(weight)):
             raise UnsupportedError(
                 f"{name} ({type(module).__name__}) quantises its input with one scale for all "
                 "tokens of a call, so a token's output depends on which others stand beside it: "
@@ -154,8 +154,6 @@ _INSTEAD = (
 
 def _one_scale_of(module: Any, weight: Any) -> bool:
     """Whether torchao quantises a layer's input with one scale (`Float8Linear`, tensor classes)."""
-    if type(weight) is nn.Parameter and "config" not in vars(module):
-        return False
     granularities = []
     cast: Any = getattr(vars(module).get("config"), "cast_config_input", None)
     if getattr(getattr(cast, "scaling_type", None), "name", None) == "DYNAMIC":
