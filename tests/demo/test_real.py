@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from prefixtree.demo import pretrained, real
 from prefixtree.demo.tasks import Sums
@@ -218,7 +218,7 @@ def test_the_model_is_written_once_and_whole(
     assert not list(place.parent.iterdir())
     for _ in range(2):
         assert real.save_real_model(place, gguf=Path("x"), announce=written.append) == place
-    assert written == [f"{place}: writing SmolLM2-135M-Instruct there, once (half a minute)"]
+    assert written == [f"{place}: writing x there, once (half a minute)"]
     # an empty folder is taken, and what holds something else is left as it is
     (tmp_path / "empty").mkdir()
     real.save_real_model(tmp_path / "empty", gguf=Path("x"))
@@ -235,12 +235,25 @@ def test_another_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained", lambda *a, **k: byte_tokenizer()
     )
-    monkeypatch.setattr(real, "gguf_file", lambda: Path("x.gguf"))
+    monkeypatch.setattr(real, "gguf_file", lambda: Path(real.NAME))
     result = run("demo", "--real", "--folder", tmp_path / "new")
     assert result.exit_code == 2 and not (tmp_path / "new").exists()
     said = result.stderr.splitlines()[-1]
     assert "reads another tokenizer from SmolLM2-135M-Instruct.Q4_1.gguf" in said
     assert "convert it with transformers 5.23 or later" in said
+
+
+def test_another_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer is its own, and what was read from a GGUF is saved."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.hf_quantizer, model.config.quantization_config = object(), {"quant_method": "gguf"}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: byte_tokenizer())
+    with monkeypatch.context() as read:
+        read.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: model)
+        real.save_real_model(tmp_path / "other", torch.bfloat16, Path("other.gguf"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    assert written.dtype == torch.bfloat16 and not hasattr(written.config, "quantization_config")
+    assert (tmp_path / "other" / "tokenizer.json").exists()
 
 
 def test_a_folder_without_a_chat_template(folder: Path, tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def properties(paths: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """What stands between the markers of the page."""
     rows, updates = "", {}
-    for test, found in results.items():
+    # workers end in any order
+    for test, found in sorted(results.items()):
         if case := re.search(r"\[(.+)-(.+)-(.+)\]", test):
             pairs = zip(found["packed"][:3], found["replicated"][:3], strict=True)
             figures = " | ".join(f"{a:.1e}/{b:.1e}" for a, b in pairs)

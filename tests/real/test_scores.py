@@ -64,8 +64,8 @@ def test_packed_is_as_near_float64_as_sequences_alone(
 
 def test_the_page_has_each_case() -> None:
     """`make real` writes it."""
-    names = re.findall(r"^\| (.+?) \| \d", PAGE.read_text(), re.MULTILINE)
-    assert names == [name_of(*case) for case in CASES]
+    names = re.findall(r"^\| (.+?) \| \d", PAGE.read_text().split("<!-- real -->")[1], re.MULTILINE)
+    assert sorted(names) == sorted(name_of(*case) for case in CASES)
 
 
 @pytest.mark.xdist_group("values")

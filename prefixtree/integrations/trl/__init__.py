@@ -19,7 +19,9 @@ from prefixtree.integrations.common import require
 # runs before the modules that import TRL
 require(__name__, "trl", "prefixtree-attention[trl]")
 
-from prefixtree.integrations.trl.contract import TESTED, importing  # noqa: E402
+from prefixtree.integrations.trl.contract import TESTED, check_oldest, importing  # noqa: E402
+
+check_oldest()
 
 if TYPE_CHECKING:
     from prefixtree.integrations.trl.data_set_trainers import (

@@ -86,15 +86,19 @@ TREE_KEYWORDS = (
 )
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Refuses a TRL older than the first from which the adapter can import, or without a name."""
+def check_oldest() -> None:
+    """Refuses a TRL older than the first from which the adapter can import."""
     if Version(trl.__version__) < Version(TESTED[0]):
         raise UnsupportedError(
             f"prefixtree.integrations.trl needs TRL {TESTED[0]} or newer, this is TRL "
             f"{trl.__version__}: pip install 'trl=={TESTED[1]}' (it is tested with "
             f"{' to '.join(TESTED)})"
         )
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Refuses a TRL without a name that the adapter imports."""
     try:
         yield
     except ImportError as problem:
