@@ -31,6 +31,7 @@ from prefixtree.testing.compare import (
     scored_tokens,
     worst_difference,
 )
+from prefixtree.testing.judge import FLOAT32
 from prefixtree.testing.models import Setting, build
 
 TASK: Task = Sums(shots=8)
@@ -40,8 +41,8 @@ COMPARED = 4, 2
 # questions that are never trained on, and samples of each
 HELD_OUT, HELD_OUT_SAMPLES = 24, 4
 LEARNING_RATE = 5e-6
-# of log p, and of a parameter's gradient, whose rounding is 2.6e-4 in either way with such weights
-LIMITS = {"logprobs": 1e-4, "gradients": 1e-3}
+# those of `verify`
+LIMITS = {"logprobs": FLOAT32.scores, "gradients": FLOAT32.parameter}
 
 
 @dataclass(frozen=True)

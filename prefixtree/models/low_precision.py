@@ -113,10 +113,16 @@ def check_repacked(model: nn.Module) -> None:
     On a CPU with AVX512-BF16, bitsandbytes (0.50) stores a weight anew, for good, in the first
     forward in evaluation mode whose input wants no gradient: that of a probe, or of old scores.
     """
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("bitsandbytes.nn")
+    ]
+    # every call of every model comes here
+    if not layers:
+        return
     paths = GradientPaths(model)
-    for name, module in model.named_modules():
-        if not type(module).__module__.startswith("bitsandbytes.nn"):
-            continue
+    for name, module in layers:
         weight: Any = getattr(module, "weight", None)
         state = getattr(weight, "quant_state", None)
         was = getattr(state, "packing_format_for_cpu", False)

@@ -15,7 +15,11 @@ import torch
 from torch import nn
 
 from prefixtree.kernels.attention.api import checked_call
-from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.kernels.attention.operator import (
+    OPTIONS,
+    TREE_ATTENTION,
+    TREE_ATTENTION_BACKWARD,
+)
 from prefixtree.kernels.operators import new_library, register, uncompiled
 from prefixtree.packing.host_mask import held_by, make_handle
 from prefixtree.parallel.attention import KeyValueExchange, PartMask
@@ -132,7 +136,6 @@ def _fake_backward(dout, dlse, q, keys, values, sinks, *rest):
 
 
 _part_library = new_library("_part_library")
-_NUMBERS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 # (own keys, own values) -> those of the part, K rows each
 _PART_ROWS = register(
     _part_library,
@@ -146,25 +149,11 @@ _PART_BACKWARD = register(
     _part_library,
     "part_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor keys, Tensor values, Tensor? sinks, Tensor out, "
-    f"Tensor lse, Tensor handle, {_NUMBERS}, Tensor? chosen, Tensor call, bool gives, SymInt own) "
+    f"Tensor lse, Tensor handle, {OPTIONS}, Tensor? chosen, Tensor call, bool gives, SymInt own) "
     "-> Tensor[]",
     _backward,
     _fake_backward,
 )
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    call: torch.Tensor,
-    handle: torch.Tensor,
-    num_rows: int,
-    *options: Any,
-) -> torch.Tensor:
-    out: torch.Tensor = _attended(q, k, v, sinks, call, handle, num_rows, options)[2]
-    return out
 
 
 def _attended(
@@ -175,7 +164,7 @@ def _attended(
     call: torch.Tensor,
     handle: torch.Tensor,
     num_rows: int,
-    options: tuple[Any, ...],
+    *options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Computes the part's keys and values, out and lse."""
     # two operators: a checkpoint that keeps attention keeps no rows of others
@@ -183,21 +172,16 @@ def _attended(
     return keys, values, *TREE_ATTENTION(q, keys, values, sinks, handle, *options, False, None)
 
 
+def _forward(*arguments: Any) -> torch.Tensor:
+    return _attended(*arguments)[2]
+
+
 class _PartAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        call: torch.Tensor,
-        handle: torch.Tensor,
-        num_rows: int,
-        options: tuple[Any, ...],
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        q, _, _, sinks, call, handle, _, *options = arguments
         with torch._C._AutoDispatchBelowAutograd():
-            keys, values, out, lse = _attended(q, k, v, sinks, call, handle, num_rows, options)
+            keys, values, out, lse = _attended(*arguments)
         ctx.save_for_backward(q, keys, values, sinks, out, lse, handle, call)
         ctx.options = options
         return out
@@ -212,34 +196,26 @@ class _PartAttention(torch.autograd.Function):
         attention = dout, None, *tensors, handle, *ctx.options, None
         dq, *others = _PART_BACKWARD(*attention, call, gives, dout.shape[0])
         dk, dv = others[:2] if gives else (None, None)
-        return dq, dk, dv, None if sinks is None else others[-1], None, None, None, None
+        none = (None,) * (len(ctx.needs_input_grad) - 4)
+        return dq, dk, dv, None if sinks is None else others[-1], *none
 
 
 @uncompiled
-def _differentiable(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    call: torch.Tensor,
-    handle: torch.Tensor,
-    num_rows: int,
-    *options: Any,
-) -> torch.Tensor:
+def _differentiable(*arguments: Any) -> torch.Tensor:
     """The operator's kernel for autograd."""
-    inputs = q, k, v, sinks
+    inputs = arguments[:4]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        out: torch.Tensor = _PartAttention.apply(*inputs, call, handle, num_rows, options)
+        out: torch.Tensor = _PartAttention.apply(*arguments)
         return out
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward(*inputs, call, handle, num_rows, *options)
+        return _forward(*arguments)
 
 
 _PART_ATTENTION = register(
     _part_library,
     "part_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor call, Tensor handle, SymInt num_rows, "
-    f"{_NUMBERS}) -> Tensor",
+    f"{OPTIONS}) -> Tensor",
     _forward,
     lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
 )

@@ -54,8 +54,9 @@ class DataSetTrainer(PackedTrainer, BeforeTRL):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(self.trl_class)
         super().__init__(*args, **kwargs)
-        options = {"verified": self.verified, "deepspeed": self.serves_deepspeed}
-        self._start(recompute, self.refused, **options)
+        self._start(
+            recompute, self.refused, verified=self.verified, deepspeed=self.serves_deepspeed
+        )
         self._sharing = SharingReport(self, self._advice(), recompute=self._recompute)
         self._started()
 

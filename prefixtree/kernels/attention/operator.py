@@ -102,12 +102,12 @@ def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
 # the fields of `Options`; the forward gets `wide` too, so that it takes a backend whose backward
 # serves it. `chosen` has no default: torch hands arguments on without those at the end that have
 # theirs
-_OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
+OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 TREE_ATTENTION = register(
     _library,
     "tree_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
-    f"{_OPTIONS}, bool lse_used, Tensor? chosen) -> (Tensor, Tensor)",
+    f"{OPTIONS}, bool lse_used, Tensor? chosen) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
@@ -116,7 +116,7 @@ TREE_ATTENTION_BACKWARD = register(
     _library,
     "tree_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
-    f"Tensor lse, Tensor handle, {_OPTIONS}, Tensor? chosen) -> Tensor[]",
+    f"Tensor lse, Tensor handle, {OPTIONS}, Tensor? chosen) -> Tensor[]",
     _backward,
     _fake_backward,
 )
