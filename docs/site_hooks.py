@@ -23,7 +23,7 @@ MOVED = {
     "tests/README.md": "tests.md",
 }
 # copied as they are, for links to them
-COPIED = "examples/"
+COPIED = ("examples/", "benchmarks/results/cpu/")
 SOURCE = {page: file for file, page in MOVED.items()}
 # a link or an image whose address is a path
 LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
@@ -57,5 +57,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _examples(root: str) -> list[str]:
-    found = (p for p in Path(root, COPIED).rglob("*") if p.is_file() and p.suffix != ".pyc")
+    files = (p for folder in COPIED for p in Path(root, folder).rglob("*"))
+    found = (p for p in files if p.is_file() and p.suffix != ".pyc")
     return sorted(p.relative_to(root).as_posix() for p in found)
