@@ -50,6 +50,7 @@
 #   sampling     1     the sampler's tests: captured steps, memory, families
 #   decode_steps 1     a whole decoding step, over the time of its bytes
 #   decode_peers ?     TreeSampler and transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
+#   decode_tries ?     compiled steps with products joined and with options of inductor, and their kernels
 #   histories    3     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
 #   distill      1     KL to a teacher beside it, and by TRL's and Liger's kernels; distill_models, the update with
@@ -443,6 +444,15 @@ decode_steps() {
 
 decode_peers() { benchmark decode_peers 590 ${DECODE_PEERS_ARGS:-}; }
 
+# prompts of 256 tokens, 256 steps: what a whole step of TRL generates
+decode_tries() {
+  ours decode_tries || return
+  local run=(limited decode_tries 200 python3 -m benchmarks decode_peers --new 256 --repeats 3 ${TRIES_ARGS:---prompt 256})
+  "${run[@]}" --sides tree-compiled tree-joined --profile --out "$out/decode_tries.json"
+  "${run[@]}" --sides tree-joined --inductor combo_kernels=1 --out "$out/decode_tries_combo.json"
+  [[ -z ${TRY_TUNED:-} ]] || "${run[@]}" --sides tree-compiled --inductor max_autotune_gemm=1 --out "$out/decode_tries_tuned.json"
+}
+
 histories() {
   ours histories || return
   limited histories 590 python3 -m benchmarks decode_peers "${read_rollouts[@]}" \
@@ -665,7 +675,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|first_step_trl|run|run_2gpu|run_256|run_8k|run_turns|run_curves|offloading|learn|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|decode_tries|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|first_step_trl|run|run_2gpu|run_256|run_8k|run_turns|run_curves|offloading|learn|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

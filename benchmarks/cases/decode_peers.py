@@ -11,8 +11,9 @@ and `generate` gets every prompt as many times as it has samples, as TRL gives i
 early. With --rollouts the prompts are all histories of the agent rollouts (579), each with 4
 samples of 256 new tokens; then the sides are tree and rows.
 
-    tree         `TreeSampler`; tree-compiled: with compiled layers; tree-eager: without CUDA
-                 graphs; rows: with them, and every row reads all of its keys; rows-compiled
+    tree         `TreeSampler`; tree-compiled: with compiled layers; tree-joined: these, with
+                 products of one input in one launch; tree-eager: without CUDA graphs; rows: with
+                 them, and every row reads all of its keys; rows-compiled
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled
@@ -62,6 +63,7 @@ from transformers.generation import CompileConfig
 from transformers.integrations import sdpa_attention
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
+from benchmarks.lib import sampling
 from benchmarks.lib.layers import HYBRIDS
 from benchmarks.lib.layers import config as layers_config
 from benchmarks.lib.policy import SHAPES, config
@@ -79,6 +81,7 @@ from benchmarks.lib.tables import (
     verdict,
     verdict_column,
 )
+from benchmarks.lib.timing import profiled
 from benchmarks.lib.workloads import airline_sequences
 from prefixtree import PrefixForest
 from prefixtree.sampling import TreeSampler
@@ -289,6 +292,8 @@ def compare_ours(side: str, options: argparse.Namespace) -> Row:
         return {"side": side, "red": [f"{len(ms)} steps"]}
     every = [run[0] for run in found]
     row = times_of(side, every, seconds, ms, rows, max(0.0, warm - seconds), options)
+    if options.profile:
+        print(f"{side}, {options.new} steps\n{profiled(lambda: sampled(*how))}", flush=True)
     gb = step_bytes(model, sampler, keys - rows * options.new // 2, rows) / 1e9
     return row | {"step_gb": gb, "over_bound": row["median_step_ms"] * options.bandwidth / gb}
 
@@ -402,11 +407,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--layers", type=int, help="default: 28, of a hybrid 32")
     what.add_argument("--shape", choices=(SHAPES[0], *HYBRIDS), default=SHAPES[0])
     what.add_argument("--bandwidth", type=float, default=4.0, help="TB/s; default: 4, an H200's")
+    what.add_argument(
+        "--inductor", nargs="+", default=[], help="options of compiled layers, as combo_kernels=1"
+    )
+    what.add_argument("--profile", action="store_true", help="print the kernels of a generation")
     what.add_argument("--compile-backend", default="inductor", help="on a CPU")
     what.set_defaults(repeats=1)
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
+    words = (word.split("=") for word in options.inductor)
+    sampling.INDUCTOR.update((key, bool(int(value))) for key, value in words)
     by_history = options.rollouts is not None
     options.sides = options.sides or list(HISTORY_SIDES if by_history else SIDES)
     if by_history and (others := set(options.sides) - set(OURS)):
