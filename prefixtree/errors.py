@@ -54,7 +54,9 @@ def refuse(
 
 
 def is_set(name: str, *fine: Any) -> Callable[[Any], bool]:
-    """Makes a condition: an object's attribute is none of `fine` or, by default, is true."""
+    """Makes a condition: an object's attribute, None if it lacks it, is none of `fine`.
+
+    Without `fine`: it is true."""
     if fine:
         return lambda given: getattr(given, name, None) not in fine
     return lambda given: bool(getattr(given, name, None))

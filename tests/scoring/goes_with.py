@@ -198,6 +198,13 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[Cell, Cell, Cell]]] = {
     ),
 }
 
+#: levels that have no row, in addition to plain ones, ways and events
+NO_ROW = {
+    *("windows, softcap", "sinks", "latent attention"),
+    *("embedding alone", "two vectors", "three of all", "no parameter"),
+    *("loss masks", "temperatures", "float64"),
+}
+
 _RANKS = "scoring/test_distributed.py::test_two_ranks"
 _STEPS = "scoring/test_steps_on_ranks.py::test_gradients_are_those_of_one_forward"
 _KEPT = "scoring/test_kept_trunks_on_ranks.py::test_gradients_are_those_of_micro_batches_alone"

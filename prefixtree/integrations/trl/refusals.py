@@ -33,7 +33,7 @@ from prefixtree.models.families import (
 from prefixtree.models.prepared import prepare_layers
 from prefixtree.recompute.choose import Recompute
 
-#: Arguments of every trainer (a `GRPOConfig`, `DPOConfig`, ...).
+#: Arguments (of a `GRPOConfig`, `DPOConfig`, ...) that are refused with every trainer.
 ARGUMENTS = (
     Refusal(
         "neftune_noise_alpha",
