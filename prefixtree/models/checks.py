@@ -140,7 +140,8 @@ def runs_deepspeed(model: nn.Module) -> bool:
 
 
 def has_deepspeed_hooks(module: nn.Module) -> bool:
-    """Whether DeepSpeed gathers the parameters of a module, as of all of its model."""
+    """Whether DeepSpeed's ZeRO-3 gathers the parameters of a module for its forward."""
+    # it gives all modules their hooks at once, so one module tells
     hooks = module._forward_pre_hooks.values()
     return any((foreign_module(hook) or "").startswith("deepspeed.") for hook in hooks)
 

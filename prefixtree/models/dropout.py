@@ -76,18 +76,18 @@ def share_dropout(model: _Model, seed: int) -> _Model:
     return model
 
 
-def _is_set_up(model: nn.Module) -> bool:
-    """Whether a sharded model is one whose modules know of it."""
-    # ZeRO-3 partitions what is loaded, and gives it hooks when the engine is made
-    is_loaded = runs_deepspeed(model) and not has_deepspeed_hooks(transformer_of(model))
-    return is_sharded(model) and not is_loaded
+def _is_wrapped(model: nn.Module) -> bool:
+    """Whether a model is sharded, and not only partitioned by ZeRO-3 while it was loaded."""
+    # whose hooks come later, when the engine is made
+    has_parts = runs_deepspeed(model) and not has_deepspeed_hooks(transformer_of(model))
+    return is_sharded(model) and not has_parts
 
 
 #: Refusals of a model whose dropouts would be shared.
 SHARED = (
     Refusal(
         "share_dropout",
-        _is_set_up,
+        _is_wrapped,
         "share_dropout, which changes classes of layers, is not verified in a sharded model: call "
         "it before fully_shard and the like",
     ),

@@ -60,7 +60,7 @@ def rows_of(data: TensorDict) -> Batch:
     if any(of_row is not None for of_row in sets):
         # samples that verl pads a batch with hold the first one's
         pairs = zip(sets, _trained(data, rows), strict=True)
-        rows.sampling_masks = [sets if trained.any() else None for sets, trained in pairs]
+        rows.sampling_masks = [of_row if trained.any() else None for of_row, trained in pairs]
     return rows
 
 
