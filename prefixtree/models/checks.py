@@ -139,6 +139,13 @@ def runs_deepspeed(model: nn.Module) -> bool:
     )
 
 
+def has_deepspeed_hooks(module: nn.Module) -> bool:
+    """Whether DeepSpeed's ZeRO-3 gathers the parameters of a module for its forward."""
+    # it gives all modules their hooks at once, so one module tells
+    hooks = module._forward_pre_hooks.values()
+    return any((foreign_module(hook) or "").startswith("deepspeed.") for hook in hooks)
+
+
 def check_loaded(causal_lm: nn.Module) -> None:
     """Refuses parameters on the meta device (ValueError), or partitioned and not gathered."""
     meta = next((name for name, p in causal_lm.named_parameters() if p.is_meta), None)
@@ -156,10 +163,7 @@ def check_loaded(causal_lm: nn.Module) -> None:
         ),
         None,
     )
-    # DeepSpeed gives all modules their hooks at once, so one module tells
-    hooks = causal_lm._forward_pre_hooks.values()
-    origins = [foreign_module(hook) or "" for hook in hooks]
-    if partitioned is None or any(origin.startswith("deepspeed.") for origin in origins):
+    if partitioned is None or has_deepspeed_hooks(causal_lm):
         return
     raise UnsupportedError(
         f"{partitioned} is partitioned by DeepSpeed ZeRO-3 (its shape is [0] here), and "

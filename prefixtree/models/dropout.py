@@ -21,7 +21,7 @@ from prefixtree._numbers import integer
 from prefixtree.errors import Refusal, UnsupportedError, refuse
 from prefixtree.kernels.splitmix import GAMMA, mix, wrapped
 from prefixtree.models.along_tree import along_tree
-from prefixtree.models.checks import transformer_of
+from prefixtree.models.checks import has_deepspeed_hooks, runs_deepspeed, transformer_of
 from prefixtree.models.families import KEYS, SEED
 from prefixtree.models.layers import layers_of
 from prefixtree.models.rows_alone import is_sharded
@@ -76,11 +76,18 @@ def share_dropout(model: _Model, seed: int) -> _Model:
     return model
 
 
+def _is_wrapped(model: nn.Module) -> bool:
+    """Whether a model is sharded, and not only partitioned by ZeRO-3 while it was loaded."""
+    # whose hooks come later, when the engine is made
+    has_parts = runs_deepspeed(model) and not has_deepspeed_hooks(transformer_of(model))
+    return is_sharded(model) and not has_parts
+
+
 #: Refusals of a model whose dropouts would be shared.
 SHARED = (
     Refusal(
         "share_dropout",
-        is_sharded,
+        _is_wrapped,
         "share_dropout, which changes classes of layers, is not verified in a sharded model: call "
         "it before fully_shard and the like",
     ),

@@ -41,7 +41,9 @@ class _Stream:
     def wait(self, *_: Any) -> None: ...
 
 
-def _on_cpu(make: Any) -> Any:
+def on_cpu(make: Any) -> Any:
+    """Wraps what makes tensors on a device, so that they are not on "cuda"."""
+
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         return make(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
 
@@ -80,7 +82,7 @@ def _stand_in_for_cuda() -> None:
     torch.cuda.Stream = torch.cuda.current_stream = _Stream
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
     # the schedules count tokens, and sliding windows are masked, on "cuda"
-    torch.zeros, torch.ones = _on_cpu(torch.zeros), _on_cpu(torch.ones)
+    torch.zeros, torch.ones = on_cpu(torch.zeros), on_cpu(torch.ones)
 
     from megatron.core.tensor_parallel import random
 

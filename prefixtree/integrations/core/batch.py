@@ -96,13 +96,12 @@ class Batch:
         tokens: list[np.ndarray],
         masks: list[np.ndarray] | None,
         device: torch.device,
-        sampling_masks: Sequence[Any] | None = None,
     ) -> Batch:
         """Makes a batch of rows one after another; scores stand at the token before their own."""
         lengths = np.array([len(row) for row in tokens])
         size = int(lengths.sum())
         layout = BatchLayout((1, size), np.arange(size) - 1, lengths)
-        return cls(layout, tokens, masks, device, sampling_masks=sampling_masks)
+        return cls(layout, tokens, masks, device)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Joins some rows of a jagged batch of text to a batch."""

@@ -52,9 +52,16 @@ def rows_of(data: TensorDict) -> Batch:
     if parts and np.array_equal(parts[0] + parts[1], offsets):
         lengths, prompts = np.diff(offsets), np.diff(parts[0])
         masks = [np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)]
+    rows = Batch.jagged(np.split(values, offsets[1:-1]), masks, ids.device)
     sets = _entries(data, SAMPLING_MASKS)
-    sampling_masks = None if all(of_row is None for of_row in sets) else sets
-    return Batch.jagged(np.split(values, offsets[1:-1]), masks, ids.device, sampling_masks)
+    if all(of_row is None for of_row in sets):
+        # verl's v1 trainers leave there what an agent loop adds
+        sets = [(more or {}).get(SAMPLING_MASKS) for more in _entries(data, "extra_fields")]
+    if any(of_row is not None for of_row in sets):
+        # samples that verl pads a batch with hold the first one's
+        pairs = zip(sets, _trained(data, rows), strict=True)
+        rows.sampling_masks = [of_row if trained.any() else None for of_row, trained in pairs]
+    return rows
 
 
 def add_routes(data: TensorDict, rows: Batch, has_experts: Sequence[bool], mode: str) -> None:

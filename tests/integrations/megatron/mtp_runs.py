@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from prefixtree import SequenceScores
-from prefixtree.integrations.megatron import tree_logprobs
+from prefixtree.integrations.megatron import tree_logprobs, tree_spec
 from tests.integrations.megatron.runs import (
     Case,
     Errors,
@@ -20,7 +22,7 @@ from tests.integrations.megatron.runs import (
     packed_of,
     wrapped,
 )
-from tests.support.megatron_cpu import DEVICE, in_float64
+from tests.support.megatron_cpu import DEVICE, in_float64, on_cpu
 
 LAYERS = {"mtp_num_layers": 2}
 
@@ -32,9 +34,9 @@ def make_weights(sequences: list[list[int]]) -> list[torch.Tensor]:
     return [(w * (w > 1 / 3)).to(DEVICE) for w in weights]
 
 
-def run_forest(model: Any, sequences: list[list[int]], weights: list[torch.Tensor]) -> Result:
+def run_forest(ddp: Any, sequences: list[list[int]], weights: list[torch.Tensor]) -> Result:
     """The model's loss, and the layers' with Megatron's scale and mean, from scored edges."""
-    ddp, config = wrapped(model), model.config
+    config = ddp.module.config
     masks = [[1, *(w > 0).long().tolist()] for w in weights]
     scores = tree_logprobs(ddp, packed_of(sequences), loss_mask=masks, mtp=True)
     assert isinstance(scores, SequenceScores) and scores.mtp is not None
@@ -48,10 +50,10 @@ def run_forest(model: Any, sequences: list[list[int]], weights: list[torch.Tenso
     return Result([x.detach() for x in scores.logprobs], ahead, gradients(ddp))
 
 
-def run_replicated(model: Any, sequences: list[list[int]], weights: list[torch.Tensor]) -> Result:
+def run_replicated(ddp: Any, sequences: list[list[int]], weights: list[torch.Tensor]) -> Result:
     """Megatron's forward with labels, which adds its loss of the layers to the backward."""
-    ddp, kept = wrapped(model), list[torch.Tensor]()
-    model.mtp.register_forward_hook(lambda block, args, output: kept.append(output.detach()))
+    model, kept = ddp.module, list[torch.Tensor]()
+    hook = model.mtp.register_forward_hook(lambda block, args, output: kept.append(output.detach()))
     columns: list[list[torch.Tensor]] = [[] for _ in range(1 + model.config.mtp_num_layers)]
     for sequence, w in zip(sequences, weights, strict=True):
         count = len(sequence)
@@ -63,6 +65,7 @@ def run_replicated(model: Any, sequences: list[list[int]], weights: list[torch.T
         (losses * mask).sum().backward()
         for number, hidden in enumerate(kept.pop().chunk(len(columns))):
             columns[number].append(_log_p(model, hidden, ids, number) * (w > 0))
+    hook.remove()
     return Result(columns[0], [x for column in columns[1:] for x in column], gradients(ddp))
 
 
@@ -83,6 +86,33 @@ def compared(case: Case) -> Errors:
     sequences = make_sequences()
     weights = make_weights(sequences)
     with in_float64():
-        expected = run_replicated(build(case, lambda spec: spec), sequences, weights)
+        expected = run_replicated(wrapped(build(case, lambda spec: spec)), sequences, weights)
         assert all(g.any() for g in expected.gradients.values())
-        return errors(run_forest(build(case), sequences, weights), expected)
+        return errors(run_forest(wrapped(build(case)), sequences, weights), expected)
+
+
+def updated(case: Case, steps: int = 2) -> tuple[float, float]:
+    """The largest difference of a parameter after Megatron's Adam, and the least of the largest
+    that a parameter moved."""
+    sequences = make_sequences()
+    weights = make_weights(sequences)
+    settings = OptimizerConfig(
+        # an epsilon under which a gradient that is rounding makes no step
+        **{"optimizer": "adam", "lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.1},
+        # clipping asks for CUDA's tensors
+        **{"clip_grad": 0.0, "params_dtype": case.dtype},
+    )
+    found, moved = [], []
+    for run, spec in ((run_forest, tree_spec), (run_replicated, lambda spec: spec)):
+        with in_float64(), patch.object(torch, "tensor", on_cpu(torch.tensor)):
+            ddp = wrapped(build(case, spec), whole=True)
+            optimizer = get_megatron_optimizer(settings, [ddp])
+            start = [p.detach().clone() for p in ddp.parameters()]
+            for _ in range(steps):
+                ddp.zero_grad_buffer()
+                optimizer.zero_grad()
+                run(ddp, sequences, weights)
+                assert optimizer.step()[0]
+        found.append([p.detach() for p in ddp.parameters()])
+        moved += [float((p - q).abs().max()) for p, q in zip(found[-1], start, strict=True)]
+    return max(float((p - q).abs().max()) for p, q in zip(*found, strict=True)), min(moved)

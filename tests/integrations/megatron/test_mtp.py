@@ -22,7 +22,7 @@ from prefixtree.integrations.megatron import (
 from prefixtree.integrations.megatron.refusals import MTP
 from prefixtree.integrations.megatron.states import ForestDeltaNet
 from prefixtree.packing.copies import GatherIndex
-from tests.integrations.megatron.mtp_runs import LAYERS, compared
+from tests.integrations.megatron.mtp_runs import LAYERS, compared, updated
 from tests.integrations.megatron.runs import NEWEST, Case, build, latent, moe, packed_of
 from tests.integrations.megatron.test_one_process import SELECTIVE
 
@@ -47,6 +47,12 @@ def test_equals_megatrons_loss_of_each_sequence(name: str) -> None:
     assert found.worst < 1e-13, found
 
 
+def test_an_optimizer_makes_megatrons_steps() -> None:
+    name = "tied, one layer twice, core attention recomputed"
+    apart, moved = updated(CASES[name])
+    assert apart < 1e-12 and moved > 1e-4, (apart, moved)
+
+
 def off_by_one(packed: Any) -> GatherIndex:
     rows = np.maximum(packed.mask.host.predictor - 1, -1).astype(np.int32)
     return GatherIndex(rows, packed.num_tokens, packed.device)
@@ -65,6 +71,7 @@ def test_a_mistake_is_seen(name: str) -> None:
     place, wrong = MISTAKES[name]
     with patch.object(mtp, place, wrong):
         assert compared(CASES["two layers"]).worst > 1e-2
+        assert updated(CASES["two layers"], steps=1)[0] > 1e-4
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the CPU, and all that follows (process group, plugin, engine) is accelerate's an
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer
 
 import prefixtree as pt
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, ShareDropout
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.integrations.trl import rloo_runs
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
@@ -76,6 +77,7 @@ class Case:
         rollout: makes completions. None: the model generates.
         model: the folder with the model, below the one with a Qwen3.
         lora: whether an adapter and the lm_head are trained.
+        dropout: the adapter's, shared by a callback.
         kinds: ours, and one that runs TRL's forward on our batches.
     """
 
@@ -84,23 +86,31 @@ class Case:
     rollout: Callable[..., Any] | None = rollouts
     model: str = "."
     lora: bool = False
+    dropout: float = 0.0
     kinds: tuple[type, type] = (PrefixTreeGRPOTrainer, SameOrder)
 
-    def trainer(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
+    def trainer(
+        self, kind: type[GRPOTrainer], folder: Path, seed: int = 3, **changes: Any
+    ) -> GRPOTrainer:
         options: dict[str, Any] = {}
         if self.rollout is not None:
             options["rollout_func"] = self.rollout
         if self.lora:
             from peft import LoraConfig
 
-            options["peft_config"] = LoraConfig(**LORA)
+            options["peft_config"] = LoraConfig(**LORA, lora_dropout=self.dropout)
+        if self.dropout:
+            options["callbacks"] = [ShareDropout(seed)]
         config = {k: dict(v) if isinstance(v, dict) else v for k, v in self.config.items()}
         arguments = {**ARGUMENTS, "output_dir": str(folder / "out"), **self.arguments, **changes}
         model = folder / self.model
-        return make(kind, model, model=str(model), options=options, deepspeed=config, **arguments)
+        arguments = {"deepspeed": config, **arguments}
+        return make(kind, model, model=str(model), options=options, **arguments)
 
-    def train(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
-        trainer = self.trainer(kind, folder, **changes)
+    def train(
+        self, kind: type[GRPOTrainer], folder: Path, *seed: int, **changes: Any
+    ) -> GRPOTrainer:
+        trainer = self.trainer(kind, folder, *seed, **changes)
         trainer.train()
         return trainer
 
@@ -138,6 +148,31 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     """Our trainer against TRL's forward on the same batches."""
     runs = [case.train(kind, folder) for kind in case.kinds]
     return _differences(*runs, case.starting_weights(folder))
+
+
+def dropped(case: Case, folder: Path) -> dict[str, Any]:
+    """Our trainer against itself without DeepSpeed, and how far that is from other masks."""
+    ours, other = (case.train(PrefixTreeGRPOTrainer, folder, seed) for seed in (3, 4))
+    weights = whole(other)
+    # what transformers tells accelerate
+    unset_hf_deepspeed_config()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
+    plain = case.train(PrefixTreeGRPOTrainer, folder, deepspeed=None)
+    result = _differences(ours, plain, case.starting_weights(folder))
+    # one more, as of another adapter, when the engine is there
+    lora = next(m for m in ours.model.modules() if getattr(m, "lora_dropout", None))
+    lora.lora_dropout["default"] = torch.nn.Dropout(0.2)
+    try:
+        pt.share_dropout(ours.model, 0)
+        said = "nothing"
+    except pt.UnsupportedError as error:
+        said = str(error)
+    return {
+        **result,
+        "beside": type(plain.model_wrapped).__name__,
+        "other masks": largest_difference(weights, whole(plain)),
+        "later": said,
+    }
 
 
 def generate(case: Case, folder: Path) -> dict[str, Any]:
@@ -335,6 +370,8 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "experts": (compare, Case(zero(3), BALANCED, rollouts, "experts")),
     "lora 2": (compare, Case(zero(2), {"learning_rate": 1.0}, lora=True)),
     "lora 3": (compare, Case(zero(3), {"learning_rate": 1.0, **SHORT}, None, lora=True)),
+    "dropout 2": (dropped, Case(zero(2), {"learning_rate": 1.0}, lora=True, dropout=0.2)),
+    "dropout 3": (dropped, Case(zero(3), {"learning_rate": 1.0}, lora=True, dropout=0.2)),
     "distillation 2": (distilled, Case(zero(2), DISTIL)),
     "distillation 3": (distilled, Case(zero(3), DISTIL)),
     "resume 2": (resume, Case(zero(2), SAVING, by_step)),

@@ -36,6 +36,7 @@ COMPARED = {
     "lora 3": 3,
 }
 DISTILLED = {"distillation 2": 2, "distillation 3": 3}
+DROPPED = {"dropout 2": 2, "dropout 3": 3}
 RESUMED = {"resume 2": 2, "resume 3": 3}
 Results = dict[str, dict[str, Any]]
 
@@ -57,7 +58,7 @@ def results(models: Path) -> Results:
     return launch(
         RANK,
         models,
-        *(*COMPARED, *DISTILLED, *RESUMED, "bfloat16", "without hooks"),
+        *(*COMPARED, *DROPPED, *DISTILLED, *RESUMED, "bfloat16", "without hooks"),
         DS_ACCELERATOR="cpu",
     )
 
@@ -101,6 +102,17 @@ def test_generation_layer_by_layer(results: Results) -> None:
 def test_a_rank_with_nothing_to_score(results: Results, case: str) -> None:
     scored = results[case]["scored"]
     assert scored[0] > 0 and scored[1] == 0
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_shared_dropout_is_that_without_deepspeed(results: Results, case: str) -> None:
+    """At stage 3 a model is partitioned before the callback shares its dropout."""
+    result = results[case]
+    assert_equal_runs(result)
+    assert_partitioned(result, DROPPED[case], processes=2)
+    assert result["beside"] == "DistributedDataParallel"
+    assert result["other masks"] > 1e-2
+    assert ("share_dropout" in result["later"]) == (DROPPED[case] == 3)
 
 
 @pytest.mark.parametrize("case", DISTILLED)

@@ -21,6 +21,7 @@ class Settings:
             otherwise those are left out that verl averages over micro-batches.
         images: whose rollouts hold images, "all" ranks' or the "first" one's, or None.
         routes: whether batches have recorded experts, and the actor's engine replays them.
+        masks: whether rollouts have sampling masks; with `even`, on all ranks in every batch.
         beside: the engine to compare with: verl's ("stock"), verl's on ranks that compute the same
             batch each, as it hands no states on ("undivided"), or each sequence "alone".
         epochs: of two updates each. A second one has the weights of the first.
@@ -39,6 +40,7 @@ class Settings:
     same_steps: bool = False
     images: str | None = None
     routes: bool = False
+    masks: bool = False
     beside: str = "stock"
     optimizer: str = "SGD"
     lr: float = 0.1
@@ -184,6 +186,20 @@ HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
         beside="undivided",
         engine=TWO_RANKS,
         score_tolerance=5e-5,
+    ),
+}
+
+# log p and entropies over what the sampler kept; the other engine's logits are masked by a hook
+MASK_CASES: dict[str, Settings] = {
+    "grpo, masks": Settings(masks=True, tokens=40),
+    "grpo, masks, fixed size, AdamW": Settings(
+        masks=True, tokens=None, size=8, optimizer="AdamW", lr=1e-3, tolerance=2e-5
+    ),
+    # one rank has none in its second mini-batch
+    "grpo, masks, ranks unlike": Settings(masks=True, tokens=40, even=False),
+    "grpo, masks, long sequences": Settings(masks=True, tokens=20, beside="alone"),
+    "grpo, masks, two ranks a forest": Settings(
+        masks=True, beside="undivided", engine=TWO_RANKS, tokens=40
     ),
 }
 

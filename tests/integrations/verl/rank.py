@@ -25,6 +25,7 @@ from tests.integrations.verl.cases import (
     CASES,
     HYBRID_CASES,
     HYBRID_SEQUENCE_PARALLEL_CASES,
+    MASK_CASES,
     REPLAY_CASES,
     SEQUENCE_PARALLEL_CASES,
     TRUNK_CASES,
@@ -35,7 +36,7 @@ from tests.integrations.verl.runs import batch_of, rollouts, run
 from tests.integrations.verl.vision_cases import VISION_CASES
 
 ALL_CASES = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES | TRUNK_CASES
-ALL_CASES |= HYBRID_SEQUENCE_PARALLEL_CASES | REPLAY_CASES
+ALL_CASES |= HYBRID_SEQUENCE_PARALLEL_CASES | REPLAY_CASES | MASK_CASES
 
 
 def steps(rank: int) -> dict[str, Any]:

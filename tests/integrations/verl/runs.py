@@ -53,6 +53,7 @@ from tests.integrations.verl.image_runs import (
     shown,
     vision_config,
 )
+from tests.integrations.verl.mask_runs import mask_logits, with_masks
 from tests.integrations.verl.replay_runs import force_routes, with_routes
 from tests.support import spawn
 from tests.support.family_configs import TINY
@@ -167,6 +168,8 @@ def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
     tensors |= per_sample
     if "routed_experts" in rows:
         tensors["routed_experts"] = jagged(rows["routed_experts"])
+    if "extra_fields" in rows:
+        tensors["extra_fields"] = rows["extra_fields"]
     if "position_ids" in rows:
         tensors["position_ids"] = jagged(rows["position_ids"])
         # as verl does where it gets a batch
@@ -321,6 +324,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
         rows = shown(rows, path, sees)
     if settings.routes:
         rows = with_routes(rows)
+    if settings.masks:
+        rows = with_masks(rows, VOCABULARY, everywhere=shared)
     count = len(rows["uid"])
     temperature: Any = 0.7
     if settings.temperatures:
@@ -331,6 +336,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
     actor.set_loss_fn(actor_loss(settings))
     if settings.routes and vendor != "prefixtree":
         force_routes(actor, rows)
+    if settings.masks and vendor != "prefixtree":
+        mask_logits(actor, rows)
     roles = {"actor": actor}
     infer = {}
     out = infer_with(actor, rows, calculate_entropy=True, **common)
@@ -339,6 +346,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
     if settings.algorithm == "grpo":
         other = make_worker(vendor, path, settings, forward_only=True)
         _perturb(other)
+        if settings.masks and vendor != "prefixtree":
+            mask_logits(other, rows)
         infer["ref_log_prob"] = infer_with(other, rows, **common)["log_probs"]
         batch["ref_log_prob"] = jagged(infer["ref_log_prob"])
     else:

@@ -19,7 +19,7 @@ from verl.utils import tensordict_utils as tu
 import prefixtree.integrations.verl.trainer  # noqa: F401  (registers the trainers)
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.ray_worker import CpuActorWorker
-from tests.integrations.verl.runs import batch_of, rollouts
+from tests.integrations.verl.runs import VOCABULARY, batch_of, rollouts
 from tests.integrations.verl.test_hydra import FLAGS, STOCK, configuration
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +96,8 @@ def samples(count: int) -> tuple[list[str], list[dict[str, Any]], list[dict[str,
                 "rollout_log_probs": torch.full((len(response),), -3.0),
                 "multi_modal_inputs": {},
                 "uid": rows["uid"][i],
+                # masks that keep all, which verl's padding copies
+                "extra_fields": {"sampling_masks": [[*range(VOCABULARY)]] * len(response)},
                 "num_turns": 2,
             }
         )

@@ -15,7 +15,7 @@ import torch
 from verl.utils import tensordict_utils as tu
 
 from prefixtree.integrations.verl.batches import MINI_BATCH, TRAINED_TOKENS
-from tests.integrations.verl.cases import CASES, SEQUENCE_PARALLEL_CASES
+from tests.integrations.verl.cases import CASES, MASK_CASES, SEQUENCE_PARALLEL_CASES
 from tests.integrations.verl.compare import check_same
 from tests.integrations.verl.runs import (
     actor_loss,
@@ -34,6 +34,8 @@ from tests.support.full import asked_for, mostly
 ONE = ("grpo, a temperature a sample", "grpo, one micro-batch", "grpo, AdamW", "ppo", "ppo, fsdp1")
 # every time; the others with --full
 TWO = (
+    *("grpo, masks, ranks unlike", "grpo, masks, long sequences"),
+    "grpo, masks, two ranks a forest",
     *("grpo, ranks unlike", "grpo, fixed size", "grpo, padded to buckets", "grpo, lora"),
     *("grpo, offloaded", "ppo, tied", "ppo, experts", "ppo, fsdp1, original parameters"),
 )
@@ -67,8 +69,10 @@ def test_one_rank(name: str, models: Path, record_property: Callable[..., None])
 def test_two_ranks(
     name: str, two_ranks: list[dict[tuple[str, str], Any]], record_property: Callable[..., None]
 ) -> None:
+    settings = (CASES | MASK_CASES)[name]
     for rank, results in enumerate(two_ranks):
-        differences = check_same(results[name, "stock"], results[name, "prefixtree"], CASES[name])
+        beside, packed = results[name, settings.beside], results[name, "prefixtree"]
+        differences = check_same(beside, packed, settings)
         record_property(f"differences of rank {rank}", differences)
 
 
