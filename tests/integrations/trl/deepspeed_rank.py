@@ -194,8 +194,13 @@ def samples(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def referring(case: Case, folder: Path) -> dict[str, Any]:
-    """Those whose reference is no second model: the policy without its adapter, or kept numbers."""
+    """Those with a reference: a second model, the policy without its adapter, or kept numbers."""
     return _made({"dpo": DPO, "kto": KTO}, case, folder)
+
+
+def joined(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainer for SFT on rows of several samples against TRL's."""
+    return _made({"sft": SFT}, case, folder)
 
 
 def _made(
@@ -211,7 +216,7 @@ def _made(
                 rows = maker.data(4)
                 given["train_dataset"] = rows.add_column("of", [f"{kind}"] * len(rows))
             config = {k: dict(v) if isinstance(v, dict) else v for k, v in case.config.items()}
-            arguments = {"model": str(folder), "deepspeed": config, **case.arguments}
+            arguments = {"model": str(folder / case.model), "deepspeed": config, **case.arguments}
             runs.append(maker.make(kind, folder, options=given, **arguments))
             random.seed(0)
             runs[-1].train()
@@ -362,6 +367,8 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "distillation 3": (distilled, Case(zero(3), DISTIL)),
     "samples 2": (samples, Case(zero(2), LOADED)),
     "samples 3": (samples, Case(zero(3), LOADED)),
+    "joined rows": (joined, Case(zero(3), {**LOADED, "padding_free": True, "max_length": None})),
+    "references, experts": (referring, Case(zero(3), {**LOADED, **BALANCED}, model="experts")),
     "references, lora": (referring, Case(zero(3), {**LOADED, "learning_rate": 3.0}, lora=True)),
     "references, kept": (referring, Case(zero(3), {**LOADED, "precompute_ref_log_probs": True})),
     "resume 2": (resume, Case(zero(2), SAVING, by_step)),

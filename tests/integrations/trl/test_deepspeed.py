@@ -41,6 +41,8 @@ OTHERS = {
     "distillation 3": {"on policy": 2, "gkd": 2},
     "samples 2": {"dpo": 2, "sft": 1, "kto": 2, "reward": 1},
     "samples 3": {"dpo": 2, "sft": 1, "kto": 2, "reward": 1},
+    "joined rows": {"sft": 1},
+    "references, experts": {"dpo": 2, "kto": 2},
     "references, lora": {"dpo": 1, "kto": 1},
 }
 RESUMED = {"resume 2": 2, "resume 3": 3}
