@@ -229,8 +229,8 @@ REWARDS = (
             trainer.args.use_liger_kernel
             and (trainer.args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
         ),
-        "use_liger_kernel=True with Liger's {name}, its default, needs the lm_head that a reward "
-        "model has not (TRL's trainer fails too): set liger_kernel_config={{'{name}': False}}",
+        "use_liger_kernel=True: reward models lack the lm_head that Liger's {name} needs: set "
+        "liger_kernel_config={{'{name}': False}}",
     ),
 )
 #: Refusals of `PrefixTreeGKDTrainer` and `PrefixTreeGOLDTrainer`.
@@ -252,8 +252,8 @@ ANSWERS = (
 TEXT = Refusal(
     "images",
     is_set("_is_vlm"),
-    "a processor of images is not verified with distillation and KTO, which score a teacher or a "
-    "reference from tokens alone; pass the tokenizer as processing_class",
+    "a processor of images is not verified with distillation and KTO, whose teachers and "
+    "references see none; pass the tokenizer as processing_class",
 )
 #: Refusals of every trainer with a teacher.
 DISTILLATION = (
@@ -321,20 +321,11 @@ GRPO = (
         "or install TRL 1.16",
     ),
 )
+_DIVIDED = "{name} is not verified with AsyncGRPO; use DDP, or PrefixTreeGRPOTrainer"
 #: Refusals of AsyncGRPO.
 ASYNC_GRPO = (
-    Refusal(
-        "DeepSpeed",
-        is_set("is_deepspeed_enabled"),
-        "{name} is not verified with AsyncGRPO; use DDP, or PrefixTreeGRPOTrainer, which runs "
-        "under ZeRO",
-    ),
-    Refusal(
-        "FSDP",
-        is_set("is_fsdp_enabled"),
-        "{name} is not verified with AsyncGRPO; use DDP, or PrefixTreeGRPOTrainer, which runs "
-        "under FSDP2",
-    ),
+    Refusal("DeepSpeed", is_set("is_deepspeed_enabled"), _DIVIDED),
+    Refusal("FSDP", is_set("is_fsdp_enabled"), _DIVIDED),
     Refusal(
         "router_aux_loss_coef",
         is_set("aux_loss_enabled"),
