@@ -252,7 +252,7 @@ WRAPPERS: dict[str, tuple[Cell, ...]] = {
         Refused("DeepSpeed | with group"),
         Refused("DeepSpeed | with group"),
         _SHARDED,
-        Held(f"{_TRL}deepspeed.py::test_runs_are_trls_own", "GRPO, RLOO, distillation"),
+        Held(f"{_TRL}deepspeed.py::test_other_trainers"),
         Absent("veRL has no such engine"),
     ),
     "tensor, expert parallelism": (

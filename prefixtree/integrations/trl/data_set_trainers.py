@@ -166,9 +166,6 @@ def _check_rows(input_ids: np.ndarray, labels: np.ndarray, **place: np.ndarray) 
         )
 
 
-#: Settings of the table `ALONE` that are verified with these trainers.
-_VERIFIED = ("use_liger_kernel", "torch_compile", "activation_offloading")
-
 # ---- SFT -----------------------------------------------------------------------------------------
 
 
@@ -195,7 +192,6 @@ class PrefixTreeSFTTrainer(DataSetTrainer, SFTTrainer):
 
     trl_class = SFTTrainer
     refused = SFT
-    verified = _VERIFIED
 
     def _advice(self) -> str:
         return PACKING_ADVICE if self.args.packing else DATA_SET_ADVICE
@@ -282,4 +278,3 @@ class PrefixTreeDPOTrainer(ComparesWithReference, DPOTrainer):
 
     trl_class = DPOTrainer
     reference_entries = "ref_chosen_logps", "ref_rejected_logps"
-    verified = _VERIFIED

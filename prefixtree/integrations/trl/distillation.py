@@ -53,7 +53,7 @@ class PrefixTreeDistillationTrainer(DataSetTrainer, KeepsNeighbours, Distillatio
 
     trl_class = DistillationTrainer
     refused = DISTILLATION
-    serves_deepspeed = True
+    verified = ()
 
     def _started(self) -> None:
         # the packed forward calls the wrapped student by itself
@@ -84,7 +84,7 @@ class _OfAnswers(DataSetTrainer):
     """A base before TRL's experimental trainers whose loss is a divergence at a batch's labels."""
 
     refused = (*ANSWERS, *DISTILLATION)
-    serves_deepspeed = True
+    verified = ()
 
     def _loss_temperature(self) -> float:
         """The divisor of the logits of both models in TRL's loss."""

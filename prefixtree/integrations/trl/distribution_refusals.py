@@ -25,11 +25,6 @@ DISTRIBUTIONS = (
         "sp_size to 1 (dp_replicate_size and dp_shard_size may be any)",
     ),
 )
-DEEPSPEED = Refusal(
-    "DeepSpeed",
-    is_set("is_deepspeed_enabled"),
-    "{name} is not verified with this trainer; use DDP (accelerate launch)",
-)
 
 # sections of DeepSpeed's configuration that leave alone what a forward computes. ZeRO's hooks
 # gather parameters before a module's forward, and the packed forward calls every module as an

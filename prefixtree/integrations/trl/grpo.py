@@ -54,7 +54,7 @@ class SharesGenerations(PackedTrainer, KeepsNeighbours, BeforeTRL):
         check_trainer(self.trl_class)
         super().__init__(*args, **kwargs)
         verified = "use_liger_kernel", "torch_compile", "fp16", "cast_lm_head_to_fp32"
-        self._start(recompute, GRPO, verified=verified, deepspeed=True)
+        self._start(recompute, GRPO, verified)
         # RLOO has no such setting
         if getattr(self.args, "cast_lm_head_to_fp32", False):
             for each in (self.model, self.ref_model):

@@ -16,7 +16,6 @@ from prefixtree.experts.routers import loss_function
 from prefixtree.images.inputs import check_served
 from prefixtree.integrations.trl.contract import TESTED
 from prefixtree.integrations.trl.distribution_refusals import (
-    DEEPSPEED,
     DEEPSPEED_CONFIG,
     DISTRIBUTIONS,
     FSDP,
@@ -222,6 +221,18 @@ SFT = (
         _LOGITS,
     ),
 )
+#: Refusals of `PrefixTreeRewardTrainer`.
+REWARDS = (
+    Refusal(
+        "fused_linear_cross_entropy",
+        lambda trainer: (
+            trainer.args.use_liger_kernel
+            and (trainer.args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
+        ),
+        "use_liger_kernel=True: reward models lack the lm_head that Liger's {name} needs: set "
+        "liger_kernel_config={{'{name}': False}}",
+    ),
+)
 #: Refusals of `PrefixTreeGKDTrainer` and `PrefixTreeGOLDTrainer`.
 ANSWERS = (
     Refusal(
@@ -241,8 +252,8 @@ ANSWERS = (
 TEXT = Refusal(
     "images",
     is_set("_is_vlm"),
-    "a processor of images is not verified with distillation and KTO; pass the tokenizer as "
-    "processing_class",
+    "a processor of images is not verified with distillation and KTO, whose teachers and "
+    "references see none; pass the tokenizer as processing_class",
 )
 #: Refusals of every trainer with a teacher.
 DISTILLATION = (
@@ -310,14 +321,11 @@ GRPO = (
         "or install TRL 1.16",
     ),
 )
+_DIVIDED = "{name} is not verified with AsyncGRPO; use DDP, or PrefixTreeGRPOTrainer"
 #: Refusals of AsyncGRPO.
 ASYNC_GRPO = (
-    Refusal(
-        "FSDP",
-        is_set("is_fsdp_enabled"),
-        "{name} is not verified with AsyncGRPO; use DDP, or PrefixTreeGRPOTrainer, which runs "
-        "under FSDP2",
-    ),
+    Refusal("DeepSpeed", is_set("is_deepspeed_enabled"), _DIVIDED),
+    Refusal("FSDP", is_set("is_fsdp_enabled"), _DIVIDED),
     Refusal(
         "router_aux_loss_coef",
         is_set("aux_loss_enabled"),
@@ -328,10 +336,10 @@ ASYNC_GRPO = (
 )
 
 
-def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
+def prepare_trainer(trainer: Any, verified: Collection[str]) -> None:
     """Refuses a trainer that is not verified; sets its models' attention and prepares layers."""
     check_arguments(trainer.args, verified)
-    check_distribution(trainer, deepspeed)
+    check_distribution(trainer)
     refuse(FAMILIES, trainer)
     # a trainer of rewards, and RLOO's of TRL 1.15, has none
     if getattr(trainer, "_is_vlm", False):
@@ -374,16 +382,14 @@ def check_arguments(args: Any, verified: Collection[str] = ()) -> None:
     refuse(rows, args, place="with this trainer")
 
 
-def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
+def check_distribution(trainer: Any) -> None:
     """Refuses ways to spread a model over processes that are not verified."""
-    if not deepspeed:
-        refuse([DEEPSPEED], trainer)
     if trainer.is_deepspeed_enabled:
         refuse(DEEPSPEED_CONFIG, trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
-        refuse(ALONE, trainer.args, place="under DeepSpeed")
+        refuse(ALONE, trainer.args, place="under DeepSpeed, which gathers and casts weights itself")
     if trainer.is_fsdp_enabled:
         refuse(FSDP, trainer.accelerator.state.fsdp_plugin)
-        refuse(ALONE, trainer.args, place="under FSDP2")
+        refuse(ALONE, trainer.args, place="under FSDP2, which gathers and casts weights itself")
     refuse(DISTRIBUTIONS, trainer)
 
 

@@ -16,7 +16,7 @@ from trl import RewardTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.core.batch import Batch, on_host
-from prefixtree.integrations.trl.refusals import check_attention
+from prefixtree.integrations.trl.refusals import REWARDS, check_attention
 from prefixtree.integrations.trl.sharding import DataSetTrainer
 from prefixtree.models.checks import transformer_of
 from prefixtree.scoring.values import sequence_values
@@ -43,6 +43,7 @@ class PrefixTreeRewardTrainer(DataSetTrainer, RewardTrainer):
     """
 
     trl_class = RewardTrainer
+    refused = REWARDS
 
     def compute_loss(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ BeforeTRL: Any = object
 class PackedTrainer:
     """A base before every trainer of TRL on packed forests."""
 
-    def _start(self, recompute: Recompute, rows: Iterable[Refusal] = (), **options: Any) -> None:
+    def _start(
+        self, recompute: Recompute, rows: Iterable[Refusal], verified: Collection[str]
+    ) -> None:
         """Refuses, after TRL's constructor, what is not verified, and prepares the models."""
         refuse(rows, self)
-        prepare_trainer(self, **options)
+        prepare_trainer(self, verified)
         self._recompute = check_recompute(self, recompute)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -43,20 +45,21 @@ class DataSetTrainer(PackedTrainer, BeforeTRL):
         trl_class: the class of TRL that is extended.
         refused: what is refused in addition to `prepare_trainer`.
         verified: settings of the table `ALONE` that are served.
-        serves_deepspeed: whether DeepSpeed is served (`Trainer.deepspeed` is its engine).
     """
 
     trl_class: type
     refused: tuple[Refusal, ...] = ()
-    verified: tuple[str, ...] = ()
-    serves_deepspeed = False
+    verified: tuple[str, ...] = (
+        "use_liger_kernel",
+        "torch_compile",
+        "fp16",
+        "activation_offloading",
+    )
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_trainer(self.trl_class)
         super().__init__(*args, **kwargs)
-        self._start(
-            recompute, self.refused, verified=self.verified, deepspeed=self.serves_deepspeed
-        )
+        self._start(recompute, self.refused, self.verified)
         self._sharing = SharingReport(self, self._advice(), recompute=self._recompute)
         self._started()
 

@@ -28,8 +28,9 @@ from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, ShareDropout
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.integrations.trl import rloo_runs
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
+from tests.integrations.trl.rank import adapter
 from tests.integrations.trl.runs import SameOrder, make, parameters, rollouts, worst_metric
-from tests.integrations.trl.sample_runs import ratios
+from tests.integrations.trl.sample_runs import DPO, KTO, REWARD, SFT, Maker, ratios
 
 ARGUMENTS: dict[str, Any] = {
     "optim": "sgd",
@@ -215,38 +216,69 @@ def _differences(ours: GRPOTrainer, theirs: GRPOTrainer, start: Weights) -> dict
 def distilled(case: Case, folder: Path) -> dict[str, Any]:
     """The trainers for distillation against TRL's; the teacher is saved, so that every one of them
     loads it as DeepSpeed wants it."""
-    found = {}
     makers = {"on policy": DISTILLATION, "gkd": GKD}
     if case.config["zero_optimization"]["stage"] == 2:
         # where both teachers are whole
         del makers["on policy"]
+    return _made(makers, case, folder, teacher_model=str(folder / "teacher"))
+
+
+def samples(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainers of samples against TRL's."""
+    return _made({"dpo": DPO, "sft": SFT, "kto": KTO, "reward": REWARD}, case, folder)
+
+
+def referring(case: Case, folder: Path) -> dict[str, Any]:
+    """Those with a reference: a second model, the policy without its adapter, or kept numbers."""
+    return _made({"dpo": DPO, "kto": KTO}, case, folder)
+
+
+def joined(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainer for SFT on rows of several samples against TRL's."""
+    return _made({"sft": SFT}, case, folder)
+
+
+def _made(
+    makers: dict[str, Maker], case: Case, folder: Path, **options: Any
+) -> dict[str, dict[str, Any]]:
+    found = {}
     for name, maker in makers.items():
         runs = []
         for kind in (maker.ours, maker.stock):
+            given = {**options, "peft_config": adapter()} if case.lora else dict(options)
+            if "precompute_ref_log_probs" in case.arguments:
+                # in other data, or the second trainer finds the numbers that the first has kept
+                rows = maker.data(4)
+                given["train_dataset"] = rows.add_column("of", [f"{kind}"] * len(rows))
             config = {k: dict(v) if isinstance(v, dict) else v for k, v in case.config.items()}
-            runs.append(
-                maker.make(
-                    kind,
-                    folder,
-                    model=str(folder),
-                    options={"teacher_model": str(folder / "teacher")},
-                    deepspeed=config,
-                    **case.arguments,
-                )
-            )
+            arguments = {"model": str(folder / case.model), "deepspeed": config, **case.arguments}
+            runs.append(maker.make(kind, folder, options=given, **arguments))
             random.seed(0)
             runs[-1].train()
-        parts = [*runs[0].teacher_model.parameters()]
+        others = (getattr(runs[0], name, None) for name in ("teacher_model", "ref_model"))
+        models = [runs[0].model_wrapped, *(m for m in others if m is not None)]
+        parts = [p for model in models for p in model.parameters()]
+        start, ends = case.starting_weights(folder), [whole(run) for run in runs]
         found[name] = {
-            "parameters": largest_difference(*map(whole, runs)),
-            "moved": largest_difference(whole(runs[1]), case.starting_weights(folder)),
-            "teacher": type(runs[0].teacher_model).__name__,
+            "parameters": largest_difference(*ends),
+            # an adapter starts with B at 0
+            "moved": max(
+                float((p - start.get(n, torch.zeros(()))).abs().max())
+                for n, p in ends[1].items()
+                if n in start or "lora_B" in n
+            ),
+            "models": [type(model).__name__ for model in models],
             "partitioned": sum(p.shape == (0,) for p in parts) / len(parts),
             "ratio": min(ratios(runs[0])),
         }
         if dist.get_rank() == 0:
-            found[name]["metrics"] = worst_metric(*runs)[0]
+            found[name]["metrics"] = worst_metric(*runs, wanted=_is_compared)[0]
     return found
+
+
+def _is_compared(metric: str) -> bool:
+    """Not FLOPs of the weights that happen to be gathered, nor accuracies of equal rewards."""
+    return metric not in ("total_flos", "rewards/accuracies")
 
 
 def resume(case: Case, folder: Path) -> dict[str, Any]:
@@ -351,12 +383,8 @@ SHORT = {"max_completion_length": 10}
 # with the load-balancing loss
 BALANCED = {"router_aux_loss_coef": 3.0}
 TRUNCATED = {"mask_truncated_completions": True}
-DISTIL = {
-    "use_cpu": False,
-    "per_device_train_batch_size": 3,
-    "model_init_kwargs": {"dtype": "float32"},
-    "temperature": 0.7,
-}
+LOADED = {"use_cpu": False, "model_init_kwargs": {"dtype": "float32"}}
+DISTIL = {**LOADED, "per_device_train_batch_size": 3, "temperature": 0.7}
 CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "stage 1": (compare, Case(zero(1), SHORT, None)),
     "stage 2": (compare, Case(zero(2), LONG)),
@@ -374,6 +402,12 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "dropout 3": (dropped, Case(zero(3), {"learning_rate": 1.0}, lora=True, dropout=0.2)),
     "distillation 2": (distilled, Case(zero(2), DISTIL)),
     "distillation 3": (distilled, Case(zero(3), DISTIL)),
+    "samples 2": (samples, Case(zero(2), LOADED)),
+    "samples 3": (samples, Case(zero(3), LOADED)),
+    "joined rows": (joined, Case(zero(3), {**LOADED, "padding_free": True, "max_length": None})),
+    "references, experts": (referring, Case(zero(3), {**LOADED, **BALANCED}, model="experts")),
+    "references, lora": (referring, Case(zero(3), {**LOADED, "learning_rate": 3.0}, lora=True)),
+    "references, kept": (referring, Case(zero(3), {**LOADED, "precompute_ref_log_probs": True})),
     "resume 2": (resume, Case(zero(2), SAVING, by_step)),
     "resume 3": (resume, Case(zero(3), SAVING, by_step)),
     # one iteration: a token that rounding puts on the other side of a clip drowns the rest

@@ -35,8 +35,17 @@ COMPARED = {
     "lora 2": 2,
     "lora 3": 3,
 }
-DISTILLED = {"distillation 2": 2, "distillation 3": 3}
 DROPPED = {"dropout 2": 2, "dropout 3": 3}
+# trainers other than GRPO's and RLOO's, and how many models they wrap
+OTHERS = {
+    "distillation 2": {"gkd": 2},
+    "distillation 3": {"on policy": 2, "gkd": 2},
+    "samples 2": {"dpo": 2, "sft": 1, "kto": 2, "reward": 1},
+    "samples 3": {"dpo": 2, "sft": 1, "kto": 2, "reward": 1},
+    "joined rows": {"sft": 1},
+    "references, experts": {"dpo": 2, "kto": 2},
+    "references, lora": {"dpo": 1, "kto": 1},
+}
 RESUMED = {"resume 2": 2, "resume 3": 3}
 Results = dict[str, dict[str, Any]]
 
@@ -58,7 +67,7 @@ def results(models: Path) -> Results:
     return launch(
         RANK,
         models,
-        *(*COMPARED, *DROPPED, *DISTILLED, *RESUMED, "bfloat16", "without hooks"),
+        *(*COMPARED, *DROPPED, *OTHERS, *RESUMED, "bfloat16", "without hooks"),
         DS_ACCELERATOR="cpu",
     )
 
@@ -79,6 +88,17 @@ def assert_partitioned(result: dict[str, Any], stage: int, processes: int) -> No
     assert set(result["wrappers"]) <= {"DeepSpeedEngine", "NoneType"}
     assert result["wrappers"][0] == "DeepSpeedEngine"
     assert result["partitioned"] == [float(stage == 3)] * len(result["partitioned"])
+
+
+def check_others(result: dict[str, Any], wrapped: dict[str, int], stage: int) -> None:
+    """All models are whole on every rank at stage 2, and in parts at stage 3."""
+    assert result.keys() == wrapped.keys()
+    for name, found in result.items():
+        print(name, found)
+        assert found["models"] == ["DeepSpeedEngine"] * wrapped[name]
+        assert found["partitioned"] == float(stage == 3)
+        assert found["moved"] > 1e-3 and found["ratio"] > 1.4
+        assert found["metrics"] < 1e-5 and found["parameters"] < 1e-5
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -115,15 +135,9 @@ def test_shared_dropout_is_that_without_deepspeed(results: Results, case: str) -
     assert ("share_dropout" in result["later"]) == (DROPPED[case] == 3)
 
 
-@pytest.mark.parametrize("case", DISTILLED)
-def test_distillation(results: Results, case: str) -> None:
-    """The teacher is whole on every rank at stage 2, and in parts at stage 3."""
-    for found in results[case].values():
-        print(case, found)
-        assert found["teacher"] == "DeepSpeedEngine"
-        assert found["partitioned"] == float(DISTILLED[case] == 3)
-        assert found["moved"] > 1e-3 and found["ratio"] > 1.4
-        assert found["metrics"] < 1e-5 and found["parameters"] < 1e-5
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_trainers(results: Results, case: str) -> None:
+    check_others(results[case], OTHERS[case], stage=2 if case.endswith("2") else 3)
 
 
 @pytest.mark.parametrize("case", RESUMED)
@@ -157,10 +171,13 @@ def test_partitioned_parameters_that_nothing_gathers(results: Results) -> None:
 
 
 def test_one_process(models: Path) -> None:
-    found = launch(RANK, models, "stage 2", "stage 3", processes=1, DS_ACCELERATOR="cpu")
+    cases = "stage 2", "stage 3", "references, kept"
+    found = launch(RANK, models, *cases, processes=1, DS_ACCELERATOR="cpu")
     for stage in (2, 3):
         assert_equal_runs(found[f"stage {stage}"])
         assert_partitioned(found[f"stage {stage}"], stage, processes=1)
+    # on one, as each rank keeps those of data in memory in a folder of its own
+    check_others(found["references, kept"], {"dpo": 1, "kto": 1}, stage=3)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

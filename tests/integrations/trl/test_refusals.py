@@ -24,6 +24,7 @@ from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.integrations.trl import (
     PrefixTreeGRPOTrainer,
     PrefixTreeKTOTrainer,
+    PrefixTreeRewardTrainer,
     PrefixTreeSFTTrainer,
     refusals,
     tree_rollouts,
@@ -114,7 +115,7 @@ def with_argument(**given: Any) -> Case:
 
 
 def with_deepspeed(**config: Any) -> Case:
-    return lambda run: refusals.check_distribution(run.with_deepspeed(config), deepspeed=True)
+    return lambda run: refusals.check_distribution(run.with_deepspeed(config))
 
 
 def with_fsdp(**settings: Any) -> Case:
@@ -146,7 +147,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         f"ALONE: {name}": (
             with_argument(**{name: True}),
             lambda run, name=name: refusals.check_distribution(
-                run.set_arguments(**{name: True}) and run.with_deepspeed({}), deepspeed=True
+                run.set_arguments(**{name: True}) and run.with_deepspeed({})
             ),
             lambda run, name=name: refusals.check_distribution(
                 run.set_arguments(**{name: True}) and run.with_fsdp()
@@ -158,9 +159,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         lambda run: refusals.check_distribution(
             run.set(accelerator=SimpleNamespace(parallelism_config=ParallelismConfig(tp_size=2)))
         ),
-    ),
-    "DEEPSPEED: DeepSpeed": (
-        lambda run: refusals.check_distribution(run.set(is_deepspeed_enabled=True)),
     ),
     "DEEPSPEED_CONFIG: another section": (
         with_deepspeed(hybrid_engine={"enabled": True}),
@@ -228,6 +226,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         sft(options={"compute_loss_func": lambda *args, **kwargs: torch.zeros(())}),
     ),
     "SFT: label_smoothing_factor": (sft(label_smoothing_factor=0.1),),
+    "REWARDS: fused_linear_cross_entropy": (
+        lambda run: refuse(
+            PrefixTreeRewardTrainer.refused, run.set_arguments(use_liger_kernel=True)
+        ),
+    ),
     "ANSWERS: use_uld_loss": (
         lambda run: make_gold(
             PrefixTreeGOLDTrainer,
@@ -258,6 +261,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "GRPO: top_k, top_p, min_p": tuple(
         lambda run, given=given: refuse(refusals.GRPO, run.of_newer_trl(use_vllm=True, **given))
         for given in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1})
+    ),
+    "ASYNC_GRPO: DeepSpeed": (
+        lambda run: refuse(refusals.ASYNC_GRPO, SimpleNamespace(is_deepspeed_enabled=True)),
     ),
     "ASYNC_GRPO: FSDP": (
         lambda run: refuse(refusals.ASYNC_GRPO, SimpleNamespace(is_fsdp_enabled=True)),
@@ -320,7 +326,7 @@ def test_what_is_served(run: Run) -> None:
         "gradient_clipping": "auto",
     }
     run.set(is_fsdp_enabled=False)
-    refusals.check_distribution(run.with_deepspeed(fine), deepspeed=True)
+    refusals.check_distribution(run.with_deepspeed(fine))
     refuse(refusals.GRPO, run.set_arguments(use_vllm=True, top_p=0.9))
     refuse(refusals.GRPO, run.of_newer_trl(top_p=1.0))
     run.set_arguments(torch_compile=True)

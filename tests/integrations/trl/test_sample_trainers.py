@@ -12,6 +12,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from tests.integrations.trl.runs import (
     assert_equal_runs,
+    check_half_precision,
     count_once,
     moved,
     parameters,
@@ -122,3 +123,13 @@ def test_mixed_precision(folder: Path, maker: Maker) -> None:
     print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
     assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
     assert moved(exact, folder) > 10 * worst_parameter(runs[1], exact)[0]
+
+
+@pytest.mark.full
+def test_half_precision(folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(kind: type, folder: Path, **arguments: Any) -> Any:
+        run = maker.make(kind, folder, **arguments)
+        run.train()
+        return run
+
+    check_half_precision(trained, (maker.ours, maker.stock), folder, monkeypatch)

@@ -1,5 +1,5 @@
-"""Settings that users turn on: Liger, torch.compile and offloading in DPO and SFT, a float32 head
-in GRPO."""
+"""Settings that users turn on: Liger, torch.compile and offloading in trainers of samples, a
+float32 head in GRPO."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.integrations.trl.runs import (
     tiny_config,
     train,
 )
-from tests.integrations.trl.sample_runs import DPO, SFT, Maker, make_dpo, ratios
+from tests.integrations.trl.sample_runs import DPO, KTO, REWARD, SFT, Maker, make_dpo, ratios
 from tests.support.full import mostly
 from tests.support.liger import interpret, keep_transformers
 
-MAKERS = {"dpo": DPO, "sft": SFT}
+MAKERS = {"dpo": DPO, "sft": SFT, "kto": KTO, "reward": REWARD}
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=mostly(MAKERS, ["dpo", "sft"]))
 def maker(request: pytest.FixtureRequest) -> Maker:
     return MAKERS[request.param]
 
@@ -57,7 +57,7 @@ def test_ligers_layers(folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPat
     ours, theirs = maker.trained(
         folder,
         use_liger_kernel=True,
-        liger_kernel_config={"rms_norm": False},
+        liger_kernel_config={"rms_norm": False, "fused_linear_cross_entropy": False},
         gradient_checkpointing=False,
         max_steps=1,
         gradient_accumulation_steps=1,
@@ -74,7 +74,7 @@ def test_compiled_models(folder: Path, maker: Maker) -> None:
     torch._dynamo.reset()
     ours = maker.make(maker.ours, folder, torch_compile=True, torch_compile_backend="eager")
     ours.train()
-    kinds = [ours.model_wrapped, *([ours.ref_model] if maker is DPO else [])]
+    kinds = [ours.model_wrapped, *([ours.ref_model] if maker in (DPO, KTO) else [])]
     assert {type(model).__name__ for model in kinds} == {"OptimizedModule"}
     theirs = maker.make(maker.stock, folder)
     theirs.train()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.integrations.trl import rloo_runs
 from tests.integrations.trl.runs import (
     SameOrder,
     assert_equal_runs,
+    check_half_precision,
     count_once,
     make,
     moved,
@@ -317,41 +318,11 @@ def test_mixed_precision(folder: Path, kinds: Any) -> None:
     assert moved(exact, folder) > 10 * worst_parameter(ours, exact)[0]
 
 
-class ScalesLosses:
-    """`fp16=True` on a CPU, where accelerate leaves out both autocast and the loss scale."""
-
-    scale = 2.0**16
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, backoff_factor=2.0**-24)
-        self.accelerator.native_amp = True
-        self.accelerator.scaler = scaler
-
-
 @FULL
 @KINDS
 def test_half_precision(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fp16=True`: as near to a float32 run as TRL's own; steps that overflow are skipped."""
     arguments = {**SGD, "num_iterations": 1, **kinds[2]}
-    scaled = [type(kind.__name__, (ScalesLosses, kind), {}) for kind in kinds[:2]]
-    exact = train(kinds[1], folder, **arguments)
-    ours, theirs = (train(kind, folder, fp16=True, **arguments) for kind in scaled)
-    wanted = parameters(exact.model)
-    errors = [squared_distance(parameters(run.model), wanted) for run in (ours, theirs)]
-    print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
-    assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
-    # half precision it was, and finer than bfloat16
-    assert 1e-5 < worst_parameter(ours, exact)[0] < 0.05 * moved(exact, folder)
-    assert ours.accelerator.scaler.get_scale() == 2.0**16
-    # gradients of float16 overflow
-    monkeypatch.setattr(ScalesLosses, "scale", 2.0**40)
-    ours, theirs = (train(kind, folder, fp16=True, **arguments) for kind in scaled)
-    for run in (ours, theirs):
-        norms = [log["grad_norm"] for log in run.state.log_history if "grad_norm" in log]
-        assert not math.isfinite(norms[0]) and all(map(math.isfinite, norms[1:]))
-        assert run.accelerator.scaler.get_scale() == 2.0**16
-    assert moved(theirs, folder) > 10 * worst_parameter(ours, theirs)[0]
+    check_half_precision(partial(train, **arguments), kinds[:2], folder, monkeypatch)
 
 
 @FULL
