@@ -29,7 +29,8 @@ def test_recorded_ones_change_what_runs() -> None:
     assert len({row[:3] for row in rows}) == len(rows)
     as_it_is = cache(lambda text: ast.dump(ast.parse(text)))
     for file, before, after, _ in rows:
-        if (at := place(file, before)) is not None:
-            text = (ROOT / at).read_text()
-            changed = ast.parse(mutated(text, before, after))
-            assert ast.dump(changed) != as_it_is(text), (at, before)
+        at = place(file, before)
+        assert at is not None, f"lines gone: {file}: {before}"
+        text = (ROOT / at).read_text()
+        changed = ast.parse(mutated(text, before, after))
+        assert ast.dump(changed) != as_it_is(text), (at, before)
