@@ -272,7 +272,7 @@ class CachedForward:
         # position of the first key of a row's own run, plus the keys written after it
         position_ids = torch.from_numpy(tails[:, 3] + tails[:, 2]).to(self.device)
         last = np.cumsum([len(row) for row in tokens]) - 1
-        logits = self._eager(**self._inputs(ids, position_ids))
+        logits = self._call(**self._inputs(ids, position_ids))
         return logits[torch.from_numpy(last).to(self.device)]
 
     def _inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -282,7 +282,7 @@ class CachedForward:
         return {"input_ids": ids[None], "position_ids": position_ids}
 
     def _eager(self, **inputs: Any) -> torch.Tensor:
-        # once per call of `start` or `append`: not worth a compilation
+        # once per call of `start`: not worth a compilation
         with torch.compiler.set_stance("force_eager"):
             return self._call(**inputs)
 

@@ -255,11 +255,20 @@ def test_the_numbers_of_new_tokens_may_be_unlike() -> None:
 @pytest.mark.full
 def test_compiled_layers_keep_and_go_on_from_states() -> None:
     model = build("qwen3_5").eval()
-    forest = [[3, 4, 5], [3, 4, 6, 7]]
-    expected = TreeSampler(model, 1000).sample(forest, 3, 5, Draws(seed=1))
+
+    def sample() -> Samples:
+        forest = pt.PrefixForest.from_sequences([[3, 4, 5], [3, 4, 6, 7]])
+        rows = TreeSampler(model, 1000).start(forest)
+        rows.branch(3)
+        rows.generate(3, Draws(seed=1))
+        rows.append({0: [7, 8], 1: [9]})
+        rows.generate(2, Draws(seed=2))
+        return rows.samples()
+
+    expected = sample()
     torch._dynamo.reset()
     pt.compile_layers(model, backend="eager")
-    found = TreeSampler(model, 1000).sample(forest, 3, 5, Draws(seed=1))
+    found = sample()
     assert same_samples(found, expected)
     for new, old in zip(found.logprobs, expected.logprobs, strict=True):
         torch.testing.assert_close(new, old, atol=3e-5, rtol=0)
