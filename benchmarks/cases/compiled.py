@@ -168,15 +168,17 @@ class Code:
     overwritten: int = 0
 
 
-def read(kernel: Any, warps: int, capability: int, with_loops: bool = True) -> Code:
+def read(kernel: Any, warps: int, capability: int, with_loops: bool | None = True) -> Code:
     """Reads the machine code of a compiled kernel; without its loops, which takes as long as to
-    compile it, what it uses alone."""
+    compile it, what it uses alone. None: with loops where they have spills or Hopper's products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
+        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        if with_loops is None:
+            with_loops = stack > 0 or "wgmma" in kernel.asm["ptx"]
         lines = _tool("nvdisasm", "-c", file.name).split("\n") if with_loops else []
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     shared = kernel.metadata.shared
     by_registers = 65536 // (-(-registers // 8) * 8 * warps * 32)
     by_memory = SHARED[capability] * 1024 // (shared + 1024)
@@ -253,31 +255,44 @@ def launched(found: Iterable[Config]) -> Iterator[tuple[Config, dict[str, bool]]
             yield config, part
 
 
-def _helpers(capability: int, dtype: str) -> None:
-    """Compiles the small kernels, every feature off and on; of 8.6 and 8.9 what 8.0 has not."""
+def _helpers(capability: int, dtype: str, quick: bool) -> None:
+    """Compiles the small kernels, every feature off and on; of 8.6 and 8.9 what 8.0 has not.
+
+    quick: of kernels without products half of the cases for 8.0 and the other half for 9.0, drawn
+    by parity: any two of a kernel, its features, its variant and a generation meet in one case.
+    """
     config = Config(64, 64, 4, 2)
     choice = KernelConfigs(False, 4, *[(config, config)] * 3)
+
+    def asked(*case: int) -> bool:
+        return not quick or (sum(case) + (capability >= 90)) % 2 == 0
+
     for on in (False, True):
         _index_scores(32 if on else 64, capability, dtype)
         if capability in (86, 89):
             continue
         values = statics(config, choice, (128, 128), (32, 8), **dict.fromkeys(FEATURES, on))
-        for kernel in (prepare_kernel, reduce_kernel):
+        for i, kernel in enumerate((prepare_kernel, reduce_kernel)):
             # outside a tile, HEADS and ROWS mean what they mean to `launch`
-            compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
-        for kernel in (lm_head.score_kernel, lm_head.gradient_kernel):
-            for divergence in ("", "forward", "reverse", "between"):
-                _head(kernel, on, divergence, capability, dtype)
+            if asked(on, i):
+                compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
+        for i, kernel in enumerate((lm_head.score_kernel, lm_head.gradient_kernel)):
+            for j, divergence in enumerate(("", "forward", "reverse", "between")):
+                if asked(on, i, j):
+                    _head(kernel, on, divergence, capability, dtype)
         fixed = values | {"BLOCK": 16, "HEADS": 32}
         fixed |= dict.fromkeys(("KEY", "VALUE", "KEY_PADDED", "VALUE_PADDED"), 1024)
-        for kernel in (merge_kernel, write_kernel):
+        for i, kernel in enumerate((merge_kernel, write_kernel)):
             known = {name: value for name, value in fixed.items() if name in kernel.arg_names}
-            _decode(kernel, known, config, capability, dtype)
+            if asked(on, i):
+                _decode(kernel, known, config, capability, dtype)
         for delta, dims in ((True, (128, 128)), (False, (256, 64))):
-            _recurrent(on, delta, dims, capability, dtype)
-        _choice(on, capability)
+            if asked(on, delta):
+                _recurrent(on, delta, dims, capability, dtype)
+        _choice(on, capability, asked)
     if capability == 90:
-        for heads in (128, 64):
+        # of 64 heads the number of blocks is another, and nothing else
+        for heads in (128,) if quick else (128, 64):
             _gathered(heads, dtype)
 
 
@@ -359,7 +374,7 @@ def _index_scores(heads: int, capability: int, dtype: str) -> None:
         raise SystemExit(f"{kernel.__name__} {heads} heads: {code}")
 
 
-def _choice(is_on: bool, capability: int) -> None:
+def _choice(is_on: bool, capability: int, asked: Callable[..., bool]) -> None:
     """The kernels of kernels/indexer_kernels.py and attention/triton/chosen.py: they must not
     spill, the selection on long paths but for a little beside its counts."""
     launched: list[tuple[Any, ...]] = [
@@ -369,11 +384,14 @@ def _choice(is_on: bool, capability: int) -> None:
             tile_bits.warps_of(128, keys),
             {},
         )
-        for kernel in (tile_bits.by_query_kernel, tile_bits.by_key_kernel)
+        for i, kernel in enumerate((tile_bits.by_query_kernel, tile_bits.by_key_kernel))
         for keys in (64, 128)
+        if asked(is_on, i, keys == 128)
     ]
     limit = {"maxnreg": indexer_kernels.REGISTERS}
-    for size, warps in list(indexer_kernels.SIZES.items())[-1 if is_on else 0 :]:
+    for i, (size, warps) in enumerate(list(indexer_kernels.SIZES.items())[-1 if is_on else 0 :]):
+        if not (is_on or asked(i)):
+            continue
         values = {"SIZE": size, "IS_WHOLE": not is_on}
         launched.append((indexer_kernels.best_keys_kernel, values, warps, limit))
     for kernel, values, warps, options in launched:
@@ -524,6 +542,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--candidates", action="store_true", help="also shapes that were considered")
     add("--features", action="store_true", help="every feature on, and no limit on spills")
     add("--chosen", action="store_true", help="attention to chosen keys, nothing else")
+    add(
+        "--quick",
+        action="store_true",
+        help="what this finds wrong, by fewer small kernels and loops",
+    )
     add("--out", type=Path, help="JSON")
     return parser.parse_args(arguments)
 
@@ -534,10 +557,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     capability, dtype, features = options.capability, options.dtype, options.features
     h, hk = map(int, options.heads.split("x"))
+    with_loops = None if options.quick else True
     rows, bad = [], []
     # whose features are on and off by themselves
     if not (options.chosen or features):
-        _helpers(capability, dtype)
+        _helpers(capability, dtype, options.quick)
     for pair in options.dims:
         d, dv = map(int, pair.split("x"))
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
@@ -553,16 +577,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flags = dict.fromkeys(FEATURES, features) | {"HAS_CHOSEN": is_chosen} | part
                 values = statics(config, choice, (d, dv), (h, hk), **flags)
                 binary = compiled(kernel, values, config, capability, dtype)
-                code = read(binary, config.warps, capability)
+                code = read(binary, config.warps, capability, with_loops)
                 missing = "".join(f" without {x[-2:]}" for x in part)
                 row = _row(name + missing, pair, config in chosen, config, code)
                 rows.append(row)
                 if config in chosen:
                     bad += _wrong(row, features)
-        if options.chosen:
+        # on 8.x 64 / 64 has the configuration of 128 / 128; 8.6 those of 8.0 in less shared memory,
+        # of which 256 / 256 takes most
+        repeated = capability < 90 and max(wide) < (128 if capability == 80 else 256)
+        if options.chosen or (options.quick and repeated):
             continue
         for name, config, binary in decoded(capability, (d, dv), (h, hk), dtype, features):
-            row = _row(name, pair, True, config, read(binary, config.warps, capability))
+            code = read(binary, config.warps, capability, with_loops)
+            row = _row(name, pair, True, config, code)
             rows.append(row)
             bad += _wrong(row, features)
     record = {"triton": triton.__version__, "capability": capability, "dtype": dtype,

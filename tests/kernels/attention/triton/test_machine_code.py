@@ -28,7 +28,8 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
 
         def rows(*arguments: str) -> list[dict[str, Any]]:
             out = folder / "compiled.json"
-            assert process.submit(main, [*arguments, "--out", str(out)]).result() == 0
+            asked = [*arguments, "--quick", "--out", str(out)]
+            assert process.submit(main, asked).result() == 0
             return json.loads(out.read_text())["rows"]
 
         yield rows
@@ -37,7 +38,9 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
 @pytest.mark.parametrize("capability", [80, 86, 90])
 def test_every_configuration_fits_and_does_not_spill(capability: int, compile_for: Compile) -> None:
     """Tiles of 192 / 128 are apart on Hopper alone; elsewhere they are those of 256 / 256, whose
-    products are larger."""
+    products are larger. Each row of configs.py is compiled for the GPUs that take it. Small kernels
+    are shared out between 8.0 and 9.0 (`_helpers`); decoding on 8.x leaves out head dims whose
+    configuration a larger one has."""
     dims = ["64x64", "128x128", "256x256"] + ["192x128"] * (capability == 90)
     rows = compile_for("--capability", str(capability), "--dims", *dims)
     names = {"forward", "keys", "queries", "decode"}
@@ -46,10 +49,12 @@ def test_every_configuration_fits_and_does_not_spill(capability: int, compile_fo
     if capability == 90:
         # the products run on Hopper's tensor core instructions, which take 64 rows
         wide = [row for row in rows if row["kernel"] != "decode narrow"]
+        assert all(row["loops"] for row in wide)
         assert all(loop["tensor"] > 0 for row in wide for loop in row["loops"])
     decoding = [row for row in rows if row["kernel"].startswith("decode")]
     # at most a few bytes outside the loops; so many programs that loads overlap
-    assert len(decoding) == 2 * len(dims) and all(row["stack"] <= 16 for row in decoding)
+    counts = {80: 4, 86: 2, 90: 8}
+    assert len(decoding) == counts[capability] and all(row["stack"] <= 16 for row in decoding)
     if capability == 90:
         at_128 = {row["kernel"]: row["programs"] for row in decoding if row["dims"] == "128x128"}
         assert at_128["decode wide"] >= 3 and at_128["decode narrow"] >= 8
