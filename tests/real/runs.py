@@ -29,7 +29,7 @@ from tests.support.real import chats, folder
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 # fewer for those that have a reference of their own
 SEQUENCES = {"all weights": (0, 1, 2), "LoRA": (0, 2), "QLoRA": (0, 2), "values": (0, 2)}
-MAX_STEP_TOKENS, MICRO_BATCH = 300, 560
+MAX_STEP_TOKENS, MICRO_BATCH = 200, 300
 
 
 class Far(NamedTuple):

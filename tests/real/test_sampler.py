@@ -8,7 +8,7 @@ from prefixtree.sampling import Draws, TreeSampler
 from tests.real.runs import load
 from tests.support.real import chats
 
-NEW = 24
+NEW = 16
 
 
 def test_greedy_tokens_are_those_of_generate() -> None:
