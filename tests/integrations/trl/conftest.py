@@ -55,3 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.integrations.trl.runs import save_model
 
     return save_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of one layer, for what compiles or interprets each."""
+    from tests.integrations.trl.runs import save_model, tiny_config
+
+    return save_model(tmp_path_factory.mktemp("one"), tiny_config(num_hidden_layers=1))

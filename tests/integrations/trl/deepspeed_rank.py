@@ -224,8 +224,12 @@ def distilled(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def samples(case: Case, folder: Path) -> dict[str, Any]:
-    """The trainers of samples against TRL's."""
-    return _made({"dpo": DPO, "sft": SFT, "kto": KTO, "reward": REWARD}, case, folder)
+    """The trainers of samples against TRL's; at stage 2, where weights are whole, one with a
+    reference and one with values."""
+    makers = {"dpo": DPO, "reward": REWARD}
+    if case.config["zero_optimization"]["stage"] == 3:
+        makers |= {"sft": SFT, "kto": KTO}
+    return _made(makers, case, folder)
 
 
 def referring(case: Case, folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ DROPPED = {"dropout 2": 2, "dropout 3": 3}
 OTHERS = {
     "distillation 2": {"gkd": 2},
     "distillation 3": {"on policy": 2, "gkd": 2},
-    "samples 2": {"dpo": 2, "sft": 1, "kto": 2, "reward": 1},
+    "samples 2": {"dpo": 2, "reward": 1},
     "samples 3": {"dpo": 2, "sft": 1, "kto": 2, "reward": 1},
     "joined rows": {"sft": 1},
     "references, experts": {"dpo": 2, "kto": 2},

@@ -50,12 +50,12 @@ def check(folder: Path, ours: Any, theirs: Any, **options: Any) -> None:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
-def test_ligers_layers(folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ligers_layers(one_layer: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("liger_kernel")
     keep_transformers(monkeypatch)
     interpret(monkeypatch)
     ours, theirs = maker.trained(
-        folder,
+        one_layer,
         use_liger_kernel=True,
         liger_kernel_config={"rms_norm": False, "fused_linear_cross_entropy": False},
         gradient_checkpointing=False,
@@ -64,21 +64,21 @@ def test_ligers_layers(folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPat
     )
     assert "LigerSwiGLU" in repr(ours.model)
     # the reference has transformers' MLPs, so before any update rewards are rounding
-    check(folder, ours, theirs, wanted=lambda name: name != "rewards/accuracies")
+    check(one_layer, ours, theirs, wanted=lambda name: name != "rewards/accuracies")
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_models(folder: Path, maker: Maker) -> None:
+def test_compiled_models(one_layer: Path, maker: Maker) -> None:
     """The policy, and a reference, which then has no truth value."""
     torch._dynamo.reset()
-    ours = maker.make(maker.ours, folder, torch_compile=True, torch_compile_backend="eager")
+    ours = maker.make(maker.ours, one_layer, torch_compile=True, torch_compile_backend="eager")
     ours.train()
     kinds = [ours.model_wrapped, *([ours.ref_model] if maker in (DPO, KTO) else [])]
     assert {type(model).__name__ for model in kinds} == {"OptimizedModule"}
-    theirs = maker.make(maker.stock, folder)
+    theirs = maker.make(maker.stock, one_layer)
     theirs.train()
-    check(folder, ours, theirs)
+    check(one_layer, ours, theirs)
 
 
 def test_precomputed_references_with_a_switch(

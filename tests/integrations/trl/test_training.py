@@ -329,7 +329,7 @@ def test_half_precision(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatc
 # dynamo looks at it while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @KINDS
-def test_compiled_layers(folder: Path, kinds: Any) -> None:
+def test_compiled_layers(one_layer: Path, kinds: Any) -> None:
     """`torch_compile=True`: the policy and the reference are compiled, and a few graphs serve all
     shapes."""
     arguments = {**SGD, "max_steps": 2, **kinds[2]}
@@ -337,7 +337,7 @@ def test_compiled_layers(folder: Path, kinds: Any) -> None:
     counters.clear()
     ours = train(
         kinds[0],
-        folder,
+        one_layer,
         torch_compile=True,
         torch_compile_backend="eager",
         **arguments,
@@ -345,8 +345,8 @@ def test_compiled_layers(folder: Path, kinds: Any) -> None:
     for model in (ours.model_wrapped, ours.ref_model):
         assert type(model).__name__ == "OptimizedModule"
     assert 1 <= counters["stats"]["unique_graphs"] <= 6
-    theirs = train(kinds[1], folder, **arguments)
-    assert moved(theirs, folder) > 1e-3
+    theirs = train(kinds[1], one_layer, **arguments)
+    assert moved(theirs, one_layer) > 1e-3
     assert_equal_runs(ours, theirs, kinds[3])
 
 
@@ -356,7 +356,7 @@ def test_compiled_layers(folder: Path, kinds: Any) -> None:
     "ignore:`past_key_values` is deprecated:FutureWarning"
 )  # Liger passes it
 @KINDS
-def test_ligers_layers(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ligers_layers(one_layer: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_liger_kernel=True` as TRL applies it, without its fused loss."""
     pytest.importorskip("liger_kernel")
     keep_transformers(monkeypatch)
@@ -371,12 +371,12 @@ def test_ligers_layers(folder: Path, kinds: Any, monkeypatch: pytest.MonkeyPatch
         "liger_kernel_config": {"rms_norm": False},
         **kinds[2],
     }
-    ours = train(kinds[0], folder, **arguments)
+    ours = train(kinds[0], one_layer, **arguments)
     assert ours.args.liger_kernel_config["fused_linear_cross_entropy"] is False
     assert "LigerSwiGLU" in repr(ours.model)
     assert modeling_qwen3.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
-    theirs = train(kinds[1], folder, **arguments)
-    assert moved(theirs, folder) > 1e-3
+    theirs = train(kinds[1], one_layer, **arguments)
+    assert moved(theirs, one_layer) > 1e-3
     assert_equal_runs(ours, theirs, kinds[3])
 
 
