@@ -48,8 +48,6 @@ from prefixtree.sparse.masks import not_kept
 # uncaptured steps before a capture: kernels are compiled in the first, and the
 # second is watched
 _WARM = 2
-# rows of a tile of products
-_ONE_TILE = 128
 # transformers looks for packed sequences in position_ids there, and not while a graph is captured
 _NOT_WHEN_CAPTURED = "masking_utils.py"
 
@@ -74,15 +72,10 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def size_of(self, rows: int) -> int:
-        """Rounds rows up to a step's size where steps are captured.
-
-        By a quarter at most, or less than a half while all rows are in one tile of products, which
-        takes no longer: every size is captured, and a capture takes as long as many steps.
-        """
+        """Rounds rows up to a step's size, by a quarter at most, where steps are captured."""
         if self.reason is not None:
             return rows
-        cuts = 2 if rows <= _ONE_TILE else 3
-        step = max(8, 1 << max(0, (rows - 1).bit_length() - cuts))
+        step = max(8, 1 << max(0, (rows - 1).bit_length() - 3))
         return -(-rows // step) * step
 
     def captured(self) -> Callable[[Callable[[], None]], None]:
@@ -96,16 +89,14 @@ class StepGraphs:
         def run(step: Callable[[], None]) -> None:
             nonlocal calls, replay
             calls += 1
-            # after a capture there are kernels for every size
-            warm = 1 if self.num_captured else _WARM
             if self.reason is not None or torch.is_autocast_enabled("cuda"):
                 # an autocast around the call keeps cast weights that a graph would read later
                 step()
             elif replay is not None:
                 replay()
-            elif calls < warm:
+            elif calls < _WARM:
                 self._beside(step)
-            elif calls == warm:
+            elif calls == _WARM:
                 self._watch(step)
             else:
                 replay = self._capture(step)
