@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
     root = config.config_file_path.rpartition("/")[0]
     for file, page in MOVED.items():
         files.append(File.generated(config, page, abs_src_path=join(root, file)))
-    for name in _examples(root):
+    for name in _copied(root):
         file = File.generated(config, name, abs_src_path=join(root, name))
         # mkdocs.yml leaves out Python files
         file.inclusion = InclusionLevel.INCLUDED
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return LINK.sub(on_site, markdown)
 
 
-def _examples(root: str) -> list[str]:
+def _copied(root: str) -> list[str]:
     files = (p for folder in COPIED for p in Path(root, folder).rglob("*"))
     found = (p for p in files if p.is_file() and p.suffix != ".pyc")
     return sorted(p.relative_to(root).as_posix() for p in found)
