@@ -447,10 +447,16 @@ decode_peers() { benchmark decode_peers 590 ${DECODE_PEERS_ARGS:-}; }
 # prompts of 256 tokens, 256 steps: what a whole step of TRL generates
 decode_tries() {
   ours decode_tries || return
-  local run=(limited decode_tries 200 python3 -m benchmarks decode_peers --new 256 --repeats 3 ${TRIES_ARGS:---prompt 256})
-  "${run[@]}" --sides tree-compiled tree-joined --profile --out "$out/decode_tries.json"
-  "${run[@]}" --sides tree-joined --inductor combo_kernels=1 --out "$out/decode_tries_combo.json"
-  [[ -z ${TRY_TUNED:-} ]] || "${run[@]}" --sides tree-compiled --inductor max_autotune_gemm=1 --out "$out/decode_tries_tuned.json"
+  tried decode_tries --sides tree-compiled tree-joined --profile
+  tried decode_tries_combo --sides tree-joined --inductor combo_kernels=1
+  [[ -z ${TRY_TUNED:-} ]] || tried decode_tries_tuned --sides tree-compiled --inductor max_autotune_gemm=1
+}
+
+tried() {
+  local name=$1
+  shift
+  limited "$name" 200 python3 -m benchmarks decode_peers --new 256 --repeats 3 ${TRIES_ARGS:---prompt 256} "$@" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json"
 }
 
 histories() {

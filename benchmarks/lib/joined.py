@@ -90,7 +90,7 @@ _PRODUCTS = register(
     new_library("_joined_library"),
     "joined_products",
     "(Tensor x, Tensor[] weights) -> Tensor[]",
-    lambda x, weights: products(x, weights),
+    products,
     lambda x, weights: [x.new_empty(x.shape[0], w.shape[0]) for w in weights],
 )
 
