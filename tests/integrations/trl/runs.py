@@ -316,12 +316,16 @@ class ScalesLosses:
 
 
 def check_half_precision(
-    trained: Callable[..., Any], kinds: Sequence[type], folder: Path, patch: pytest.MonkeyPatch
+    trained: Callable[..., Any],
+    kinds: Sequence[type],
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    most: float = 1.5,
 ) -> None:
     """`fp16=True`: as near to a float32 run as TRL's own; steps that overflow are skipped.
 
     Args:
-        trained: as `train`. kinds: ours and TRL's.
+        trained: as `train`. kinds: ours and TRL's. most: times as far as TRL's own.
     """
     scaled = [type(kind.__name__, (ScalesLosses, kind), {}) for kind in kinds]
     exact = trained(kinds[1], folder)
@@ -329,8 +333,7 @@ def check_half_precision(
     wanted = parameters(exact.model)
     errors = [squared_distance(parameters(run.model), wanted) for run in (ours, theirs)]
     print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
-    # of 12 seeds with rewards the ratios were between 0.74 and 1.67, and 1.00 of the sums
-    assert 0.5 * errors[1] < errors[0] < 2 * errors[1]
+    assert 0.5 * errors[1] < errors[0] < most * errors[1]
     # half precision it was, and finer than bfloat16
     assert 1e-5 < worst_parameter(ours, exact)[0] < 0.05 * moved(exact, folder)
     assert ours.accelerator.scaler.get_scale() == 2.0**16

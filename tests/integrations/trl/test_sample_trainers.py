@@ -132,4 +132,6 @@ def test_half_precision(folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPa
         run.train()
         return run
 
-    check_half_precision(trained, (maker.ours, maker.stock), folder, monkeypatch)
+    # of 12 seeds with rewards the ratios were between 0.74 and 1.67, and 1.00 of the sums
+    most = 2.0 if maker is REWARD else 1.5
+    check_half_precision(trained, (maker.ours, maker.stock), folder, monkeypatch, most)
