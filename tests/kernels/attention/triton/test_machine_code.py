@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases.compiled import _loop, _overwritten, _wrong, main
+from benchmarks.cases.compiled import _wrong, main
+from benchmarks.lib.machine_code import loop_of, overwritten_in
 
 pytestmark = pytest.mark.full
 Compile = Callable[..., list[dict[str, Any]]]
@@ -90,13 +91,13 @@ LOST = """
 
 
 def test_an_operand_that_a_step_gives_away_is_found() -> None:
-    assert _overwritten(LOST.splitlines()) == 2
+    assert overwritten_in(LOST.splitlines()) == 2
     kept = (
         LOST.replace("R180, R57", "R176, R57")
         .replace("R183", "R179")
         .replace("R120, R180", "R120, R176")
     )
-    assert _overwritten(kept.splitlines()) == 0
+    assert overwritten_in(kept.splitlines()) == 0
 
 
 def test_products_that_wait_for_one_another_are_found() -> None:
@@ -104,6 +105,6 @@ def test_products_that_wait_for_one_another_are_found() -> None:
     product, wait = LOST.splitlines()[1], "/*0150*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
     row = {"kernel": "queries", "dims": "256x256", "overwritten": 0, "programs": 1}
     for lines, found in (([product, wait] * 12, 1), ([product] * 12 + [wait] * 4, 0)):
-        loop = _loop(lines, 8)
+        loop = loop_of(lines, 8)
         assert loop.products == 12
         assert len(_wrong(row | {"loops": [vars(loop)]}, False)) == found
