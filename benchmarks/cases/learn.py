@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
@@ -98,10 +98,13 @@ class LearnWork(Work):
         return {question.text: question.facts for question in self.asked(steps)}
 
     def few(self, groups: int) -> Work:
-        """With two worked examples."""
+        """With two worked examples, in one micro-batch: TRL's entropy is a mean of means, and rows
+        of random lengths would lie in other micro-batches of ours."""
         # dataclass(frozen=True) classes of tasks have the field; the protocol need not
-        task: Any = self.task
-        return replace(super().few(groups), task=replace(task, shots=2), is_check=True)
+        few, task = super().few(groups), cast(Any, self.task)
+        rows = few.prompts * few.samples
+        task = replace(task, shots=2)
+        return replace(few, rows=rows, accumulation=1, task=task, is_check=True)
 
     def settings(self, model: Any, steps: int) -> dict[str, Any]:
         from datasets import Dataset
