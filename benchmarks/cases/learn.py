@@ -166,8 +166,8 @@ def run_side(
     side: Side, work: LearnWork, checked: Row, options: argparse.Namespace, folder: Path
 ) -> Row:
     """The steps of one side with one seed, or what is red."""
-    if side.trainer == "prefixtree" and checked["red"]:
-        return {"red": list(checked["red"])}
+    if side.trainer == "prefixtree" and (red := checked["red"]):
+        return {"red": list(red)}
     is_gpu = torch.device(options.device).type == "cuda"
     with fresh():
         model = model_of(side, options, "float32", None)
@@ -317,7 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.seeds[0],
     )
     with tempfile.TemporaryDirectory() as folder:
-        checked = check(work, options, Path(folder), Ranks(options.device))
+        # TRL's trainer alone is what ours is checked against
+        needed = any(side.trainer == "prefixtree" for side in sides)
+        checked = check(work, options, Path(folder), Ranks(options.device)) if needed else {}
         report = Report(
             options,
             work=str(work),

@@ -130,6 +130,30 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+# ---- checkpointing, turned off and on by trainers ------------------------------------------------
+
+#: Attributes of modules that change meanwhile, but no number of a forward.
+OF_CHECKPOINTING = frozenset(
+    {
+        "gradient_checkpointing",
+        "_gradient_checkpointing_func",
+        "_require_grads_hook",
+        "_require_grads_hooks",
+    }
+)
+_ASKING = "make_inputs_require_grads", "make_inputs_require_grad"
+_ASKING_PACKAGES = "transformers", "peft"
+
+
+def asks_for_gradients(hook: Any) -> bool:
+    """Whether a hook only sets requires_grad, as transformers and PEFT register it.
+
+    Of transformers' there is one more whenever a trainer turns checkpointing on again.
+    """
+    package = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return getattr(hook, "__name__", "") in _ASKING and package in _ASKING_PACKAGES
+
+
 # ---- the state of a model at one moment ----------------------------------------------------------
 
 # wrappers whose plain attributes are their machinery
@@ -137,7 +161,7 @@ _WRAPPERS = DistributedDataParallel, FullyShardedDataParallel
 # private attributes of PEFT's layers, and one that some layers have from their class
 _OF_ADAPTERS = "_active_adapter", "_disable_adapters", "merged_adapters"
 # they change no number that a forward gives
-_HARMLESS = frozenset({"gradient_checkpointing", "use_cache"})
+_HARMLESS = OF_CHECKPOINTING | {"use_cache"}
 # they say how the model trains, not what it computes without noise
 _OF_TRAINING = frozenset({"training"})
 _CHILDREN = "_modules"

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.models.changes import changing
+from prefixtree.models.changes import asks_for_gradients, changing
 from prefixtree.models.checks import KNOWN_PACKAGES, every_layer_attends, foreign_module
 from prefixtree.models.families import family_of, forward_inputs, router_keywords
 from prefixtree.models.layers import decoder_of
@@ -103,7 +103,7 @@ def state_of(transformer: nn.Module) -> int:
         if hooks := held["_forward_pre_hooks"]:
             parts += hooks
         if hooks := held["_forward_hooks"]:
-            parts += hooks
+            parts += [number for number, hook in hooks.items() if not asks_for_gradients(hook)]
         if "forward" in held:
             parts.append(id(held["forward"]))
         if children := held.get("_modules"):

@@ -164,7 +164,7 @@ class StatePools:
                     "replaced module or a patched forward)"
                 )
         self._filling = False
-        if isinstance(self._now, RowSlots) and self._all:
+        if isinstance(self._now, RowSlots) and self.pools:
             rows = self._now
             rows.source.copy_(torch.where(rows.live, rows.target, rows.source))
 
@@ -173,24 +173,25 @@ class StatePools:
     @property
     def addresses(self) -> list[int]:
         """Addresses of the pools. More slots make other pools."""
-        return [pool.data_ptr() for pool in self._all]
+        return [pool.data_ptr() for pool in self.pools]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot, over all layers."""
-        return sum(pool[0].nbytes for pool in self._all if len(pool))
+        return sum(pool[0].nbytes for pool in self.pools if len(pool))
 
     @property
-    def _all(self) -> list[torch.Tensor]:
+    def pools(self) -> list[torch.Tensor]:
+        """States and convolutions' inputs, of all layers."""
         return self._states.pools + self._tails.pools
 
     @property
     def _device(self) -> torch.device | None:
-        return next((pool.device for pool in self._all), None)
+        return next((pool.device for pool in self.pools), None)
 
     def hold(self, slots: int) -> None:
         """Makes room for so many slots, the spare one included, or raises a MemoryError."""
-        if slots <= self._slots or not self._all:
+        if slots <= self._slots or not self.pools:
             return
         # rounded up, so that few new rows make new pools
         step = 1 << max(0, slots.bit_length() - 4)
@@ -204,7 +205,7 @@ class StatePools:
                         # last, so that an interruption loses nothing
                         kind.pools[at] = larger
         except MemoryError:
-            self._slots = min(len(pool) for pool in self._all)
+            self._slots = min(len(pool) for pool in self.pools)
             raise
 
     def _made(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -354,6 +355,11 @@ class ForestCache:
     def resume(self, works: Works) -> None:
         """Announces forwards of the tokens of these lists."""
         self._works, self._calls = works, 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.nbytes for pools in (*self._pools, self.states.pools) for pool in pools)
 
     @property
     def addresses(self) -> list[int]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from prefixtree.errors import ForestError, UnsupportedError, kind_of
 from prefixtree.forest import PrefixForest
-from prefixtree.models.changes import ModelStamp
+from prefixtree.models.changes import OF_CHECKPOINTING, ModelStamp, asks_for_gradients
 from prefixtree.models.checks import (
     attention_modules,
     check_loaded,
@@ -173,7 +173,11 @@ def _facts(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, dict):
-        return tuple((key, _facts(one)) for key, one in value.items())
+        return tuple(
+            (key, _facts(one))
+            for key, one in value.items()
+            if key not in OF_CHECKPOINTING and not asks_for_gradients(one)
+        )
     if isinstance(value, (list, tuple)):
         return tuple(map(_facts, value))
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -56,6 +56,11 @@ class TreeSampler:
         self._forward = CachedForward(model, self._max_keys)
         self._steps = Steps(self._forward, graphs and not self._forward.reads_lengths)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys, values and recurrent states that are held now."""
+        return self._forward.cache.num_bytes
+
     @lasting
     def start(self, forest: PrefixForest) -> Rows:
         """Reads a forest, and makes one row per sequence of it: row i continues sequence i.

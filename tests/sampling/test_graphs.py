@@ -153,12 +153,17 @@ def test_updates_in_place_keep_graphs_and_others_do_not(recorded):
         rows.generate(2)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3n_text", "gpt_oss", "gpt2", "phi3"])
 def test_a_forward_does_not_change_the_state(family):
     """Otherwise every call would capture anew."""
     model = build(family).eval()
+    model.gradient_checkpointing_enable()
     before = state_of(model, [])
     TreeSampler(model, 300, graphs=False).sample([[3, 4, 5]], 2, 3)
+    # as trainers do between two calls
+    model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_enable()
     assert state_of(model, []) == before != state_of(model, [1])
     # a number is the same where another object says it
     model.own = [0.1 + 0.2, "a b"]
@@ -167,6 +172,13 @@ def test_a_forward_does_not_change_the_state(family):
     assert state_of(model, []) == before
     model.own = [0.3, "a b"]
     assert state_of(model, []) != before
+    # a hook that holds something is another one each time
+    states = set()
+    for scale in (1.0, 2.0):
+        handle = model.register_forward_pre_hook(lambda module, args, scale=scale: None)
+        states.add(state_of(model, []))
+        handle.remove()
+    assert len(states) == 2
 
 
 def test_what_waits_for_the_device_is_not_captured(recorded):

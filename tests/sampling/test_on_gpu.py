@@ -228,8 +228,12 @@ def test_nothing_in_a_step_waits_for_the_gpu() -> None:
     assert len(checked) == len(replays) > 20 and graphs_of(sampler).num_captured == before
 
 
-def test_updates_are_seen_and_moved_weights_are_not_replayed() -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_updates_are_seen_and_moved_weights_are_not_replayed(autocast: bool) -> None:
+    """Also with autocast inside of the model's forward, where accelerate puts it."""
     model = model_of(torch.float32)
+    if autocast:
+        model.forward = torch.autocast("cuda", torch.bfloat16)(model.forward)
     sampler = TreeSampler(model, 20_000)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     first = grown(sampler, 0, Draws(seed=2))

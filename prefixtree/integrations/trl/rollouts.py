@@ -5,6 +5,7 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,8 @@ from prefixtree.errors import UnsupportedError, refuse
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.refusals import ROLLOUTS, check_distribution
 from prefixtree.models.changes import changing
-from prefixtree.sampling import Draws, TreeSampler
+from prefixtree.sampling import Draws
+from prefixtree.sampling.kept_sampler import sampler_of
 from prefixtree.sampling.rows import Rows
 from prefixtree.sampling.whole_copy import whole_copy
 
@@ -40,6 +42,9 @@ def tree_rollouts(
     model is in evaluation mode during sampling. As in TRL's `generate`, a model with adapters
     samples without the autocast of `bf16=True`: its log-probabilities then differ from training's
     by bfloat16's rounding.
+
+    The sampler lives as long as the trainer, with its captured steps, while its keys take less than
+    a sixteenth of the free memory.
 
     Under FSDP2 every rank samples its own prompts from a whole copy of the model, in the dtype that
     training computes in. The copy is made and dropped in every call. All ranks must call it
@@ -76,8 +81,11 @@ def tree_rollouts(
         forest = PrefixForest.from_sequences(prompt_ids)
         # a row's last token is not read, but its place in the pool is
         keys = forest.num_tokens + len(prompt_ids) * trainer.max_completion_length
-        rows = TreeSampler(model, keys, max_rows=len(prompt_ids)).start(forest)
-        _play(rows, prompt_ids, _draws(trainer), trainer, reply)
+        # a copy is of one call
+        owner = None if trainer.is_fsdp_enabled else trainer
+        with sampler_of(owner, model, keys, len(prompt_ids)) as sampler:
+            rows = sampler.start(forest)
+            _play(rows, prompt_ids, _draws(trainer), trainer, reply)
     samples = rows.samples()
     starts = [len(ids) for ids in prompt_ids]
     parts = list(zip(starts, samples.sequences, strict=True))
@@ -93,14 +101,18 @@ def tree_rollouts(
 
 
 def _tokenized(prompts: list[Any], trainer: GRPOTrainer) -> list[list[int]]:
-    prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+    if not trainer._is_vlm:
+        # the samples of a prompt are neighbours
+        runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
+        distinct, images, _ = trainer._tokenize_prompts([prompt for prompt, _ in runs])
+        if images is None:
+            found = zip(distinct, (count for _, count in runs), strict=True)
+            return [[int(token) for token in ids] for ids, count in found for _ in range(count)]
     # with a processor TRL keeps `generate` from sampling image tokens
-    if trainer._is_vlm or images is not None:
-        raise UnsupportedError(
-            "tree_rollouts samples from text: pass the tokenizer as processing_class, or leave "
-            "rollout_func out for images"
-        )
-    return [[int(token) for token in ids] for ids in prompt_ids]
+    raise UnsupportedError(
+        "tree_rollouts samples from text: pass the tokenizer as processing_class, or leave "
+        "rollout_func out for images"
+    )
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from tests.integrations.trl.runs import (
     save_model,
     tiny_hybrid,
 )
-from tests.support.hooks import wrap
+from tests.sampling.recorded import RecordedGraphs
+from tests.support.hooks import limit, put, wrap
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,30 @@ def test_prompts_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(once) == 2 and forest.num_sequences == 8
     # the system prompt is one, too
     assert forest.num_tokens < sum(map(len, once))
+
+
+def test_steps_are_captured_once_per_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates, longer prompts and TRL's way with checkpointing between two calls are no reason to
+    capture again; another trainer, more rows and too little memory are."""
+    monkeypatch.setattr(RecordedGraphs, "made", [])
+    put(monkeypatch, "graphs of steps", RecordedGraphs)
+    made = RecordedGraphs.made
+    options = {"rollout_func": tree_rollouts}
+    trainer = make(PrefixTreeGRPOTrainer, folder, options=options, gradient_checkpointing=True)
+    trainer.train()
+    (graphs,) = made
+    captured = graphs.num_captured
+    assert captured and graphs.replays > captured
+    tree_rollouts(chats(2), trainer)
+    again = make(PrefixTreeGRPOTrainer, folder)
+    tree_rollouts(chats(2), again)
+    assert len(made) == 2 and graphs.num_captured == captured
+    tree_rollouts(chats(16), trainer)
+    assert len(made) == 3
+    limit(monkeypatch, "kept of a sampler", 0.0)
+    tree_rollouts(chats(16), trainer)
+    tree_rollouts(chats(16), trainer)
+    assert len(made) == 4
 
 
 def test_replies(folder: Path) -> None:
