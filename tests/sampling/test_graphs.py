@@ -16,10 +16,10 @@ from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling import step as step_module
 from prefixtree.sampling.forward import StepGraphs, state_of
 from tests.sampling.cases import GREEDY, histories, models
-from tests.sampling.recorded import RecordedGraphs, watched
 from tests.support.full import mostly
 from tests.support.hooks import limit, wrap
 from tests.support.models import build
+from tests.support.recorded_graphs import RecordedGraphs, watched
 
 
 @pytest.fixture(autouse=True)

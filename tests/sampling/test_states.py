@@ -121,11 +121,11 @@ def test_branching_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = TreeSampler(model, 3000)
     rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5], [6, 7]]))
     pools = sampler._forward.cache.states
-    before = [pool.clone() for pool in pools._all]
+    before = [pool.clone() for pool in pools.pools]
     addresses = pools.addresses
     rows.branch(5)
     assert pools.addresses == addresses
-    assert all(map(torch.equal, before, pools._all))
+    assert all(map(torch.equal, before, pools.pools))
     rows.generate(3, Draws(seed=1))
     assert pools._slots == 13 and pools.addresses != addresses
     addresses = pools.addresses

@@ -21,8 +21,8 @@ from tests.integrations.trl.runs import (
     save_model,
     tiny_hybrid,
 )
-from tests.sampling.recorded import RecordedGraphs
 from tests.support.hooks import limit, put, wrap
+from tests.support.recorded_graphs import RecordedGraphs
 
 
 @pytest.fixture(scope="module")
