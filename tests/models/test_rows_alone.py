@@ -263,7 +263,7 @@ def _kept_values(model: Any) -> None:
 
 _WAYS = {
     "one forward": lambda m: pt.sequence_logprobs(m, ragged_packed()),
-    "steps": lambda m: pt.sequence_logprobs(m, ragged_packed(), max_step_tokens=8),
+    "steps": lambda m: pt.sequence_logprobs(m, ragged_packed(), max_step_tokens=12),
     "kept trunks": _kept,
     "a teacher": lambda m: pt.Teacher(m.eval(), ragged_packed()),
     "a sampler": lambda m: TreeSampler(m.eval(), 64).start(
