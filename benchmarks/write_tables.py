@@ -51,6 +51,7 @@ TABLES = {
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
     "first_step": ("first_step.tables", "h*/first_step*.json"),
     "run": ("run.tables", "h200/run.json", "h200/run_*.json", "h100/run_*.json"),
+    "learn": ("learn.tables", "h200/learn_*.json"),
     "compiled": ("compiled.chosen", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),

@@ -641,6 +641,9 @@ offloading() {
   limited offloading 200 python3 -m tests.integrations.trl.on_gpu
 }
 
+# reports name it by its folder
+smollm2=SmolLM2-135M-Instruct
+
 # the pretrained model's folder, whose file comes in halves: two calls, one packed part each
 real_model() {
   local half
@@ -649,11 +652,11 @@ real_model() {
     ! compgen -G "$files/$half/half*" >/dev/null || cp -r "$files/$half/." "$real/"
   done
   [[ -f $real/half00 && -f $real/half01 ]] || { echo "half of the pretrained model: carry the other"; return 1; }
-  [[ -f $real/model/chat_template.jinja ]] && return
+  [[ -f $real/$smollm2/chat_template.jinja ]] && return
   cat "$real"/half0? >"$real/model.gguf"
   # of an older transformers the tokenizer is another, so it was packed
-  PYTHONPATH=$PWD:$real HF_HUB_OFFLINE=1 python3 -m prefixtree.demo.real "$real/model" "$real/model.gguf" &&
-    cp "$real"/tokenizer/* "$real/model/"
+  PYTHONPATH=$PWD:$real HF_HUB_OFFLINE=1 python3 -m prefixtree.demo.real "$real/$smollm2" "$real/model.gguf" &&
+    cp "$real"/tokenizer/* "$real/$smollm2/"
 }
 
 # LEARN: names the results
@@ -661,7 +664,7 @@ learn() {
   local name=learn${LEARN:+_$LEARN}
   real_model || { failed+=("learn (no pretrained model: $files/real0 and $files/real1)"); return; }
   with_trl "$name" || return
-  limited "$name" 590 "${keep[@]}" python3 -m benchmarks learn --model "$real/model" \
+  limited "$name" 590 "${keep[@]}" python3 -m benchmarks learn --model "$real/$smollm2" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" ${LEARN_ARGS:-}
 }
 

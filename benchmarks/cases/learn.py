@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -215,8 +216,9 @@ def tables(*runs: Row) -> Parts:
 
     yield Table(
         [
-            Column("task", lambda line: str(line[0]["work"])),
+            Column("task", lambda line: str(line[0]["work"]).partition(":")[0]),
             Column("trainer", lambda line: line[1]["side"]),
+            Column("rows", lambda line: str(line[0]["rows_per_batch"])),
             Column("seed", lambda line: str(line[1]["seed"])),
             Column("step, s", lambda line: verdict(line[1])[:60] or f"{line[1]['seconds']:.2f}"),
             *(of_row(f"{of}, s", lambda row, of=of: f"{row[of]:.2f}") for of in PARTS),
@@ -243,10 +245,11 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [statistics.mean(values[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(values))]
 
 
-def curves(run: Row, path: Path) -> None:
-    """Draws right answers by step and by minute, a line per side and seed."""
-    fig, (by_step, by_minute) = figure(2, f"GRPO of {run['model']}, {run['work'].split(':')[0]}")
-    rows = [row for row in run["rows"] if row.get("rewards")]
+def curves(runs: Sequence[Row], path: Path) -> None:
+    """Draws right answers by step and by minute, a line per side and seed of every run."""
+    task = runs[0]["work"].split(":")[0]
+    fig, (by_step, by_minute) = figure(2, f"GRPO of {runs[0]['model']}, {task}")
+    rows = [row for run in runs for row in run["rows"] if row.get("rewards")]
     sides = list(dict.fromkeys(row["side"] for row in rows))
     colours = dict(zip(sides, (COLOURS["fa2"], COLOURS["own"], COLOURS["packed"]), strict=False))
     for row in rows:
@@ -279,12 +282,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rows", type=int, default=128, help="per_device_train_batch_size")
     add("--lr", type=float, default=5e-6, help="of AdamW")
     add("--check-lr", type=float, default=1e-2, help="of the SGD of the check")
+    add("--beside", nargs="+", type=Path, default=[], help="JSON of other runs, with --read")
     options = parse(what, arguments)
     if options.read is not None:
         report = Report.read(options)
+        others = [json.loads(path.read_text()) for path in options.beside]
         if options.plot is not None:
-            curves(report.result(), options.plot)
-        return report.finish(tables)
+            curves([report.result(), *others], options.plot)
+        return report.finish(lambda run: tables(run, *others))
     if options.model is None:
         what.error("--model FOLDER is needed: python -m prefixtree.demo.real FOLDER writes one")
     sides = [Side.of(written) for written in options.sides]
@@ -338,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = report.attempt({"side": side.name, "seed": seed}, run)
             print(f"{side.name}, seed {seed}: {verdict(row) or shown(row)}", flush=True)
     if options.plot is not None:
-        curves(report.result(), options.plot)
+        curves([report.result()], options.plot)
     return report.finish(tables)
 
 

@@ -59,6 +59,7 @@ class Report:
         self.options = options
         self.facts = facts
         self.rows: list[Row] = []
+        self.here: Row = {}
         self.where = options.device
         if torch.cuda.is_available() and options.device != "cpu":
             self.where = torch.cuda.get_device_name()
@@ -69,7 +70,7 @@ class Report:
         data = json.loads(options.read.read_text())
         here, rows = data.pop("environment"), data.pop("rows")
         out = cls(options, **data)
-        out.rows, out.where = rows, here["gpu"] or here["device"]
+        out.rows, out.here, out.where = rows, here, here["gpu"] or here["device"]
         return out
 
     def values(self, key: str) -> list[Any]:
@@ -100,7 +101,7 @@ class Report:
 
     def result(self) -> Row:
         """Ready for JSON."""
-        here = about(self.options) | packages()
+        here = self.here or about(self.options) | packages()
         return {"environment": here, **self.facts, "rows": self.rows}
 
     def finish(self, tables: Callable[[Row], Parts]) -> int:
