@@ -167,8 +167,8 @@ def run_side(
     side: Side, work: LearnWork, checked: Row, options: argparse.Namespace, folder: Path
 ) -> Row:
     """The steps of one side with one seed, or what is red."""
-    if side.trainer == "prefixtree" and (red := checked["red"]):
-        return {"red": list(red)}
+    if side.trainer == "prefixtree" and checked["red"]:
+        return {"red": list(checked["red"])}
     is_gpu = torch.device(options.device).type == "cuda"
     with fresh():
         model = model_of(side, options, "float32", None)

@@ -44,6 +44,12 @@ def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return like.new_empty(shape)
 
 
+def roomy(count: int) -> int:
+    """Rounds a count up, by an eighth at most, so that few larger ones need new pools."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
 class _Kind:
     """Pools of one kind, in the order of the calls of a forward."""
 
@@ -193,9 +199,7 @@ class StatePools:
         """Makes room for so many slots, the spare one included, or raises a MemoryError."""
         if slots <= self._slots or not self.pools:
             return
-        # rounded up, so that few new rows make new pools
-        step = 1 << max(0, slots.bit_length() - 4)
-        self._slots = -(-slots // step) * step
+        self._slots = roomy(slots)
         try:
             for kind in (self._states, self._tails):
                 for at, pool in enumerate(kind.pools):

@@ -176,7 +176,8 @@ def _facts(value: Any) -> Hashable:
         return tuple(
             (key, _facts(one))
             for key, one in value.items()
-            if key not in OF_CHECKPOINTING and not asks_for_gradients(one)
+            # hooks are kept by number
+            if key not in OF_CHECKPOINTING and not (type(key) is int and asks_for_gradients(one))
         )
     if isinstance(value, (list, tuple)):
         return tuple(map(_facts, value))

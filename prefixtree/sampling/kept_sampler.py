@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from prefixtree.recompute.choose import available_bytes
+from prefixtree.sampling.forest_cache import roomy
 from prefixtree.sampling.sampler import TreeSampler
 
 # of the free memory
@@ -40,8 +41,7 @@ def sampler_of(owner: Any, model: nn.Module, max_keys: int, max_rows: int) -> It
     kept = None if owner is None else _kept.pop(owner, None)
     if not kept or kept.model is not model or max_keys > kept.max_keys or max_rows > kept.max_rows:
         # the old keys are free before there are new ones, which have room for longer prompts
-        kept, step = None, 1 << max(0, max_keys.bit_length() - 4)
-        max_keys = -(-max_keys // step) * step
+        kept, max_keys = None, roomy(max_keys)
         kept = _Kept(TreeSampler(model, max_keys, max_rows), model, max_keys, max_rows)
     yield kept.sampler
     device = next(model.parameters()).device

@@ -13,18 +13,17 @@ import torch
 
 import prefixtree as pt
 from prefixtree.sampling import Draws, Samples, TreeSampler
-from prefixtree.sampling import step as step_module
 from prefixtree.sampling.forward import StepGraphs, state_of
 from tests.sampling.cases import GREEDY, histories, models
 from tests.support.full import mostly
-from tests.support.hooks import limit, wrap
+from tests.support.hooks import limit, put, wrap
 from tests.support.models import build
 from tests.support.recorded_graphs import RecordedGraphs, watched
 
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraphs]:
-    monkeypatch.setattr(step_module, "StepGraphs", RecordedGraphs)
+    put(monkeypatch, "graphs of steps", RecordedGraphs)
     monkeypatch.setattr(RecordedGraphs, "made", [])
     # as on a GPU
     limit(monkeypatch, "steps between looks", {})
