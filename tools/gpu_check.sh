@@ -159,7 +159,7 @@ tests() {
   tested tests_gpu 420 tests/kernels/attention/test_on_gpu.py tests/kernels/attention/flash/test_on_gpu.py \
     tests/kernels/attention/flash/test_tilings_on_gpu.py \
     tests/kernels/attention/triton/test_small_tiles.py tests/kernels/lm_head/test_logprobs.py \
-    tests/kernels/lm_head/test_divergence.py tests/packing/test_transfers.py \
+    tests/kernels/lm_head/test_extremes.py tests/kernels/lm_head/test_divergence.py tests/packing/test_transfers.py \
     tests/kernels/decoding/test_on_gpu.py tests/kernels/decoding/test_kernels.py tests/kernels/decoding/test_draw.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/attention/test_attention.py tests/kernels/attention/test_operator.py \
