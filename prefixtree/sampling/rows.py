@@ -424,6 +424,8 @@ class Rows:
         logits: list[Any] = [self._rows[at].logits for at in rows]
         last = [self._growing.length(at) - 1 for at in rows]
         options = draws, sorted(stop)
+        # once per call: only its own forwards run until its end
+        self._steps.look()
         step = self._steps.step(len(rows), *options)
         keys = row_keys(draws.seed, [self._rows[at].path for at in rows])
         step.start(keys, torch.tensor(last))

@@ -173,7 +173,7 @@ class DecodeStep:
 
 
 class Steps:
-    """The steps of a model, kept if `graphs` captures them; that is None before the first step."""
+    """The steps of a model, kept if `graphs` captures them; that is None before the first `look`."""
 
     def __init__(self, forward: CachedForward, captured: bool) -> None:
         self._forward, self._captured = forward, captured
@@ -182,13 +182,17 @@ class Steps:
         self._state: int | None = None
         self._kept: dict[Any, DecodeStep] = {}
 
-    def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
-        """A step for batches of so many rows; that of an earlier batch, if it may be captured."""
+    def look(self) -> None:
+        """Drops the kept steps if the model is no longer in the state that they are of."""
         state = self._forward.state if self._captured else None
         if self.graphs is None or state != self._state:
             self._kept.clear()
             self._state = state
             self.graphs = StepGraphs(self._forward.device, self._captured)
+
+    def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
+        """A step for batches of so many rows; after `look`, an earlier batch's if it may be."""
+        assert self.graphs is not None
         size = self.graphs.size_of(rows)
         if self.graphs.reason is not None:
             return DecodeStep(self._forward, draws, stop, size, self.graphs)
