@@ -50,7 +50,7 @@
 #   sampling     1     the sampler's tests: captured steps, memory, families
 #   decode_steps 1     a whole decoding step, over the time of its bytes
 #   decode_peers ?     TreeSampler and transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
-#   decode_tries ?     compiled steps with products joined and with options of inductor, and their kernels
+#   decode_tries ?     compiled steps with options of inductor, and their kernels
 #   histories    3     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
 #   distill      1     KL to a teacher beside it, and by TRL's and Liger's kernels; distill_models, the update with
@@ -447,8 +447,8 @@ decode_peers() { benchmark decode_peers 590 ${DECODE_PEERS_ARGS:-}; }
 # prompts of 256 tokens, 256 steps: what a whole step of TRL generates
 decode_tries() {
   ours decode_tries || return
-  tried decode_tries --sides tree-compiled tree-joined --profile
-  tried decode_tries_combo --sides tree-joined --inductor combo_kernels=1
+  tried decode_tries --sides tree-compiled --profile
+  tried decode_tries_combo --sides tree-compiled --inductor combo_kernels=1
   [[ -z ${TRY_TUNED:-} ]] || tried decode_tries_tuned --sides tree-compiled --inductor max_autotune_gemm=1
 }
 

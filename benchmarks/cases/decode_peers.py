@@ -11,9 +11,8 @@ and `generate` gets every prompt as many times as it has samples, as TRL gives i
 early. With --rollouts the prompts are all histories of the agent rollouts (579), each with 4
 samples of 256 new tokens; then the sides are tree and rows.
 
-    tree         `TreeSampler`; tree-compiled: with compiled layers; tree-joined: these, with
-                 products of one input in one launch; tree-eager: without CUDA graphs; rows: with
-                 them, and every row reads all of its keys; rows-compiled
+    tree         `TreeSampler`; tree-compiled: with compiled layers; tree-eager: without CUDA
+                 graphs; rows: with them, and every row reads all of its keys; rows-compiled
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled

@@ -57,6 +57,7 @@ from benchmarks.lib.trl_steps import (
 from prefixtree.demo.tasks import TASKS, Dialogue, Question, Task, questions
 
 SIDES = ("trl", "prefixtree", BEST)
+CURVES = {"trl": COLOURS["fa2"], "prefixtree": COLOURS["own"], BEST: COLOURS["packed"]}
 # steps whose mean a curve shows
 WINDOW = 10
 
@@ -246,21 +247,25 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def curves(runs: Sequence[Row], path: Path) -> None:
-    """Draws right answers by step and by minute, a line per side and seed of every run."""
-    task = runs[0]["work"].split(":")[0]
-    fig, (by_step, by_minute) = figure(2, f"GRPO of {runs[0]['model']}, {task}")
-    rows = [row for run in runs for row in run["rows"] if row.get("rewards")]
-    sides = list(dict.fromkeys(row["side"] for row in rows))
-    colours = dict(zip(sides, (COLOURS["fa2"], COLOURS["own"], COLOURS["packed"]), strict=False))
-    for row in rows:
-        is_first = row is next(r for r in rows if r["side"] == row["side"])
-        style = {"color": colours.get(row["side"]), "linewidth": 1.4}
-        style["label"] = label(row) if is_first else None
-        share = [100 * value for value in smooth(row["right"])]
-        by_step.plot(range(1, len(share) + 1), share, **style)
-        by_minute.plot(minutes(row), share, **style)
-    name(by_step, "optimizer step", "right answers, %", f"mean of {WINDOW} steps")
-    name(by_minute, "minutes", "", "the first step's compilation included")
+    """Draws right answers by step and by minute: a row per task, a line per side and seed."""
+    by_task: dict[str, list[Row]] = {}
+    for run in runs:
+        with_steps = [row for row in run["rows"] if row.get("rewards")]
+        by_task.setdefault(run["work"].split(":")[0], []).extend(with_steps)
+    fig, axes = figure(2, f"GRPO of {runs[0]['model']} in TRL", rows=len(by_task))
+    pairs = zip(axes[::2], axes[1::2], strict=True)
+    for (task, rows), (by_step, by_minute) in zip(by_task.items(), pairs, strict=True):
+        labelled = set[str]()
+        for row in rows:
+            style = {"color": CURVES.get(row["side"]), "linewidth": 1.4}
+            if row["side"] not in labelled:
+                style["label"] = label(row)
+            labelled.add(row["side"])
+            share = [100 * value for value in smooth(row["right"])]
+            by_step.plot(range(1, len(share) + 1), share, **style)
+            by_minute.plot(minutes(row), share, **style)
+        name(by_step, "optimizer step", "right answers, %", f"{task}, mean of {WINDOW} steps")
+        name(by_minute, "minutes", "", f"{task}, the first step's compilation included")
     save(fig, path)
 
 

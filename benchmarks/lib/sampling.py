@@ -1,9 +1,8 @@
 """Sampling by `TreeSampler`: its sides, the times of its steps, and the check before they count.
 
-Sides, by name: "tree" (as it is), "tree-compiled" (the model's layers are compiled), "tree-joined"
-(compiled, and products of one input are one launch, `lib/joined.py`), "tree-eager" (no step is
-captured in a CUDA graph), "rows" (captured, and every row reads all of its keys: the same kernels
-without sharing) and "rows-compiled".
+Sides, by name: "tree" (as it is), "tree-compiled" (the model's layers are compiled), "tree-eager"
+(no step is captured in a CUDA graph), "rows" (captured, and every row reads all of its keys: the
+same kernels without sharing) and "rows-compiled".
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling.step import DecodeStep
 
-SIDES = ("tree", "tree-compiled", "tree-joined", "tree-eager", "rows", "rows-compiled")
+SIDES = ("tree", "tree-compiled", "tree-eager", "rows", "rows-compiled")
 # of the check, in float32
 CHECKED_TOKENS, LIMIT = 12, 2e-4
 # options of inductor to try out
@@ -108,10 +107,6 @@ def sampler_of(side: str, model: Any, max_keys: int, rows: int) -> TreeSampler:
     """A side's sampler."""
     if side.endswith("-compiled"):
         compile_layers(model, options=dict(INDUCTOR))
-    elif side.endswith("-joined"):
-        from benchmarks.lib.joined import Joined
-
-        compile_layers(model, options={"post_grad_custom_pre_pass": Joined(), **INDUCTOR})
     return TreeSampler(model, max_keys, max_rows=rows, graphs=side != "tree-eager")
 
 
@@ -150,10 +145,6 @@ def wrong(side: str, model: Any) -> list[str]:
         do_sample=False,
     )
     red = []
-    if side.endswith("-joined"):
-        from benchmarks.lib.joined import wrong_products
-
-        red = wrong_products(model, 100)
     with sharing(side):
         sampler = sampler_of(side, model, 500, 8)
         greedy = sampler.sample(prompts, 2, CHECKED_TOKENS, Draws(temperature=0))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.cases import decode, decode_peers
-from benchmarks.lib import decoding, joined
+from benchmarks.lib import decoding
 from benchmarks.lib.decoding import Inputs, Step
 from benchmarks.lib.shapes import Shape
 from prefixtree import PrefixForest
@@ -205,36 +205,3 @@ def test_a_wrong_sampler_has_no_times(
     assert decode_peers.main(small) == 1
     (row,) = result(out)["rows"]
     assert any(mistake in red for red in row["red"]) and "seconds" not in row
-
-
-@pytest.mark.parametrize("rows, count", [(1, 2), (8, 3), (130, 3), (joined.ROWS + 1, 2)])
-def test_joined_products(rows: int, count: int) -> None:
-    weights = [torch.randn(n, 300).half() for n in (70, 32, 33)[:count]]
-    x = torch.randn(rows, 300).half()
-    for out, w in zip(joined.products(x, weights), weights, strict=True):
-        torch.testing.assert_close(out, (x.float() @ w.float().t()).half(), rtol=2e-3, atol=2e-2)
-
-
-def test_products_of_a_decode_step_are_joined() -> None:
-    graph = torch.fx.Graph()
-    x, *weights = (graph.placeholder(name) for name in ("x", "w0", "w1", "w2", "w3"))
-    aten, out = torch.ops.aten, []
-    for w in weights:
-        turned = graph.call_function(aten.permute.default, (w, [1, 0]))
-        view = graph.call_function(aten.view.default, (x, [3, 5]))
-        out.append(graph.call_function(aten.mm.default, (view, turned)))
-        out[-1].meta["val"] = None
-    # the fourth is left alone, and so are all of a graph that is no step
-    joining = joined.Joined()
-    joining(graph)
-    assert joining.joined == 0
-    sampling_step = torch.ops.prefixtree.attend_to_cache.default
-    graph.output([*out, graph.call_function(sampling_step, ())])
-    joining(graph)
-    assert joining.joined == 3 and [n.target for n in graph.nodes].count(aten.mm.default) == 1
-    graph.output_node().args = (graph.output_node().args[0][:-1],)
-    graph.eliminate_dead_code()
-    given = torch.randn(1, 3, 5), *(torch.randn(n, 5) for n in (4, 2, 1, 3))
-    found = torch.fx.GraphModule({}, graph)(*given)
-    for value, w in zip(found, given[1:], strict=True):
-        torch.testing.assert_close(value, given[0][0] @ w.t())
