@@ -173,7 +173,7 @@ class DecodeStep:
 
 
 class Steps:
-    """The steps of a model, kept if `graphs` captures them; that is None before the first `look`."""
+    """The steps of a model, kept if `graphs` captures them; it is None before the first `look`."""
 
     def __init__(self, forward: CachedForward, captured: bool) -> None:
         self._forward, self._captured = forward, captured

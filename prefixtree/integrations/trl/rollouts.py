@@ -106,8 +106,9 @@ def _tokenized(prompts: list[Any], trainer: GRPOTrainer) -> list[list[int]]:
         runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
         distinct, images, _ = trainer._tokenize_prompts([prompt for prompt, _ in runs])
         if images is None:
-            found = zip(distinct, (count for _, count in runs), strict=True)
-            return [[int(token) for token in ids] for ids, count in found for _ in range(count)]
+            tokens = [[int(token) for token in ids] for ids in distinct]
+            found = zip(tokens, (count for _, count in runs), strict=True)
+            return [list(ids) for ids, count in found for _ in range(count)]
     # with a processor TRL keeps `generate` from sampling image tokens
     raise UnsupportedError(
         "tree_rollouts samples from text: pass the tokenizer as processing_class, or leave "
