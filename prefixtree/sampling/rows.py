@@ -163,7 +163,7 @@ def samples_of(rows: Sequence[Row]) -> Samples:
 
 # ---- rows ----------------------------------------------------------------------------------------
 
-# steps between looks of the host whether rows stopped: on a GPU it waits at each look
+# steps between looks of the host which rows stopped: on a GPU it waits for all steps at each look
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ON_GPUS = 16
 # share of a batch's rows; when no more than it still go on, the others leave
@@ -438,6 +438,8 @@ class Rows:
             if room > 1:
                 step.begin(*self._growing.runs_and_tails(rows), self._growing.slots(rows))
             for drawn in range(1, room):
+                if step.is_over():
+                    break
                 if drawn % look_every == 0:
                     live = step.live.nonzero()[:, 0].tolist()
                     if not live:

@@ -22,6 +22,8 @@ from prefixtree.sampling.forward import CachedForward, StepGraphs
 _KEPT = 16
 # most kept steps, each of a size and a way to draw
 _MOST = 64
+# steps that a GPU has still to do when the host learns whether rows go on: it never runs dry
+_AHEAD = 2
 
 
 class Drawn(NamedTuple):
@@ -71,11 +73,16 @@ class DecodeStep:
         self._column = self.ids.new_zeros(1)
         self._works: Works | None = None
         self._runner: Callable[[Callable[[], None]], None] | None = None
+        # `live` after the last steps, on the host once the event of each has come
+        self._seen: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        if self.live.is_cuda:
+            hosts = torch.zeros(_AHEAD + 1, size, dtype=torch.bool, pin_memory=True)
+            self._seen = [(host, torch.cuda.Event()) for host in hosts]
         self._begin(0)
 
     def _begin(self, rows: int) -> None:
         """Begins a batch of so many rows without draws."""
-        self._rows, self._count, self.torn = rows, 0, False
+        self._rows, self._count, self._num_seen, self.torn = rows, 0, 0, False
         self._taken: list[Drawn] = []
         for tensor in (self.ids, self.positions, *self._slots, self._column):
             tensor.zero_()
@@ -114,7 +121,7 @@ class DecodeStep:
     def draw(self, logits: torch.Tensor) -> None:
         """Draws from logits [B, V] of the last tokens."""
         self._draw(logits)
-        self._count += 1
+        self._drawn()
 
     def run(self) -> None:
         """Runs one step: reads the last tokens and draws the next ones."""
@@ -125,7 +132,7 @@ class DecodeStep:
         self._forward.cache.states.resume(self._slots)
         self.torn = True
         self._runner(self._advance)
-        self._count += 1
+        self._drawn()
         self.torn = False
 
     # a graph captures this: nothing here reads a tensor on the host
@@ -148,6 +155,24 @@ class DecodeStep:
             self._bits[:, :rows].index_copy_(0, self._column, bits[None])
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
+
+    def _drawn(self) -> None:
+        self._count += 1
+        self._num_seen += 1
+        if self._seen:
+            host, event = self._seen[self._num_seen % len(self._seen)]
+            host.copy_(self.live, non_blocking=True)
+            event.record()
+
+    def is_over(self) -> bool:
+        """Whether all rows had stopped, on a GPU two steps ago; the host waits for those alone."""
+        if not self._seen:
+            return self.live.device.type == "cpu" and not bool(self.live.any())
+        if self._num_seen <= _AHEAD:
+            return False
+        host, event = self._seen[(self._num_seen - _AHEAD) % len(self._seen)]
+        event.synchronize()
+        return not bool(host.any())
 
     # ---- draws -----------------------------------------------------------------------------------
 

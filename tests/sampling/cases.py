@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from prefixtree import PrefixForest
 from prefixtree.sampling import Draws, Samples, TreeSampler
+from prefixtree.sampling.step import DecodeStep
 from tests.support.family_configs import VOCABULARY
 from tests.support.models import build
 
@@ -102,3 +104,12 @@ def same_samples(one: Samples, two: Samples) -> bool:
     """Whether both have the same tokens in the same rows."""
     pairs = zip(one.sequences, two.sequences, strict=True)
     return one.paths == two.paths and all(np.array_equal(a, b) for a, b in pairs)
+
+
+def steps_after_the_end(sampler: TreeSampler, vocabulary: int) -> int:
+    """Counts the steps of a call whose rows all stop at their first token."""
+    rows = sampler.start(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5]]))
+    with patch.object(DecodeStep, "run", autospec=True, side_effect=DecodeStep.run) as run:
+        rows.generate(64, Draws(seed=1), range(vocabulary))
+    assert [int(mask.sum()) for mask in rows.samples().loss_masks] == [1, 1]
+    return run.call_count

@@ -18,7 +18,7 @@ import prefixtree as pt
 from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling.forward import StepGraphs
 from prefixtree.sampling.step import DecodeStep
-from tests.sampling.cases import GREEDY, words
+from tests.sampling.cases import GREEDY, steps_after_the_end, words
 from tests.support.models import build, cases
 
 pytestmark = pytest.mark.gpu
@@ -226,6 +226,13 @@ def test_nothing_in_a_step_waits_for_the_gpu() -> None:
     with patch.object(DecodeStep, "run", guarded), counted_replays() as replays:
         grown(sampler, 0, draws, [5])
     assert len(checked) == len(replays) > 20 and graphs_of(sampler).num_captured == before
+
+
+def test_a_call_ends_two_steps_after_its_last_row() -> None:
+    """The host learns it without waiting for the steps that it launched since."""
+    sampler = TreeSampler(model_of(), 2000)
+    # the first calls capture
+    assert [steps_after_the_end(sampler, VOCABULARY) for _ in range(4)] == [2] * 4
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -23,6 +23,7 @@ from tests.sampling.cases import (
     histories,
     models,
     same_samples,
+    steps_after_the_end,
     turns,
     words,
 )
@@ -200,6 +201,11 @@ def test_every_token_is_read_once():
 
 
 # ---- draws depend on the seed and the tree alone -------------------------------------------------
+
+
+def test_a_call_ends_when_all_rows_have_stopped(monkeypatch):
+    limit(monkeypatch, "steps between looks", {"cpu": 16})
+    assert steps_after_the_end(TreeSampler(models()[0], 400), VOCABULARY) == 0
 
 
 def test_other_batches_give_the_same_tokens(monkeypatch):
