@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from prefixtree.errors import InputError
@@ -201,9 +202,11 @@ class Dialogue:
                 "chat_template.jinja"
             )
         self.task, self.tokenizer = task, tokenizer
+        # every row is played anew after each of its turns
+        self.answer_ids = cache(self._answer_ids)
         self.answer_ids("")
 
-    def answer_ids(self, text: str) -> list[int]:
+    def _answer_ids(self, text: str) -> list[int]:
         """The token ids after an assistant's turn: a user's message, and the next turn's head."""
         turns = ("user", "?"), ("assistant", "!"), ("user", text)
         chat = [{"role": role, "content": content} for role, content in turns]
