@@ -75,11 +75,14 @@ def _start_workers() -> None:
     They import torch for seconds. inductor starts them with the first graph, and until they are
     there it compiles one kernel after another.
     """
-    if torch.cuda.is_available():
-        from torch._inductor import async_compile
-
-        # not public; a torch without it starts them later
-        getattr(async_compile, "maybe_warm_pool", lambda: None)()
+    if not torch.cuda.is_available():
+        return
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:
+        # such a torch starts them later
+        return
+    maybe_warm_pool()
 
 
 def compile_alike(model: nn.Module, copied: nn.Module) -> None:
