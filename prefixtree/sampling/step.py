@@ -162,7 +162,8 @@ class DecodeStep:
         if self._seen:
             host, event = self._seen[self._num_seen % len(self._seen)]
             host.copy_(self.live, non_blocking=True)
-            event.record()
+            # the stream of this device, which need not be the current one
+            event.record(torch.cuda.current_stream(self.live.device))
 
     def is_over(self) -> bool:
         """Whether all rows had stopped, on a GPU two steps ago; the host waits for those alone."""
