@@ -217,7 +217,7 @@ def tables(*runs: Row) -> Parts:
 
     yield Table(
         [
-            Column("task", lambda line: str(line[0]["work"]).partition(":")[0]),
+            Column("task", lambda line: task_of(line[0])),
             Column("trainer", lambda line: line[1]["side"]),
             Column("rows", lambda line: str(line[0]["rows_per_batch"])),
             Column("seed", lambda line: str(line[1]["seed"])),
@@ -236,6 +236,11 @@ def tables(*runs: Row) -> Parts:
     )
 
 
+def task_of(run: Row) -> str:
+    """The first word of a run's work."""
+    return str(run["work"]).partition(":")[0]
+
+
 def minutes(row: Row) -> list[float]:
     """Minutes since the training began, after each step."""
     return [seconds / 60 for seconds in itertools.accumulate(s["seconds"] for s in row["steps"])]
@@ -251,7 +256,7 @@ def curves(runs: Sequence[Row], path: Path) -> None:
     by_task: dict[str, list[Row]] = {}
     for run in runs:
         with_steps = [row for row in run["rows"] if row.get("rewards")]
-        by_task.setdefault(run["work"].split(":")[0], []).extend(with_steps)
+        by_task.setdefault(task_of(run), []).extend(with_steps)
     fig, axes = figure(2, f"GRPO of {runs[0]['model']} in TRL", rows=len(by_task))
     pairs = zip(axes[::2], axes[1::2], strict=True)
     for (task, rows), (by_step, by_minute) in zip(by_task.items(), pairs, strict=True):

@@ -442,9 +442,7 @@ class Rows:
                     break
                 if drawn % look_every == 0:
                     live = step.live.nonzero()[:, 0].tolist()
-                    if not live:
-                        break
-                    if step.size_for(len(live)) <= _STILL_FULL * step.size:
+                    if live and step.size_for(len(live)) <= _STILL_FULL * step.size:
                         following = self._steps.step(len(live), *options)
                         step.hand_over(live, following)
                         self._collect(step, rows, stop)

@@ -121,7 +121,7 @@ class DecodeStep:
     def draw(self, logits: torch.Tensor) -> None:
         """Draws from logits [B, V] of the last tokens."""
         self._draw(logits)
-        self._drawn()
+        self._note()
 
     def run(self) -> None:
         """Runs one step: reads the last tokens and draws the next ones."""
@@ -132,7 +132,7 @@ class DecodeStep:
         self._forward.cache.states.resume(self._slots)
         self.torn = True
         self._runner(self._advance)
-        self._drawn()
+        self._note()
         self.torn = False
 
     # a graph captures this: nothing here reads a tensor on the host
@@ -156,7 +156,8 @@ class DecodeStep:
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
 
-    def _drawn(self) -> None:
+    def _note(self) -> None:
+        """Counts a draw, and has a GPU copy to the host which rows go on after it."""
         self._count += 1
         self._num_seen += 1
         if self._seen:
@@ -168,7 +169,7 @@ class DecodeStep:
     def is_over(self) -> bool:
         """Whether all rows had stopped, on a GPU two steps ago; the host waits for those alone."""
         if not self._seen:
-            return self.live.device.type == "cpu" and not bool(self.live.any())
+            return not bool(self.live.any())
         if self._num_seen <= _AHEAD:
             return False
         host, event = self._seen[(self._num_seen - _AHEAD) % len(self._seen)]
@@ -217,7 +218,7 @@ class Steps:
             self.graphs = StepGraphs(self._forward.device, self._captured)
 
     def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
-        """A step for batches of so many rows; after `look`, an earlier batch's if it may be."""
+        """A step for batches of so many rows, after `look`; an earlier batch's if captured."""
         assert self.graphs is not None
         size = self.graphs.size_of(rows)
         if self.graphs.reason is not None:

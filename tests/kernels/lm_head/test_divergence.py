@@ -20,12 +20,9 @@ from tests.support.full import each_once, mostly
 from tests.support.head_checks import columns_of
 from tests.support.hooks import inner, limit, put
 from tests.support.pairs import pairwise
-from tests.support.triton_tiles import DEVICE, DTYPES
+from tests.support.triton_tiles import DEAD_LANES, DEVICE, DTYPES
 
-# numpy warns of dead lanes in the interpreter; what is stored is checked
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
-)
+pytestmark = DEAD_LANES
 
 U, D, V = 13, 12, 41
 BETAS = [0.0, 0.3, 0.5, 1.0]

@@ -25,15 +25,9 @@ from tests.support.head_cases import (
     run,
 )
 from tests.support.head_checks import columns_of
-from tests.support.triton_tiles import DEVICE
+from tests.support.triton_tiles import DEAD_LANES, DEVICE
 
-pytestmark = [
-    pytest.mark.usefixtures("kernels"),
-    # numpy warns of dead lanes in the interpreter; what is stored is checked
-    pytest.mark.filterwarnings(
-        "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("kernels"), DEAD_LANES]
 
 
 def exact_logits(logits: torch.Tensor, temperature: float) -> Case:

@@ -11,12 +11,9 @@ from prefixtree.kernels.lm_head.eager import LogitRule, check_statistics, write_
 from prefixtree.kernels.lm_head.logprobs import ScoreOptions, linear_logprobs, lm_head_logprobs
 from tests.support.hooks import limit, put
 from tests.support.pairs import pairwise
-from tests.support.triton_tiles import DEVICE
+from tests.support.triton_tiles import DEAD_LANES, DEVICE
 
-# numpy warns of dead lanes in the interpreter; what is stored is checked
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
-)
+pytestmark = DEAD_LANES
 
 E, D, V = 23, 12, 41
 NAMES = ("mean_logits", "is_top1", "log_sum_sq_probs")

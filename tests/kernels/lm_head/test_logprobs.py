@@ -34,15 +34,9 @@ from tests.support.head_cases import (
 from tests.support.head_checks import columns_of, exact_columns
 from tests.support.hooks import put
 from tests.support.pairs import pairwise
-from tests.support.triton_tiles import DEVICE, DTYPES
+from tests.support.triton_tiles import DEAD_LANES, DEVICE, DTYPES
 
-pytestmark = [
-    pytest.mark.usefixtures("kernels"),
-    # numpy warns of dead lanes in the interpreter; what is stored is checked
-    pytest.mark.filterwarnings(
-        "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("kernels"), DEAD_LANES]
 
 _OPTIONS = HEADS, RULES, (False, True), (False, True), (1, 3, 1000, None)
 
