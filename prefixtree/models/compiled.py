@@ -58,8 +58,6 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     prepare_layers(transformer)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     options = {"dynamic": True, **options}
-    if options.get("backend", "inductor") == "inductor":
-        _start_workers()
     if getattr(transformer.config, "vision_config", None) is not None:
         load("images").compile_blocks(model, **{**options, "fullgraph": False})
     for layer in layers:
@@ -67,22 +65,6 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         # recomputes nothing finds the graph of one without a plan
         layer.gradient_checkpointing = layer.gradient_checkpointing
         _compile(layer, options)
-
-
-def _start_workers() -> None:
-    """Starts the processes in which inductor compiles for GPUs.
-
-    They import torch for seconds. inductor starts them with the first graph, and until they are
-    there it compiles one kernel after another.
-    """
-    if not torch.cuda.is_available():
-        return
-    try:
-        from torch._inductor.async_compile import maybe_warm_pool
-    except ImportError:
-        # such a torch starts them later
-        return
-    maybe_warm_pool()
 
 
 def compile_alike(model: nn.Module, copied: nn.Module) -> None:

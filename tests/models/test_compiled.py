@@ -13,7 +13,6 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor import async_compile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -412,16 +411,6 @@ def test_graphs_of_all_modes_are_kept(limit, wanted):
     with torch._dynamo.config.patch(recompile_limit=limit):
         compile_layers(build("qwen3"))
         assert torch._dynamo.config.recompile_limit == wanted
-
-
-@pytest.mark.parametrize("backend, starts", [({}, 1), ({"backend": "eager"}, 0)])
-def test_inductors_workers_start_at_once(backend, starts, monkeypatch):
-    """Before the first graph, while a trainer makes itself ready."""
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: calls.append(1))
-    compile_layers(build("qwen3"), **backend)
-    assert len(calls) == starts
 
 
 @pytest.mark.full
